@@ -1,0 +1,73 @@
+# Everything one does with scalax, each in one command; `make` alone lists them.
+#
+#   make train ARGS="--steps 100"     passes flags on
+#   make PYTHON=/path/to/python3 ...  uses that interpreter instead of the newest one found
+
+VENV := .venv
+OLDEST := .venv-oldest
+PY := $(VENV)/bin/python
+ARGS :=
+
+# The interpreter for the oldest supported JAX; where it is not given, the oldest one that fits.
+PYTHON_OLDEST ?= $(PYTHON)
+
+# A stamp says that an installation has finished. Its text is shown on every run (see below).
+EXAMPLES_STAMP := $(VENV)/.installed-examples
+DEV_STAMP := $(VENV)/.installed-dev
+OLDEST_STAMP := $(OLDEST)/.installed
+
+# A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
+$(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(DEV_STAMP))
+$(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two installations of this folder at the same time would write the same build files.
+.NOTPARALLEL:
+
+.PHONY: help setup train digits bench test check clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make both environments: the newest JAX and the oldest
+
+train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (flags in ARGS)
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) -m examples.llama.train $(ARGS)
+
+digits: $(EXAMPLES_STAMP) ## train on handwritten digits (flags in ARGS)
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) -m examples.digits $(ARGS)
+
+bench: $(EXAMPLES_STAMP) ## run the benchmarks (flags in ARGS)
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) -m benchmarks $(ARGS)
+
+test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and all tests on the newest and the oldest JAX
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) scripts/run_checks.py all --oldest-python $(OLDEST)/bin/python
+
+check: $(DEV_STAMP) ## format, lint and types only
+	@$(PY) scripts/run_checks.py static
+
+clean: ## delete what was built, cached or installed here, the environments too
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The newest JAX needs Python 3.12. With an older Python an older JAX is used, and every run says so.
+$(EXAMPLES_STAMP): setup.py
+	@scripts/setup_venv.sh $(VENV) newest -e '.[examples]'
+	@$(PY) -c "import importlib.metadata as m, sys; sys.version_info < (3, 12) and print( \
+	  'Note: the newest JAX needs Python 3.12 or later; with Python 3.11, the newest that was', \
+	  'found here, JAX', m.version('jax'), 'is used.')" > $@.new
+	@mv $@.new $@
+
+$(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
+	@scripts/setup_venv.sh $(VENV) newest -e '.[dev]'
+	@touch $@
+
+$(OLDEST_STAMP): setup.py
+	@PYTHON='$(PYTHON_OLDEST)' scripts/setup_venv.sh $(OLDEST) oldest jax==0.10.0 jaxlib==0.10.0 -e '.[dev]'
+	@touch $@

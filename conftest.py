@@ -1,0 +1,29 @@
+"""What every pytest run needs, of the tests as of the doctests in scalax/: eight simulated devices.
+
+It lies at the top so that `pytest --doctest-modules scalax/_mesh.py` finds it too.
+"""
+
+import os
+
+# Before JAX is imported, and inherited by the processes that tests start. Whoever wants another
+# platform says so by setting the variable.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import jax
+import pytest
+
+DEVICES = 8
+
+# Nothing has used a device yet; JAX refuses this line otherwise.
+jax.config.update('jax_num_cpu_devices', DEVICES)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def simulated_devices() -> list[jax.Device]:
+    """The devices of this run. With fewer, most tests would pass without having tested anything."""
+    devices = jax.devices()
+    assert len(devices) == DEVICES, (
+        f'the tests need {DEVICES} devices but JAX shows {len(devices)}: {devices}. '
+        'Unset XLA_FLAGS and JAX_PLATFORMS to test on simulated CPU devices.'
+    )
+    return devices

@@ -1,0 +1,25 @@
+"""scalax runs JAX code written for one device, unchanged, on any mesh of devices.
+
+The user says *where* (a mesh), *what* (sharding rules over any pytree) and *when* (a compiled function,
+a transfer, a batch), each once. Everything follows from one function, which decides the sharding of
+every leaf and records why. The layers, from the bottom; imports point down only::
+
+    errors                    which errors there are, and what each means
+    _paths, _spec             what a leaf is called; what a PartitionSpec may say
+    rules                     WHAT: shapes and paths -> PartitionSpecs
+    _mesh                     WHERE: dimensions and names -> a mesh
+    _prefix, _resolve         the one place where rules meet a tree and a mesh
+    _context, _constrain      which helper and bindings are active; constraints and annotations
+    _sjit                     WHEN: compiled functions; the cache key is written down there
+    _data, _transfer          host data <-> global arrays; whole trees <-> a mesh
+    explain                   reports of one resolve
+    _helper                   MeshShardingHelper: a thin front of all that
+    sharding, utils           what users import
+
+Importing scalax touches no device and changes no global state of JAX.
+"""
+
+from scalax import errors, sharding, utils
+from scalax._version import __version__
+
+__all__ = ['__version__', 'errors', 'sharding', 'utils']

@@ -1,0 +1,191 @@
+"""How is a value inside a compiled function given a sharding? Constraints and annotations.
+
+What JAX must be asked depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
+an Explicit axis a *reshard* (it is part of the value's type), and a Manual axis, inside ``shard_map``,
+belongs to the caller and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax import _context, _spec
+from scalax._prefix import RuleLike, split
+from scalax._resolve import Use, resolve
+from scalax.errors import MeshError
+
+
+def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
+    """Constrains the sharding of a tree of arrays, inside a function that `sjit` compiles.
+
+    With an active helper (inside `sjit`, or in ``helper.get_context()``) the helper's mesh is used.
+    Without one, NamedShardings apply as they are, rules and PartitionSpecs use the mesh of
+    ``jax.set_mesh`` if there is one, and otherwise nothing happens.
+
+    Args:
+        pytree: arrays, or anything JAX takes as one.
+        sharding_rule: a rule, a PartitionSpec, a NamedSharding, None (leave it to the compiler), or a
+            pytree prefix of these.
+
+    Returns:
+        The tree with the same values, sharded as asked. Inside ``shard_map`` the axes that are manual
+        there are left alone.
+
+    Raises:
+        ShardingError: some leaves cannot be sharded as asked; all of them are named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([-1], ['data'])
+        >>> @helper.sjit
+        ... def double(x):
+        ...     return with_sharding_constraint(2 * x, PartitionSpec('data'))
+        >>> double(jnp.ones(16)).sharding.spec
+        P('data',)
+    """
+    context = _context.current()
+    if context is not None:
+        helper = context.helper
+        return constrain(pytree, sharding_rule, helper.mesh, helper.on_indivisible)
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty:
+        return _constrain_named_shardings(pytree, sharding_rule)
+    return constrain(pytree, sharding_rule, ambient, 'error')
+
+
+def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
+    """Names a place in a model, to be given its sharding where the model is compiled.
+
+    The sharding is the one that ``helper.sjit(..., annotation_shardings={sharding_name: rule})`` (or
+    ``helper.get_context(...)``) binds to the name. A name that nobody bound does nothing.
+
+    Args:
+        pytree: arrays, or anything JAX takes as one.
+        sharding_name: the name.
+
+    Returns:
+        The tree with the same values.
+
+    Raises:
+        ShardingError: the rule bound to the name does not fit the tree; all bad leaves are named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> def model(x):
+        ...     return with_sharding_annotation(2 * x, 'hidden')
+        >>> helper = MeshShardingHelper([-1], ['data'])
+        >>> compiled = helper.sjit(model, annotation_shardings={'hidden': PartitionSpec('data')})
+        >>> compiled(jnp.ones(16)).sharding.spec
+        P('data',)
+    """
+    context = _context.current()
+    found = context.bound(sharding_name) if context else None
+    if found is None:
+        return pytree
+    helper, rules = found
+    where = f'annotation {sharding_name!r}'
+    return constrain(pytree, rules, helper.mesh, helper.on_indivisible, where)
+
+
+def constrain(
+    pytree: Any,
+    rules: RuleLike,
+    mesh: Mesh | AbstractMesh,
+    on_indivisible: _spec.OnIndivisible = 'error',
+    where: str = 'a sharding constraint',
+) -> Any:
+    """Resolves *rules* on *mesh* and applies the outcome to *pytree*."""
+    mesh = _mesh_in_force(mesh)
+    resolution = resolve(
+        rules, pytree, mesh, use=Use.INTERMEDIATE, where=where, on_indivisible=on_indivisible
+    )
+    leaves = [
+        leaf if sharding is None else _apply(leaf, sharding)
+        for leaf, sharding in zip(resolution.tree.leaves, resolution.shardings, strict=True)
+    ]
+    return resolution.treedef.unflatten(leaves)
+
+
+def apply_shardings(pytree: Any, shardings: list[NamedSharding | None]) -> Any:
+    """Applies shardings that are resolved already, one for each leaf; None leaves a leaf as it is."""
+    leaves, treedef = jax.tree.flatten(pytree)
+    applied = [
+        leaf if sharding is None else _apply(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, applied)
+
+
+def _mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty or not ambient.manual_axes:
+        return mesh
+    if dict(ambient.shape) != dict(mesh.shape):
+        raise MeshError(
+            f'inside shard_map over the mesh ({_sizes(ambient)}), but the active helper has the mesh '
+            f'({_sizes(mesh)}): use the helper of the same mesh'
+        )
+    return ambient
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> str:
+    return ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+
+
+def _apply(leaf: Any, sharding: NamedSharding) -> Any:
+    mesh, spec = sharding.mesh, sharding.spec
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = set(types.values())
+    if kinds == {AxisType.Auto}:
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+    explicit, auto = ([_only(entry, types, kind) for entry in spec] for kind in _KINDS)
+    if AxisType.Explicit in kinds:
+        explicit = [
+            _entry_now(leaf, dim) if entry is _spec.UNCONSTRAINED else entry
+            for dim, entry in enumerate(explicit)
+        ]
+        leaf = jax.sharding.reshard(leaf, sharding.update(spec=_spec.replaced(spec, explicit)))
+    if AxisType.Auto in kinds:
+        # None for a dimension that an Explicit axis shards: the type keeps that axis.
+        constraint = _spec.replaced(PartitionSpec(), auto)
+        leaf = jax.lax.with_sharding_constraint(leaf, sharding.update(spec=constraint))
+    return leaf
+
+
+_KINDS = (AxisType.Explicit, AxisType.Auto)
+
+
+def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
+    """The axes of one entry that are of one kind; UNCONSTRAINED stays."""
+    if entry is _spec.UNCONSTRAINED:
+        return entry
+    return tuple(axis for axis in _spec.entry_axes(entry) if types[axis] is kind)
+
+
+def _entry_now(leaf: Any, dim: int) -> Any:
+    """How a dimension is sharded over Explicit axes now, by its type."""
+    spec = jax.typeof(leaf).sharding.spec
+    return spec[dim] if dim < len(spec) else None
+
+
+def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
+    """Without any mesh: NamedShardings bring their own, everything else has none to use."""
+    for part in split(rules, pytree):
+        if isinstance(part.rule, NamedSharding):
+            break
+    else:
+        return pytree
+    leaves: list[Any] = []
+    for part in split(rules, pytree):
+        subtree = part.subtree
+        if isinstance(part.rule, NamedSharding):
+            subtree = constrain(subtree, part.rule, part.rule.mesh)
+        leaves.extend(jax.tree.leaves(subtree))
+    return jax.tree.unflatten(jax.tree.structure(pytree), leaves)

@@ -1,0 +1,137 @@
+"""How does the batch that each process loads become one global array, and back?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalax import _mesh
+from scalax._paths import NamedTree, leaf_shape
+from scalax._resolve import named_sharding
+from scalax.errors import DataError, shown
+
+
+def local_data_to_global_array(
+    mesh: Mesh, pytree: Any, batch_axis: int, mesh_axis_subset: Sequence[str] | str | None
+) -> Any:
+    """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
+    names = tuple(mesh.axis_names)
+    axes = names if mesh_axis_subset is None else _mesh.axis_subset(mesh_axis_subset, names)
+    tree = NamedTree.of(pytree)
+    faults = [_fault(mesh, tree, i, batch_axis, axes) for i in range(len(tree))]
+    if any(faults):
+        sizes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+        raise DataError(
+            f'local data does not fit the mesh ({sizes}), with the batch on axis {batch_axis} over '
+            f'mesh axes {axes}:\n{shown(filter(None, faults))}\n'
+            'What to do: change the batch size, or shard it over fewer axes with mesh_axis_subset.'
+        )
+    specs = [_spec(shape, batch_axis, axes) for shape in tree.shapes]
+    shardings = [named_sharding(mesh, spec) for spec in specs]
+    if jax.process_count() == 1:
+        # All rows are here, so this is a plain transfer: one for all leaves, and no collective.
+        arrays = jax.device_put(list(tree.leaves), shardings)
+    else:
+        arrays = [
+            _from_processes(mesh, leaf, sharding)
+            for leaf, sharding in zip(tree.leaves, shardings, strict=True)
+        ]
+    return tree.treedef.unflatten(arrays)
+
+
+def _fault(mesh: Mesh, tree: NamedTree, index: int, batch_axis: int, axes: tuple[str, ...]) -> str | None:
+    """What is wrong with one leaf, or None."""
+    shape = leaf_shape(tree.leaves[index])
+    if shape is None:
+        return f'{tree.describe(index)} is not an array'
+    if shape and not -len(shape) <= batch_axis < len(shape):
+        return f'{tree.describe(index)} has no axis {batch_axis}'
+    rows = shape[batch_axis] * jax.process_count() if shape else 0
+    shards = math.prod(mesh.shape[name] for name in axes)
+    if rows % shards:
+        return f'{tree.describe(index)}: the global batch of {rows} rows does not divide by {shards} shards'
+    return None
+
+
+def _spec(shape: tuple[int, ...], batch_axis: int, axes: tuple[str, ...]) -> PartitionSpec:
+    """The batch axis over *axes*; scalars are replicated."""
+    if not shape or not axes:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * (batch_axis % len(shape)), axes)
+
+
+def _from_processes(mesh: Mesh, leaf: Any, wanted: NamedSharding) -> jax.Array:
+    """Builds a global array from the rows of all processes; rows that lie elsewhere move.
+
+    Every process first holds its rows on its own devices, in process order, so that whatever must move
+    moves between devices, in one collective of XLA's choosing.
+    """
+    host = np.asarray(leaf)
+    if not host.shape:
+        return jax.make_array_from_callback((), wanted, lambda _: host)
+    axis = len(wanted.spec) - 1
+    by_process = _rows_by_process(mesh, axis)
+    if by_process is None:
+        raise DataError(
+            "the processes hold unlike numbers of the mesh's devices: every process must hold as many"
+        )
+    here = host.shape[axis]
+    shape = (*host.shape[:axis], here * jax.process_count(), *host.shape[axis + 1 :])
+    offset = here * jax.process_index()
+
+    def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[axis].indices(shape[axis])
+        return host[(*index[:axis], slice(start - offset, stop - offset), *index[axis + 1 :])]
+
+    staged = jax.make_array_from_callback(shape, by_process, rows)
+    if staged.sharding.is_equivalent_to(wanted, len(shape)):
+        return staged
+    return jax.jit(lambda x: x, out_shardings=wanted)(staged)
+
+
+def _rows_by_process(mesh: Mesh, axis: int) -> NamedSharding | None:
+    """A sharding that gives each process its own rows, in process order, over its own devices."""
+    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+    owners = [device.process_index for device in devices]
+    counts = {owners.count(process) for process in set(owners)}
+    if len(counts) != 1:
+        return None
+    grid = np.asarray(devices, dtype=object).reshape(len(set(owners)), counts.pop())
+    return NamedSharding(Mesh(grid, ('process', 'device')), PartitionSpec(*[None] * axis, 'process'))
+
+
+def global_array_to_local_data(pytree: Any, batch_axis: int) -> Any:
+    """See `MeshShardingHelper.global_array_to_local_data`, which is documented for users."""
+    return jax.tree.map(lambda leaf: _local_part(leaf, batch_axis), pytree)
+
+
+def _local_part(leaf: Any, batch_axis: int) -> Any:
+    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+        return np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if not -leaf.ndim <= batch_axis < leaf.ndim:
+        raise DataError(f'an array of shape {leaf.shape} has no axis {batch_axis}')
+    axis = batch_axis % leaf.ndim
+    blocks: dict[int, Any] = {}
+    for shard in leaf.addressable_shards:
+        whole = [i for i, part in enumerate(shard.index) if part != slice(None) and i != axis]
+        if any(_length(shard.index[i], leaf.shape[i]) != leaf.shape[i] for i in whole):
+            raise DataError(
+                f'an array of shape {leaf.shape} is sharded along other axes than the batch axis '
+                f'{batch_axis} ({leaf.sharding}): reshard it first'
+            )
+        start = shard.index[axis].indices(leaf.shape[axis])[0]
+        blocks.setdefault(start, shard.data)
+    return np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)], axis)
+
+
+def _length(part: slice, size: int) -> int:
+    start, stop, _ = part.indices(size)
+    return stop - start

@@ -1,0 +1,257 @@
+"""WHERE: how do axis dimensions and names become a mesh of devices?
+
+Everything about physical layout is left to ``jax.experimental.mesh_utils``, which knows the topologies;
+this module checks what the user asked for, fills in -1, and says what would fit when it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from scalax.errors import MeshError, MissingDependencyError, did_you_mean
+
+
+def build_mesh(
+    axis_dims: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    split_physical_axes: bool = False,
+    dcn_axis_dims: Sequence[int] | None = None,
+    devices: Sequence[Any] | None = None,
+    axis_types: AxisType | Sequence[AxisType] | None = None,
+) -> Mesh:
+    """Builds the mesh that `MeshShardingHelper` describes.
+
+    Raises:
+        MeshError: dimensions, names, types or devices do not fit together.
+    """
+    dims, names = checked_axes(axis_dims, axis_names)
+    types = checked_types(axis_types, names)
+    at_hand = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
+    if not at_hand:
+        raise MeshError('devices is empty: a mesh needs at least one device')
+    if len(set(at_hand)) != len(at_hand):
+        raise MeshError('devices holds a device more than once')
+    sizes = _inferred(dims, names, len(at_hand))
+    if dcn_axis_dims is None:
+        array = _one_slice(sizes, at_hand, split_physical_axes)
+    else:
+        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
+    return Mesh(array, names, axis_types=types)
+
+
+def topology_devices(topology: str, num_slices: int) -> list[Any]:
+    """The devices of TPU hardware that is not here, such as ``'v5p:4x4x4'``, for compiling only.
+
+    Raises:
+        MissingDependencyError: libtpu is not installed.
+        MeshError: libtpu does not know the topology.
+    """
+    # The optional module is imported where it is used: it loads libtpu.
+    from jax.experimental import topologies
+
+    options = {'num_slices': num_slices} if num_slices > 1 else {}
+    try:
+        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
+    except RuntimeError as error:
+        if 'not installed' in str(error) or 'libtpu' in str(error):
+            raise MissingDependencyError(
+                "TPU topologies need the TPU compiler: pip install 'scalax[plan]'"
+            ) from error
+        raise MeshError(f'unknown TPU topology {topology!r}: {error}') from error
+    except (ValueError, NotImplementedError) as error:
+        raise MeshError(f'unknown TPU topology {topology!r}: {error}') from error
+    return list(described.devices)
+
+
+def checked_axes(
+    axis_dims: Sequence[int], axis_names: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Dimensions and names as tuples, checked against each other but not against devices."""
+    if isinstance(axis_names, str):
+        raise MeshError(f'axis_names is a sequence of names, got the string {axis_names!r}')
+    if isinstance(axis_dims, int):
+        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}')
+    names = tuple(axis_names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise MeshError(f'axis names are non-empty strings, got {names!r}')
+    dims = []
+    for dim in axis_dims:
+        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+            raise MeshError(f'axis dimensions are integers, got {dim!r} in {tuple(axis_dims)!r}')
+        dims.append(int(dim))
+    if len(dims) != len(names):
+        raise MeshError(
+            f'{len(dims)} axis dimensions {tuple(dims)} for {len(names)} axis names {names}: '
+            'give one dimension a name'
+        )
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
+        raise MeshError(f'axis names must differ, but {names} repeats {", ".join(map(repr, repeated))}')
+    if dims.count(-1) > 1:
+        raise MeshError(f'only one axis dimension may be -1, got {tuple(dims)}')
+    if any(dim < 1 and dim != -1 for dim in dims):
+        raise MeshError(f'axis dimensions are positive, or -1 once, got {tuple(dims)}')
+    return tuple(dims), names
+
+
+def checked_types(
+    axis_types: AxisType | Sequence[AxisType] | None, names: tuple[str, ...]
+) -> tuple[AxisType, ...]:
+    """One axis type for every axis; Auto unless said otherwise, whatever JAX's default is."""
+    if axis_types is None:
+        return (AxisType.Auto,) * len(names)
+    if isinstance(axis_types, AxisType):
+        return (axis_types,) * len(names)
+    types = tuple(axis_types)
+    if len(types) != len(names) or not all(isinstance(kind, AxisType) for kind in types):
+        raise MeshError(
+            f'axis_types is one jax.sharding.AxisType for all axes or one for each of {names}, got {types!r}'
+        )
+    return types
+
+
+def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
+    """The dimensions with -1 filled in; their product is *count*."""
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
+    if -1 in dims:
+        if count % fixed:
+            raise MeshError(
+                f'mesh ({asked}): {count} devices do not divide by {fixed}, the product of the '
+                f'given dimensions; it may be {_listed(_divisors(count))}'
+            )
+        return tuple(count // fixed if dim == -1 else dim for dim in dims)
+    if fixed != count:
+        raise MeshError(
+            f'mesh ({asked}) needs {fixed} devices, there are {count}; {_fitting(dims, names, count)}'
+        )
+    return dims
+
+
+def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
+    """Which single change would make the dimensions fit."""
+    if not dims:
+        return 'a mesh without axes holds one device'
+    fixes = []
+    for axis, name in enumerate(names):
+        others = math.prod(dim for i, dim in enumerate(dims) if i != axis)
+        if count % others == 0:
+            fitted = [str(count // others if i == axis else dim) for i, dim in enumerate(dims)]
+            fixes.append(f'({", ".join(fitted)}), with {name!r} changed')
+    needed = math.prod(dims)
+    if needed < count:
+        fixes.append(f'devices=jax.devices()[:{needed}] for a part of them')
+    return (
+        f'what would fit: {"; or ".join(fixes)}'
+        if fixes
+        else (f'the dimensions must multiply to {count}: each divides it ({_listed(_divisors(count))})')
+    )
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ', '.join(map(str, numbers[:16])) + (', ...' if len(numbers) > 16 else '')
+
+
+def _one_slice(sizes: tuple[int, ...], devices: list[Any], split: bool) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
+    except NotImplementedError as error:
+        raise MeshError(
+            f'mesh {sizes} does not map onto whole physical axes of these devices; '
+            f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
+            f'(it may cost bandwidth). JAX says: {error}'
+        ) from error
+    except AssertionError:
+        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as
+        # the first three of a TPU slice. The given order is then the only one there is.
+        return np.asarray(devices, dtype=object).reshape(sizes)
+
+
+def _many_slices(
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    dcn_axis_dims: Sequence[int],
+    devices: list[Any],
+    split: bool,
+) -> np.ndarray:
+    dcn, _ = checked_axes(dcn_axis_dims, names)
+    by_process = not hasattr(devices[0], 'slice_index')
+    attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
+    granules = len({getattr(device, attribute) for device in devices})
+    dcn = _inferred_dcn(dcn, names, granules, what)
+    for name, total, across in zip(names, sizes, dcn, strict=True):
+        if total % across:
+            raise MeshError(
+                f'axis {name!r} has {total} devices over {across} {what}: each total of axis_dims '
+                f'is a multiple of its entry in dcn_axis_dims'
+            )
+    inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
+    try:
+        return mesh_utils.create_hybrid_device_mesh(
+            inside,
+            dcn,
+            devices,
+            process_is_granule=by_process,
+            allow_split_physical_axes=split,
+        )
+    except NotImplementedError as error:
+        raise MeshError(
+            f'mesh {inside} inside each slice does not map onto whole physical axes; pass '
+            f'mesh_axis_splitting=True. JAX says: {error}'
+        ) from error
+    except (ValueError, AssertionError) as error:
+        raise MeshError(
+            f'mesh {sizes} over {granules} {what} ({dcn} across, {inside} inside each) does not '
+            f'fit these devices: {error}'
+        ) from error
+
+
+def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:
+    fixed = math.prod(dim for dim in dcn if dim != -1)
+    if -1 in dcn and granules % fixed == 0:
+        dcn = tuple(granules // fixed if dim == -1 else dim for dim in dcn)
+    if math.prod(dcn) != granules:
+        asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dcn, strict=True))
+        raise MeshError(f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {granules}')
+    return dcn
+
+
+def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Checks a selection of mesh axes and returns it as a tuple, in the order given.
+
+    Raises:
+        MeshError: a name that the mesh does not have, or a repeated one.
+    """
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    for name in chosen:
+        if name not in known:
+            raise MeshError(f'the mesh has no axis {name!r} ({did_you_mean(str(name), known)})')
+    if len(set(chosen)) != len(chosen):
+        raise MeshError(f'mesh axes are named once each, got {chosen}')
+    return chosen
+
+
+def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises MeshError if the mesh is an abstract one.
+
+    Args:
+        mesh: the mesh.
+        what: what needs the devices, for the message.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise MeshError(
+            f'{what} needs devices to run on, and this helper was made from an AbstractMesh, which has '
+            'none: use a helper over a Mesh'
+        )

@@ -1,0 +1,127 @@
+"""What is a leaf called? Tree paths as ``'a/b/c'`` strings, and flat trees with names.
+
+A leaf path holds every key of the tree, undecorated and joined by ``/``: what
+``jax.tree_util.keystr(path, simple=True, separator='/')`` gives, built several times faster, because
+resolving a large tree spends most of its time here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+_ATTRIBUTE: dict[type, str] = {
+    DictKey: 'key',
+    SequenceKey: 'idx',
+    GetAttrKey: 'name',
+    FlattenedIndexKey: 'key',
+}
+
+
+def key_string(key: Any) -> str:
+    """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
+    attribute = _ATTRIBUTE.get(type(key))
+    return str(key) if attribute is None else str(getattr(key, attribute))
+
+
+def path_string(path: Sequence[Any], separator: str = '/') -> str:
+    """A tree path as one string; the path of a bare leaf is ``''``.
+
+    Example:
+        >>> path_string((DictKey('layers'), SequenceKey(0), GetAttrKey('kernel')))
+        'layers/0/kernel'
+    """
+    # Nearly every key is a DictKey: the conditional saves a call per key for those.
+    return separator.join([str(key.key) if type(key) is DictKey else key_string(key) for key in path])
+
+
+def join(prefix: str, path: str) -> str:
+    """The path of a leaf whose subtree lies at *prefix*."""
+    return f'{prefix}/{path}' if prefix and path else prefix or path
+
+
+def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of anything JAX takes as an array, or None for what it does not take."""
+    shape = getattr(leaf, 'shape', None)
+    if shape is not None and hasattr(leaf, 'dtype'):
+        return tuple(shape)
+    return () if isinstance(leaf, bool | int | float | complex) else None
+
+
+def describe_leaf(path: str, leaf: Any) -> str:
+    """A leaf as error messages show it: ``params/w: float32[8, 16]``.
+
+    Example:
+        >>> import numpy as np
+        >>> describe_leaf('params/w', np.zeros((8, 16), np.float32))
+        'params/w: float32[8, 16]'
+        >>> describe_leaf('', 1.0)
+        '(the leaf itself): Python float'
+    """
+    name = path or '(the leaf itself)'
+    if leaf_shape(leaf) is None:
+        return f'{name}: {type(leaf).__module__}.{type(leaf).__qualname__}'
+    if not hasattr(leaf, 'shape'):
+        return f'{name}: Python {type(leaf).__name__}'
+    return f'{name}: {leaf.dtype}{list(leaf.shape)}'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedTree:
+    """A pytree laid flat: its leaves with their paths and shapes, and its structure.
+
+    Rules see a tree in this form. ``prefix`` is where the tree lies in the tree that the user gave
+    (for messages only: rules never see it). ``parent`` and ``indices`` are set on a selection of
+    leaves, which has no structure of its own.
+    """
+
+    paths: Sequence[str]
+    leaves: Sequence[Any]
+    shapes: Sequence[tuple[int, ...]]
+    treedef: Any
+    prefix: str = ''
+    parent: NamedTree | None = None
+    indices: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, pytree: Any, prefix: str = '') -> NamedTree:
+        """Flattens *pytree*. A leaf that is not an array gets the shape ``()``; see `strangers`."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(pytree)
+        paths = [path_string(path) for path, _ in flat]
+        leaves = [leaf for _, leaf in flat]
+        try:
+            shapes = [leaf.shape for leaf in leaves]
+            if not all(type(shape) is tuple for shape in shapes):
+                shapes = [leaf_shape(leaf) or () for leaf in leaves]
+        except AttributeError:
+            shapes = [leaf_shape(leaf) or () for leaf in leaves]
+        return cls(paths, leaves, shapes, treedef, prefix)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def select(self, indices: Sequence[int]) -> NamedTree:
+        """The leaves at *indices*, as the part of a tree that a nested rule decides about."""
+        return NamedTree(
+            [self.paths[i] for i in indices],
+            [self.leaves[i] for i in indices],
+            [self.shapes[i] for i in indices],
+            None,
+            self.prefix,
+            self,
+            indices,
+        )
+
+    def describe(self, index: int) -> str:
+        """Leaf number *index* as error messages show it."""
+        return describe_leaf(join(self.prefix, self.paths[index]), self.leaves[index])
+
+    @functools.cached_property
+    def tree(self) -> Any:
+        """The pytree itself."""
+        return self.treedef.unflatten(self.leaves)

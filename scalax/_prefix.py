@@ -1,0 +1,129 @@
+"""Which part of a tree does each rule of a tree of rules decide about?
+
+A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node serves the whole subtree
+below. What counts as one rule: a ShardingRule, a PartitionSpec, a NamedSharding, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._paths import join, key_string
+from scalax.errors import StructureError, did_you_mean
+from scalax.rules._base import ShardingRule
+
+RuleLike = Any
+"""A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
+
+
+def is_rule(value: Any) -> bool:
+    """Whether *value* is one rule rather than a tree of them."""
+    return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A subtree and the one rule that decides about it. ``at`` is the subtree's path."""
+
+    rule: ShardingRule | PartitionSpec | NamedSharding | None
+    at: str
+    subtree: Any
+
+
+def key_of(rules: RuleLike) -> Any:
+    """A hashable stand-in for a tree of rules: equal for equal rules."""
+    if is_rule(rules):
+        return rules
+    leaves, treedef = jax.tree.flatten(rules, is_leaf=is_rule)
+    return tuple(leaves), treedef
+
+
+def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
+    """Lays a prefix tree of rules over *pytree*.
+
+    Args:
+        rules: a rule or a pytree prefix of rules.
+        pytree: the tree they are for.
+        where: what the tree is called in messages, such as ``"argument 'state'"``.
+
+    Raises:
+        StructureError: the trees differ, or a leaf of *rules* is not a rule; says at which subtree.
+    """
+    if is_rule(rules):
+        return [Part(rules, '', pytree)]
+    flat, structure = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    treedef: Any = structure
+    for path, rule in flat:
+        if not is_rule(rule):
+            _reject(rule, '/'.join(map(key_string, path)), where)
+    try:
+        subtrees = treedef.flatten_up_to(pytree)
+    except ValueError:
+        _explain(rules, pytree, '', where)
+        raise
+    return [
+        Part(rule, '/'.join(map(key_string, path)), subtree)
+        for (path, rule), subtree in zip(flat, subtrees, strict=True)
+    ]
+
+
+def _of(where: str) -> str:
+    return f' of {where}' if where else ''
+
+
+def _reject(value: Any, path: str, where: str) -> None:
+    hint = ''
+    if isinstance(value, str):
+        hint = f'; write PartitionSpec({value!r})'
+    elif isinstance(value, jax.sharding.Sharding):
+        hint = "; only NamedShardings of the helper's mesh are taken"
+    raise StructureError(
+        f'the rules{_of(where)} hold {value!r} of type {type(value).__name__}'
+        f'{f" at {path!r}" if path else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
+        f'a NamedSharding or None{hint}'
+    )
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    """The nodes right below the root of *tree*, with their keys; empty for a leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return [(key_string(path[0]), child) for path, child in flat if path]
+
+
+def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
+    """Finds the first place where the two trees part ways, and raises about it."""
+    if is_rule(rules):
+        return
+    place = f'at {at!r}' if at else 'at its root'
+    mine, theirs = dict(_children(rules)), dict(_children(tree))
+    if type(rules) is not type(tree):
+        what = f'a {type(tree).__name__}' if theirs or tree is None else 'a leaf'
+        kind = '' if what == 'a leaf' or tree is None else f' with {len(theirs)} children'
+        raise StructureError(
+            f'the rules do not have the structure{_of(where)} {place}: the rules hold a '
+            f'{type(rules).__name__} with {len(mine)} children there, the tree holds {what}{kind}. '
+            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+        )
+    missing = [key for key in theirs if key not in mine]
+    extra = [key for key in mine if key not in theirs]
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f'no rule for {", ".join(map(repr, missing[:10]))}')
+        if extra:
+            near = [f'{key!r} ({did_you_mean(key, theirs)})' for key in extra[:10]]
+            parts.append(f'rules for {", ".join(near)}, which the tree does not have')
+        raise StructureError(
+            f'the rules do not have the structure{_of(where)} {place}: {"; ".join(parts)}. '
+            'Use None to leave a subtree to the compiler.'
+        )
+    for key, child in mine.items():
+        _explain(child, theirs[key], join(at, key), where)
+    raise StructureError(
+        f'the rules do not have the structure{_of(where)} {place}: the {type(rules).__name__} there '
+        'differs in its static fields. Give one rule for the whole subtree.'
+    )

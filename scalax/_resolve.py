@@ -1,0 +1,341 @@
+"""What sharding does each leaf get on this mesh? The one place where rules meet a tree and a mesh.
+
+Everything in scalax that places an array comes through `resolve`: all validation is here, and every
+decision is recorded (`Resolution.answers`), so that reports can say why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import operator
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from scalax import _spec
+from scalax._paths import NamedTree, join, leaf_shape
+from scalax._prefix import RuleLike, key_of, split
+from scalax._spec import MeshAxes, OnIndivisible
+from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown
+from scalax.rules._base import Answer, ShardingRule, settled
+
+_NON_NUMERIC = frozenset('OSUMm')
+
+
+class Use(enum.Enum):
+    """What the shardings are for; decides what a rule may say.
+
+    CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
+    compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
+    function: UNCONSTRAINED dimensions are fine, and one that does not divide is padded, so it only warns.
+    """
+
+    CONCRETE = enum.auto()
+    BOUNDARY = enum.auto()
+    INTERMEDIATE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resolution:
+    """The outcome of one resolve, leaf by leaf in tree order.
+
+    Attributes:
+        tree: the leaves, with paths from the root of the tree that was given.
+        answers: what was decided, by which rule and why.
+        shardings: the NamedShardings; None where the compiler decides.
+        treedef: the structure of the tree.
+    """
+
+    tree: NamedTree
+    answers: list[Answer]
+    shardings: list[NamedSharding | None]
+    treedef: Any
+
+    @property
+    def sharding_tree(self) -> Any:
+        """The NamedShardings as a pytree of the tree's structure."""
+        return self.treedef.unflatten(self.shardings)
+
+
+@functools.lru_cache(maxsize=65536)
+def named_sharding(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
+) -> NamedSharding:
+    """The one NamedSharding object of this mesh, spec and memory: equal objects cost JAX a comparison."""
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def resolve(
+    rules: RuleLike,
+    pytree: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    use: Use = Use.CONCRETE,
+    where: str = '',
+    at: str = '',
+    on_indivisible: OnIndivisible = 'error',
+) -> Resolution:
+    """Decides the sharding of every leaf of *pytree*.
+
+    Args:
+        rules: a rule, a PartitionSpec, a NamedSharding of this mesh, None, or a pytree prefix of these.
+        pytree: the leaves are anything with a shape and a dtype, or Python numbers.
+        mesh: the mesh; an AbstractMesh is enough.
+        use: what the shardings are for.
+        where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
+        at: where the tree lies in something larger; prefixed to leaf paths in messages.
+        on_indivisible: the policy of bare specs. Rules carry their own.
+
+    Raises:
+        StructureError: *rules* is not a prefix of *pytree*.
+        ShardingError: some leaves cannot be sharded as asked; every one of them is named.
+    """
+    axes = MeshAxes.of(mesh)
+    task = _Task(axes, mesh, use, where, on_indivisible)
+    parts, answers, shardings = [], [], []
+    for part in split(rules, pytree, where):
+        tree = NamedTree.of(part.subtree, join(at, part.at))
+        task.reject_strangers(tree)
+        said = task.ask(part.rule, tree)
+        parts.append((part.at, tree))
+        answers.extend(said)
+        shardings.extend(task.shardings(tree, said))
+    task.finish()
+    if len(parts) == 1 and not parts[0][0]:
+        whole = parts[0][1]
+    else:
+        whole = NamedTree(
+            [join(prefix, path) for prefix, tree in parts for path in tree.paths],
+            [leaf for _, tree in parts for leaf in tree.leaves],
+            [shape for _, tree in parts for shape in tree.shapes],
+            jax.tree.structure(pytree),
+            at,
+        )
+    return Resolution(whole, answers, shardings, whole.treedef)
+
+
+class _Task:
+    """One resolve on its way: collects what is wrong until all leaves have been seen."""
+
+    def __init__(
+        self,
+        axes: MeshAxes,
+        mesh: Mesh | AbstractMesh,
+        use: Use,
+        where: str,
+        on_indivisible: OnIndivisible,
+    ) -> None:
+        self.axes, self.mesh, self.use, self.where = axes, mesh, use, where
+        self.on_indivisible = on_indivisible
+        self.problems: list[Problem] = []
+        self.passed: list[str] = []  # dimensions that do not divide and may
+
+    def reject_strangers(self, tree: NamedTree) -> None:
+        """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
+        for index, leaf in enumerate(tree.leaves):
+            # The attribute test is the fast way for arrays; what it lets through has a numpy dtype.
+            if hasattr(leaf, 'shape') or leaf_shape(leaf) is not None:
+                dtype = getattr(leaf, 'dtype', None)
+                if not isinstance(dtype, np.dtype) or dtype.kind not in _NON_NUMERIC:
+                    continue
+            self.problems.append(
+                Problem(
+                    'not-an-array',
+                    tree.describe(index),
+                    f'{_short(leaf)} is not an array',
+                    hint='shard trees of arrays; take other leaves out, or make such arguments static.',
+                )
+            )
+        if self.problems:
+            self.finish()
+
+    def ask(self, rule: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree) -> list[Answer]:
+        """What *rule* says about every leaf of *tree*."""
+        if isinstance(rule, ShardingRule):
+            try:
+                return settled(rule, tree, self.axes.sizes)
+            except ShardingError as error:
+                raise ShardingError(error.problems, str(self.axes), self.where) from None
+        if isinstance(rule, NamedSharding):
+            return [self._of_named_sharding(rule, tree)] * len(tree)
+        origin = '' if rule is None else 'the spec given'
+        return [Answer(rule, origin, 'given', self.on_indivisible)] * len(tree)
+
+    def _of_named_sharding(self, given: NamedSharding, tree: NamedTree) -> Answer:
+        mine = self.mesh.abstract_mesh if isinstance(given.mesh, AbstractMesh) else self.mesh
+        if given.mesh != mine:
+            self.problems.append(
+                Problem(
+                    'other-mesh',
+                    tree.describe(0) if len(tree) else tree.prefix or '(an empty tree)',
+                    f'the NamedSharding is of another mesh: {given.mesh}',
+                    spec=str(given.spec),
+                    hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
+                )
+            )
+            self.finish()
+        return Answer(given.spec, 'the NamedSharding given', 'given', self.on_indivisible, given.memory_kind)
+
+    def shardings(self, tree: NamedTree, answers: list[Answer]) -> list[NamedSharding | None]:
+        """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
+        memo: dict[tuple[int, tuple[int, ...]], NamedSharding | None] = {}
+        result: list[NamedSharding | None] = []
+        for index, answer in enumerate(answers):
+            key = (id(answer), tree.shapes[index])
+            try:
+                result.append(memo[key])
+            except KeyError:
+                before = len(self.problems) + len(self.passed)
+                sharding = self._checked(tree, index, answer)
+                # What is wrong is said of every leaf it is wrong for, so only clean answers are kept.
+                if before == len(self.problems) + len(self.passed):
+                    memo[key] = sharding
+                result.append(sharding)
+        return result
+
+    def _checked(self, tree: NamedTree, index: int, answer: Answer) -> NamedSharding | None:
+        spec, shape = answer.spec, tree.shapes[index]
+        if spec is not None and self.axes.any_manual:
+            spec = _spec.without_manual(spec, self.axes)
+        if spec is None:
+            if self.use is Use.CONCRETE:
+                self._problem(
+                    tree,
+                    index,
+                    answer,
+                    _spec.Fault(
+                        'no-sharding',
+                        'the rule leaves this leaf to the compiler (None), but there is no compiler here',
+                        'None means something to sjit, constraints and annotations only; give '
+                        'PartitionSpec() to replicate.',
+                    ),
+                )
+            return None
+        wrong = _spec.faults(spec, shape, self.axes)
+        if _spec.UNCONSTRAINED in tuple(spec) and self.use is not Use.INTERMEDIATE:
+            wrong.append(
+                _spec.Fault(
+                    'unconstrained',
+                    'an UNCONSTRAINED dimension is not a place where an array can lie',
+                    'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
+                )
+            )
+        for fault in wrong:
+            self._problem(tree, index, answer, fault)
+        if wrong:
+            return None
+        uneven = _spec.indivisible(spec, shape, self.axes)
+        if uneven:
+            spec = self._uneven(tree, index, answer, spec, uneven)
+        return named_sharding(self.mesh, _spec.canonical(spec), answer.memory_kind)
+
+    def _uneven(
+        self,
+        tree: NamedTree,
+        index: int,
+        answer: Answer,
+        spec: PartitionSpec,
+        uneven: list[tuple[int, tuple[str, ...]]],
+    ) -> PartitionSpec:
+        """Applies the policy for dimensions that do not divide; returns the spec to use."""
+        shape = tree.shapes[index]
+        policy = answer.on_indivisible or self.on_indivisible
+        found = [_spec.divisibility_fault(dim, names, shape, self.axes) for dim, names in uneven]
+        explicit = any(
+            self.axes.types[name] is jax.sharding.AxisType.Explicit for _, names in uneven for name in names
+        )
+        if policy == 'error' and (self.use is not Use.INTERMEDIATE or explicit):
+            for fault in found:
+                self._problem(tree, index, answer, fault)
+            return spec
+        said = '; '.join(fault.detail for fault in found)
+        if policy == 'error':
+            self.passed.append(
+                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; the compiler will pad, '
+                'and may replicate'
+            )
+            return spec
+        reduced = _spec.drop_indivisible(spec, shape, self.axes)
+        if policy == 'warn':
+            self.passed.append(
+                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; {reduced} is used'
+            )
+        return reduced
+
+    def _problem(self, tree: NamedTree, index: int, answer: Answer, fault: _spec.Fault) -> None:
+        self.problems.append(
+            Problem(
+                fault.kind,
+                tree.describe(index),
+                fault.detail,
+                spec='' if answer.spec is None else str(answer.spec),
+                rule=answer.origin,
+                hint=fault.hint,
+            )
+        )
+
+    def finish(self) -> None:
+        """Raises about all problems, or warns about all that was let pass."""
+        if self.problems:
+            raise ShardingError(self.problems, str(self.axes), self.where)
+        if self.passed:
+            of = f' of {self.where}' if self.where else ''
+            warnings.warn(
+                f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown(self.passed)}',
+                IndivisibleWarning,
+                stacklevel=2,
+            )
+
+
+def _short(leaf: Any) -> str:
+    text = repr(leaf)
+    return text if len(text) <= 60 else f'{text[:57]}...'
+
+
+class ResolutionCache:
+    """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
+
+    Entries are found by comparison, not by hash: comparing two equal lists of shapes costs a pointer
+    comparison an item, hashing them costs several times that on a tree of 100,000 leaves.
+    """
+
+    def __init__(self, size: int = 16) -> None:
+        self._size = size
+        self._entries: tuple[tuple[Any, Any, list[Any], list[NamedSharding | None]], ...] = ()
+
+    def sharding_tree(
+        self,
+        rules: RuleLike,
+        pytree: Any,
+        mesh: Mesh | AbstractMesh,
+        on_indivisible: OnIndivisible,
+    ) -> Any:
+        """`Resolution.sharding_tree`, from memory where rules, structure, shapes and dtypes are known."""
+        leaves, treedef = jax.tree.flatten(pytree)
+        try:
+            signature = list(map(_SHAPE_AND_DTYPE, leaves))
+        except AttributeError:  # Python scalars, or leaves that are not arrays
+            return resolve(rules, pytree, mesh, on_indivisible=on_indivisible).sharding_tree
+        rules_key = key_of(rules)
+        for kept_rules, kept_treedef, kept_signature, shardings in self._entries:
+            if kept_rules == rules_key and kept_treedef == treedef and kept_signature == signature:
+                return jax.tree.unflatten(treedef, shardings)
+        resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
+        if on_indivisible != 'warn' and _is_pure(rules):
+            # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
+            entry = (rules_key, treedef, signature, resolution.shardings)
+            self._entries = (entry, *self._entries[: self._size - 1])
+        return resolution.sharding_tree
+
+
+_SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')
+
+
+def _is_pure(rules: RuleLike) -> bool:
+    leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, ShardingRule | PartitionSpec))
+    return all(rule.is_pure for rule in leaves if isinstance(rule, ShardingRule))

@@ -1,0 +1,189 @@
+"""What does sjit return? A function that behaves like a jitted one, with questions to ask it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import jax
+
+from scalax._prefix import RuleLike, is_rule
+from scalax._sjit._caller import dressed, generate_caller
+from scalax._sjit._convention import OMITTED, Convention
+from scalax._sjit._placement import Shardings
+from scalax._sjit._state import OnMismatch, Options, State
+from scalax.errors import ArgumentError, StructureError, did_you_mean
+
+if TYPE_CHECKING:
+    from scalax._helper import MeshShardingHelper
+
+
+class SjitFunction(Protocol):
+    """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
+
+    It is a real Python function with the user's name, documentation and signature, so it may be a method
+    and can be pickled by name. Every method below takes the arguments of a call.
+    """
+
+    __wrapped__: Callable[..., Any]
+    __name__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
+
+    def shardings_for(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+        """The shardings of a call without running it: (inputs, outputs).
+
+        The inputs are one tree for each argument given that is not static, in the order of the
+        parameters; leaves are NamedShardings, or None where the compiler decides.
+        """
+
+    def get_jitted_function_by_args(self, *args: Any, **kwargs: Any) -> Any:
+        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
+
+    def clear_cache(self) -> None:
+        """Forgets everything traced and compiled."""
+
+
+def sjit(
+    helper: MeshShardingHelper,
+    fun: Callable[..., Any],
+    *,
+    in_shardings: RuleLike = None,
+    out_shardings: RuleLike = None,
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Iterable[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    args_sharding_constraint: RuleLike = None,
+    annotation_shardings: Mapping[str, RuleLike] | None = None,
+    on_mismatch: OnMismatch = 'error',
+    jit_kwargs: Mapping[str, Any],
+) -> SjitFunction:
+    """See `MeshShardingHelper.sjit`, which is documented for users."""
+    if not callable(fun):
+        raise ArgumentError(
+            f'sjit takes a function first, got {type(fun).__name__}: write '
+            'helper.sjit(fun, in_shardings=...) or @helper.sjit(in_shardings=...)'
+        )
+    convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
+    for what, rules in (
+        ('in_shardings', in_shardings),
+        ('args_sharding_constraint', args_sharding_constraint),
+    ):
+        convention.check_names(rules, what)
+    if on_mismatch not in ('error', 'reshard'):
+        raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
+    options = Options(
+        in_shardings,
+        out_shardings,
+        args_sharding_constraint,
+        _checked_annotations(annotation_shardings),
+        on_mismatch,
+        _checked_jit_kwargs(jit_kwargs),
+    )
+    state = State(helper, fun, convention, options)
+    call = dressed(generate_caller(convention, state), fun, convention.name)
+    methods = _Methods(state)
+    for name in (
+        'lower',
+        'trace',
+        'eval_shape',
+        'shardings_for',
+        'get_jitted_function_by_args',
+        'clear_cache',
+    ):
+        setattr(call, name, getattr(methods, name))
+    return cast(SjitFunction, call)
+
+
+class _Methods:
+    """What an `SjitFunction` can do besides being called."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
+        return resolved.program.jitted.lower(*row)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
+        return resolved.program.jitted.trace(*row)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
+        return resolved.program.jitted.eval_shape(*row)
+
+    def shardings_for(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
+        inputs = tuple(
+            _tree_of(shardings, row[slot])
+            for slot, shardings in resolved.arguments.items()
+            if row[slot] is not OMITTED
+        )
+        treedef: Any = jax.tree.structure(resolved.out_info)
+        outputs = resolved.out_shardings or [None] * treedef.num_leaves
+        return inputs, treedef.unflatten(outputs)
+
+    def get_jitted_function_by_args(self, *args: Any, **kwargs: Any) -> Any:
+        convention = self._state.convention
+        row = convention.row(args, kwargs)
+        resolved, _ = self._state.resolve(row)
+        jitted = resolved.program.jitted
+        if not kwargs and len(row) == len(args):
+            return jitted
+
+        @functools.wraps(self._state.fun)
+        def by_convention(*args: Any, **kwargs: Any) -> Any:
+            return jitted(*convention.row(args, kwargs))
+
+        by_convention.lower = lambda *a, **k: jitted.lower(  # type: ignore[attr-defined]
+            *convention.row(a, k)
+        )
+        return by_convention
+
+    def clear_cache(self) -> None:
+        for program in self._state.programs.values():
+            if program.jitted is not None:
+                program.jitted.clear_cache()
+        self._state.clear()
+
+
+def _tree_of(shardings: Shardings, tree: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), shardings)
+
+
+def _checked_annotations(
+    annotation_shardings: Mapping[str, RuleLike] | None,
+) -> dict[str, RuleLike]:
+    if annotation_shardings is None:
+        return {}
+    if is_rule(annotation_shardings) or not isinstance(annotation_shardings, Mapping):
+        raise StructureError(
+            'annotation_shardings is a dict of annotation name -> rule, got '
+            f'{type(annotation_shardings).__name__}'
+        )
+    return dict(annotation_shardings)
+
+
+def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    known = list(inspect.signature(jax.jit).parameters)
+    for name in jit_kwargs:
+        if name not in known:
+            raise ArgumentError(
+                f'sjit got an option {name!r} that neither it nor jax.jit has '
+                f'({did_you_mean(name, [*known, "annotation_shardings", "on_mismatch"])})'
+            )
+    return dict(jit_kwargs)

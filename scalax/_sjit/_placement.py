@@ -1,0 +1,135 @@
+"""Do the arguments of a call lie where the program wants them?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from scalax._paths import describe_leaf, path_string
+from scalax._sjit._convention import Convention, Layout
+from scalax._sjit._signature import slot_path
+from scalax.errors import ArgumentError, PlacementError, shown
+
+Shardings = Sequence[NamedSharding | None]
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is a jax.Array with buffers, rather than a tracer, numpy data or a struct."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -> None:
+    """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
+    gone = []
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            if is_concrete(leaf) and leaf.is_deleted():
+                gone.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+    if gone:
+        raise ArgumentError(
+            f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their '
+            'buffers. Use the outputs of that call instead, or do not donate.'
+        )
+
+
+def place(
+    layout: Layout,
+    row: Sequence[Any],
+    shardings: dict[int, Shardings],
+    *,
+    everything: bool,
+    mismatched: bool,
+) -> list[Any]:
+    """Moves arguments to where the program wants them.
+
+    Args:
+        layout: the slots.
+        row: the call.
+        shardings: for each dynamic slot the shardings of its leaves.
+        everything: also numpy data in slots that are not donated.
+        mismatched: also arrays that the user has committed to another sharding.
+    """
+    placed = list(row)
+    for slot, wanted in shardings.items():
+        leaves, treedef = jax.tree.flatten(row[slot])
+        if everything:
+            leaves = [_typed(leaf, s) for leaf, s in zip(leaves, wanted, strict=True)]
+            placed[slot] = jax.tree.unflatten(treedef, leaves)
+        moves = [
+            _moves(leaf, sharding, everything or layout.slots[slot].donated, mismatched)
+            for leaf, sharding in zip(leaves, wanted, strict=True)
+        ]
+        if any(moves):
+            # One device_put for all leaves: one for each costs a dispatch a leaf.
+            chosen = [i for i, move in enumerate(moves) if move]
+            moved = jax.device_put([leaves[i] for i in chosen], [wanted[i] for i in chosen])
+            for i, leaf in zip(chosen, moved, strict=True):
+                leaves[i] = leaf
+            placed[slot] = jax.tree.unflatten(treedef, leaves)
+    return placed
+
+
+def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
+    """A ShapeDtypeStruct that says where it lies, as an array placed there would."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None and sharding is not None:
+        return leaf.update(sharding=sharding)
+    return leaf
+
+
+def _moves(leaf: Any, sharding: NamedSharding | None, host_data: bool, mismatched: bool) -> bool:
+    if sharding is None or isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    if not sharding.is_fully_addressable:
+        return False  # other processes hold a part: JAX decides what may be moved, and how
+    if not isinstance(leaf, jax.Array):
+        return host_data
+    return _mismatched(leaf, sharding) if leaf.committed and mismatched else not leaf.committed
+
+
+def any_mismatched(row: Sequence[Any], shardings: dict[int, Shardings]) -> bool:
+    """Whether an argument is committed to another sharding than the rules say."""
+    return any(
+        _mismatched(leaf, sharding)
+        for slot, wanted in shardings.items()
+        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+    )
+
+
+def _mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
+    if sharding is None or not is_concrete(leaf) or not leaf.committed:
+        return False
+    return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def reject_mismatched(
+    convention: Convention, layout: Layout, row: Sequence[Any], shardings: dict[int, Shardings]
+) -> None:
+    """Raises PlacementError if an argument is committed to another sharding than the rules say."""
+    if not any_mismatched(row, shardings):
+        return
+    bad = []
+    for slot, wanted in shardings.items():
+        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
+        for (path, leaf), sharding in zip(flat, wanted, strict=True):
+            if _mismatched(leaf, sharding):
+                described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
+                bad.append(f'{described} lies as {_short(leaf.sharding)}, asked: {_short(sharding)}')
+    if bad:
+        raise PlacementError(
+            f'{convention.name} got arrays that are committed to another sharding than in_shardings '
+            f'says:\n{shown(bad)}\n'
+            "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
+            'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
+        )
+
+
+def _short(sharding: Any) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'
+    sizes = ', '.join(f'{name}={size}' for name, size in sharding.mesh.shape.items())
+    return f'{sharding.spec}{memory} on ({sizes})'

@@ -1,0 +1,89 @@
+"""How is a user's function traced only once, although JAX traces it again? By replaying its jaxpr.
+
+JAX types an array that lies on a mesh differently from one that does not, even on Auto axes: the same
+call with numpy and with placed arguments is traced twice. The second time the user's code need not run:
+the jaxpr of the first time says all. But a jaxpr may depend on everything that JAX keeps in its trace
+context (precision, x64, the mesh, the bindings of annotations ...), so a recording is only replayed
+under an equal context, which `trace_context` identifies by public means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+
+def _nothing() -> tuple[()]:
+    return ()
+
+
+# JAX caches the trace of a function by its trace context; so the (empty) jaxpr that it gives back for
+# `_nothing` is one object for equal contexts, and different objects for different ones.
+_probe = jax.jit(_nothing)
+
+
+def trace_context() -> Any:
+    """An object that is the same (by identity) whenever JAX's trace context is the same."""
+    return _probe.trace().jaxpr
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """A traced function: call it with the leaves of the arguments."""
+
+    context: Any
+    jaxpr: Any
+    out_tree: Any
+
+    def replay(self, leaves: list[Any]) -> Any:
+        """The outputs for these argument leaves, without running the user's code."""
+        return self.out_tree.unflatten(jaxpr_as_fun(self.jaxpr)(*leaves))
+
+
+class _Traced(threading.local):
+    """The signatures whose user code ran in this thread, with the trace context of each."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[Any, Any] = {}
+
+
+class Recordings:
+    """The recordings of one sjit function, by signature and trace context."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, tuple[Recording, ...]] = {}
+        self._traced = _Traced()
+
+    def find(self, signature: Any, context: Any) -> Recording | None:
+        """The recording of this signature under this trace context."""
+        for recording in self._kept.get(signature, ()):
+            if recording.context is context:
+                return recording
+        return None
+
+    def user_code_ran(self, signature: Any, context: Any) -> None:
+        """Notes, for `record`, that this thread runs the user's code for *signature* now."""
+        self._traced.contexts[signature] = context
+
+    def record(self, signature: Any, jitted: Any, row: Sequence[Any]) -> Any:
+        """Traces a jitted function, and keeps the outcome if that ran the user's code.
+
+        Returns:
+            What ``jitted.trace(*row)`` returns.
+        """
+        self._traced.contexts.pop(signature, None)
+        traced = jitted.trace(*row)
+        context = self._traced.contexts.pop(signature, None)
+        # An outer trace's values, closed over, end with that trace: such a jaxpr cannot be kept.
+        if context is not None and not any(
+            isinstance(const, jax.core.Tracer) for const in traced.jaxpr.consts
+        ):
+            recording = Recording(context, traced.jaxpr, jax.tree.structure(traced.out_info))
+            # A bounded number: whoever changes the context at every call gains nothing from replays.
+            self._kept[signature] = (recording, *self._kept.get(signature, ())[:3])
+        return traced

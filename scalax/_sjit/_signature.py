@@ -1,0 +1,100 @@
+"""When do two calls need the same shardings? The signature of a call.
+
+A signature is the tree structure of the arguments with the shape, dtype and weak type of each leaf, and
+the static values with their types. Where the arguments lie is no part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from scalax._paths import describe_leaf, join, path_string
+from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
+from scalax.errors import ArgumentError, shown
+
+LeafType = tuple[tuple[int, ...], Any, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Equal for calls that take the same shardings.
+
+    Attributes:
+        treedef: the structure of the dynamic slots.
+        types: (shape, dtype, weak type) of every leaf.
+        static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
+    """
+
+    treedef: Any
+    types: tuple[LeafType, ...]
+    static: tuple[tuple[type, Any], ...]
+
+
+def leaf_type(leaf: Any) -> LeafType:
+    """The (shape, dtype, weak type) of a leaf, as JAX will see it.
+
+    Raises:
+        TypeError: JAX does not take the leaf as an array.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, bool(leaf.weak_type)
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, bool(getattr(aval, 'weak_type', False))
+
+
+def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The leaves and the structure of the dynamic slots together."""
+    return jax.tree.flatten(tuple(row[i] for i in layout.dynamic))
+
+
+def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> Signature:
+    """The signature of a call.
+
+    Raises:
+        ArgumentError: a leaf that is not an array, or a static value that cannot be hashed.
+    """
+    leaves, treedef = dynamic_leaves(layout, row)
+    try:
+        types = tuple(map(leaf_type, leaves))
+    except TypeError:
+        raise _not_arrays(convention, layout, row) from None
+    return Signature(treedef, types, _static_key(convention, layout, row))
+
+
+def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
+    for i in layout.static:
+        try:
+            hash(row[i])
+        except TypeError as error:
+            raise ArgumentError(
+                f'{convention.name}: static argument {layout.slots[i].name!r} is a '
+                f'{type(row[i]).__name__} and cannot be hashed ({error}). Static arguments are part of '
+                'the compiled program: pass something immutable (a tuple, a frozen dataclass), or do '
+                'not make it static.'
+            ) from None
+    return tuple((type(row[i]), row[i]) for i in layout.static)
+
+
+def slot_path(layout: Layout, slot: int, path: str) -> str:
+    """A leaf of an argument as messages name it: the argument, then the path inside."""
+    name = layout.slots[slot].name
+    return path if name == EXTRA_KEYWORDS else join(name, path)
+
+
+def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
+    bad = []
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            try:
+                leaf_type(leaf)
+            except TypeError:
+                bad.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+    return ArgumentError(
+        f'{convention.name} got leaves that are not arrays:\n{shown(bad)}\n'
+        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
+        'static_argnames.'
+    )

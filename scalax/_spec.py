@@ -1,0 +1,210 @@
+"""What may a PartitionSpec say about one array on one mesh? Pure: shapes and axis sizes, no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jax.sharding import AxisType, PartitionSpec
+
+from scalax.errors import RuleError, did_you_mean
+
+OnIndivisible = Literal['error', 'replicate', 'warn']
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
+
+def checked_policy(value: str) -> OnIndivisible:
+    """Returns *value* if it is a policy for dimensions that do not divide, else raises RuleError."""
+    if value in ('error', 'replicate', 'warn'):
+        return value  # type: ignore[return-value]  # narrowed by the line above
+    raise RuleError(f"on_indivisible is 'error', 'replicate' or 'warn', got {value!r}")
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec: ``'a'`` -> ``('a',)``, None and UNCONSTRAINED -> ``()``."""
+    if entry is None or entry is UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Every mesh axis of a spec in order, with repetitions."""
+    return tuple(axis for entry in spec for axis in entry_axes(entry))
+
+
+def _canonical_entry(entry: Any) -> Any:
+    if entry is UNCONSTRAINED:
+        return entry
+    axes = entry_axes(entry)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def replaced(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
+    """A canonical spec with other entries and the same unreduced and reduced axes.
+
+    Canonical: no trailing None, no tuples of fewer than two axes. ``P('x')`` and ``P('x', None)`` mean
+    the same and compare unequal, which costs users of ``jax.jit`` a second compilation.
+    """
+    kept = [_canonical_entry(entry) for entry in entries]
+    while kept and kept[-1] is None:
+        kept.pop()
+    if spec.unreduced or spec.reduced:
+        return spec.update(partitions=tuple(kept))
+    return PartitionSpec(*kept)
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """The one form of a spec that resolving returns.
+
+    Example:
+        >>> canonical(PartitionSpec(('data',), None))
+        P('data',)
+    """
+    return replaced(spec, tuple(spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """What resolving needs to know of a mesh: the sizes and types of its axes, in order."""
+
+    sizes: Mapping[str, int]
+    types: Mapping[str, AxisType]
+
+    @classmethod
+    def of(cls, mesh: Any) -> MeshAxes:
+        """Reads a ``Mesh`` or an ``AbstractMesh``."""
+        return cls(dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
+
+    def __str__(self) -> str:
+        return ', '.join(f'{name}={size}' for name, size in self.sizes.items())
+
+    def size(self, axes: Sequence[str]) -> int:
+        """The number of shards along *axes* together."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    @property
+    def any_explicit(self) -> bool:
+        """Whether some axis is of type Explicit."""
+        return AxisType.Explicit in self.types.values()
+
+    @property
+    def any_manual(self) -> bool:
+        """Whether some axis is Manual, as inside ``shard_map``."""
+        return AxisType.Manual in self.types.values()
+
+
+def without_manual(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
+    """The spec without the axes that are Manual: inside ``shard_map`` shapes are local to those."""
+    return replaced(
+        spec,
+        [
+            entry
+            if entry is UNCONSTRAINED
+            else tuple(a for a in entry_axes(entry) if axes.types.get(a) is not AxisType.Manual)
+            for entry in spec
+        ],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One reason why a spec cannot be used, without the leaf that it is about."""
+
+    kind: str
+    detail: str
+    hint: str
+
+
+def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:
+    """Everything that is wrong with *spec* for an array of *shape*, divisibility aside."""
+    found = []
+    used = spec_axes(spec)
+    named = dict.fromkeys([*used, *sorted(spec.unreduced), *sorted(spec.reduced)])
+    for axis in named:
+        if axis not in axes.sizes:
+            found.append(
+                Fault(
+                    'unknown-axis',
+                    f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), axes.sizes)})',
+                    'name only axes of the mesh, or build the mesh with that axis.',
+                )
+            )
+    for axis in dict.fromkeys(axis for axis in used if used.count(axis) > 1):
+        dims = [str(dim) for dim, entry in enumerate(spec) for a in entry_axes(entry) if a == axis]
+        found.append(
+            Fault(
+                'axis-reuse',
+                f'mesh axis {axis!r} is used more than once (dimensions {", ".join(dims)})',
+                'use each mesh axis at most once in a spec.',
+            )
+        )
+    if len(spec) > len(shape):
+        found.append(
+            Fault(
+                'rank',
+                f'the spec has {len(spec)} entries, the array {len(shape)} '
+                f'dimension{"" if len(shape) == 1 else "s"}',
+                'give a spec at most one entry a dimension (PartitionSpec() replicates).',
+            )
+        )
+    for dim, entry in enumerate(spec):
+        kinds = {axes.types[axis] for axis in entry_axes(entry) if axis in axes.types}
+        if len(kinds) > 1:
+            found.append(
+                Fault(
+                    'mixed-axis-types',
+                    f'dimension {dim} mixes mesh axes of types '
+                    + ' and '.join(sorted(kind.name for kind in kinds)),
+                    'keep the axes of one dimension of one type (JAX would reorder them silently).',
+                )
+            )
+    for axis in sorted(spec.unreduced | spec.reduced):
+        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit:
+            found.append(
+                Fault(
+                    'unreduced',
+                    f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
+                    'unreduced and reduced axes need a mesh axis of type Explicit.',
+                )
+            )
+    return found
+
+
+def indivisible(
+    spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
+) -> list[tuple[int, tuple[str, ...]]]:
+    """The dimensions that do not divide by their mesh axes, as (dimension, axes)."""
+    pairs = [(dim, entry_axes(entry)) for dim, entry in enumerate(spec)]
+    return [(dim, names) for dim, names in pairs if names and shape[dim] % axes.size(names)]
+
+
+def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...], axes: MeshAxes) -> Fault:
+    """The fault of one dimension found by `indivisible`."""
+    sizes = ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
+    return Fault(
+        'indivisible',
+        f'dimension {dim} of size {shape[dim]} does not divide by {axes.size(names)} ({sizes})',
+        "change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule "
+        'to leave such dimensions unsharded.',
+    )
+
+
+def drop_indivisible(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> PartitionSpec:
+    """The spec without the axes that do not divide, dropped from the right of each dimension.
+
+    Example:
+        >>> axes = MeshAxes({'a': 2, 'b': 3}, {})
+        >>> drop_indivisible(PartitionSpec(('a', 'b'), 'b'), (4, 9), axes)
+        P('a', 'b')
+    """
+    entries = []
+    for dim, entry in enumerate(spec):
+        names = entry_axes(entry)
+        if names and shape[dim] % axes.size(names):
+            while names and shape[dim] % axes.size(names):
+                names = names[:-1]
+            entry = names
+        entries.append(entry)
+    return replaced(spec, entries)

@@ -1,0 +1,161 @@
+"""Which errors can scalax raise, and what does each one mean?
+
+Every exception derives from :class:`ScalaxError` and from the built-in exception that Python programs
+already catch for the same kind of mistake::
+
+    ScalaxError
+    ├── MeshError             (ValueError)   the mesh cannot be built from these devices
+    ├── RuleError             (ValueError)   a rule is wrong in itself, whatever the tree
+    ├── ShardingError         (ValueError)   rules met a tree and do not fit; lists every offending leaf
+    ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
+    ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
+    ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
+    ├── DataError             (ValueError)   host data that does not fit the mesh
+    └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
+
+    ScalaxWarning             (UserWarning)
+    ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
+    └── UnusedAnnotationWarning              a bound annotation name that the function never used
+
+This module imports nothing of JAX, so that errors can be caught where JAX is absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+
+_SHOWN = 10
+
+
+class ScalaxError(Exception):
+    """The base of every exception that scalax raises."""
+
+
+class MeshError(ScalaxError, ValueError):
+    """A mesh cannot be built from the given dimensions, names and devices."""
+
+
+class RuleError(ScalaxError, ValueError):
+    """A rule is wrong in itself: an invalid regex, a value of the wrong kind, an unknown policy."""
+
+
+class StructureError(ScalaxError, ValueError):
+    """A tree of rules does not have the structure of the tree (or of the arguments) it is for."""
+
+
+class ArgumentError(ScalaxError, TypeError):
+    """A function was called with an argument that it cannot take."""
+
+
+class PlacementError(ScalaxError, ValueError):
+    """Arguments are committed to devices with another sharding than the one asked for."""
+
+
+class DataError(ScalaxError, ValueError):
+    """Host data does not fit the mesh."""
+
+
+class MissingDependencyError(ScalaxError, ImportError):
+    """An optional package is needed and not installed; the message holds the install command."""
+
+
+class ScalaxWarning(UserWarning):
+    """The base of every warning that scalax gives."""
+
+
+class IndivisibleWarning(ScalaxWarning):
+    """A dimension does not divide by its mesh axes; the policy in force lets it pass."""
+
+
+class UnusedAnnotationWarning(ScalaxWarning):
+    """A sharding was bound to an annotation name that the function never used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with one leaf.
+
+    Attributes:
+        kind: a short stable word, such as ``'indivisible'`` or ``'unknown-axis'``.
+        leaf: the leaf path with its dtype and shape, as shown to people.
+        detail: what is wrong, in one sentence.
+        spec: the spec that was asked for, as text; empty when there is none.
+        rule: the rule that chose the spec, as text; empty when there is none.
+        hint: what to do about problems of this kind.
+    """
+
+    kind: str
+    leaf: str
+    detail: str
+    spec: str = ''
+    rule: str = ''
+    hint: str = ''
+
+
+class ShardingError(ScalaxError, ValueError):
+    """Rules do not fit a tree. ``problems`` lists every offending leaf, not only the first.
+
+    Args:
+        problems: all of them; ten are shown and the rest are counted.
+        mesh: the mesh axis sizes as text, for the first line.
+        where: which tree this is about, such as ``"argument 'state'"``.
+    """
+
+    def __init__(self, problems: Sequence[Problem], mesh: str = '', where: str = '') -> None:
+        self.problems = tuple(problems)
+        self.mesh = mesh
+        self.where = where
+        super().__init__(_render(self.problems, mesh, where))
+
+    def __reduce__(self) -> tuple[type[ShardingError], tuple[tuple[Problem, ...], str, str]]:
+        return type(self), (self.problems, self.mesh, self.where)
+
+
+def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
+    leaves = list(dict.fromkeys(problem.leaf for problem in problems))
+    count = 'One leaf' if len(leaves) == 1 else f'{len(leaves)} leaves'
+    head = f'{count}{f" of {where}" if where else ""} cannot be sharded as asked'
+    lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:']
+    for leaf in leaves[:_SHOWN]:
+        lines.append(f'  {leaf}')
+        for problem in problems:
+            if problem.leaf == leaf:
+                origin = ' from '.join(part for part in (problem.spec, problem.rule) if part)
+                lines.append(f'    {problem.detail}')
+                if origin:
+                    lines.append(f'    asked for: {origin}')
+    if len(leaves) > _SHOWN:
+        lines.append(f'  ... and {len(leaves) - _SHOWN} more leaves')
+    hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
+    lines.extend(f'What to do: {hint}' for hint in hints)
+    return '\n'.join(lines)
+
+
+def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
+    """Lists the first *limit* items, one a line, and counts the rest."""
+    lines = list(items)
+    text = [f'  {line}' for line in lines[:limit]]
+    if len(lines) > limit:
+        text.append(f'  ... and {len(lines) - limit} more')
+    return '\n'.join(text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Says which of the *known* names is meant, or lists them all.
+
+    Example:
+        >>> did_you_mean('fdsp', ['fsdp', 'tp'])
+        "did you mean 'fsdp'?"
+        >>> did_you_mean('x', ['fsdp', 'tp'])
+        "known: 'fsdp', 'tp'"
+    """
+    names = [str(name) for name in known]
+    near = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
+    if near:
+        return f'did you mean {" or ".join(repr(name) for name in near)}?'
+    if not names:
+        return 'there are none'
+    listed = ', '.join(repr(name) for name in names[:_SHOWN])
+    return f'known: {listed}' + (', ...' if len(names) > _SHOWN else '')

@@ -1,0 +1,229 @@
+"""The report of one resolve, as a value: rows, totals, and rules that did nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax import _spec
+from scalax._prefix import RuleLike, is_rule
+from scalax._resolve import Resolution
+from scalax.errors import ShardingError, shown
+from scalax.explain._text import render_table
+from scalax.rules import TreePathShardingRule
+from scalax.rules._base import ShardingRule
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportRow:
+    """One leaf.
+
+    Attributes:
+        path: the leaf path.
+        shape: the global shape.
+        dtype: the dtype's name.
+        spec: the spec it got; None where the compiler decides.
+        rule: the rule that said so.
+        reason: why, in a few words.
+        bytes: the bytes of the global array.
+        bytes_per_device: the bytes of one device's shard (the largest one).
+        memory_kind: the memory asked for, or None for the default one.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec | None
+    rule: str
+    reason: str
+    bytes: int
+    bytes_per_device: int
+    memory_kind: str | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole array, as far as scalax decides."""
+        return self.spec is not None and self.bytes == self.bytes_per_device
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedSummary:
+    """The leaves that every device holds whole, and what one device holds of them.
+
+    Attributes:
+        paths: their leaf paths.
+        bytes: their bytes together, on each device.
+    """
+
+    paths: tuple[str, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingReport:
+    """What `MeshShardingHelper.explain` returns; ``str()`` of it is a table.
+
+    Attributes:
+        rows: one for each leaf, in tree order.
+        mesh: mesh axis name -> size.
+        unused_rules: regexes that match no leaf.
+        shadowed_rules: regexes that match leaves and never win, because an earlier one does.
+    """
+
+    rows: tuple[ReportRow, ...]
+    mesh: Mapping[str, int]
+    unused_rules: tuple[str, ...] = ()
+    shadowed_rules: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all leaves together, each counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """The bytes that one device holds of all leaves."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def replicated(self) -> ReplicatedSummary:
+        """What is replicated, and what that costs each device."""
+        rows = [row for row in self.rows if row.is_replicated]
+        return ReplicatedSummary(tuple(row.path for row in rows), sum(row.bytes for row in rows))
+
+    def __str__(self) -> str:
+        return render_table(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain Python values, ready for ``json.dumps``."""
+        return {
+            'mesh': dict(self.mesh),
+            'bytes': self.bytes,
+            'bytes_per_device': self.bytes_per_device,
+            'replicated': {
+                'paths': list(self.replicated.paths),
+                'bytes': self.replicated.bytes,
+            },
+            'unused_rules': list(self.unused_rules),
+            'shadowed_rules': list(self.shadowed_rules),
+            'rows': [
+                {
+                    **dataclasses.asdict(row),
+                    'shape': list(row.shape),
+                    'spec': None if row.spec is None else _plain(row.spec),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def check(self, *, max_replicated_bytes: int | None = None, no_unused_rules: bool = False) -> None:
+        """Raises if the shardings are not as thrifty as they should be; for tests of your own project.
+
+        Args:
+            max_replicated_bytes: how many bytes each device may hold replicated, in total.
+            no_unused_rules: whether every regex must decide about some leaf.
+
+        Raises:
+            ShardingError: one of these does not hold; names the leaves or rules.
+        """
+        complaints = []
+        replicated = self.replicated
+        if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:
+            largest = sorted((row for row in self.rows if row.is_replicated), key=lambda row: -row.bytes)
+            complaints.append(
+                f'{replicated.bytes:,} bytes are replicated on every device, allowed are '
+                f'{max_replicated_bytes:,}:\n'
+                + shown(f'{row.path}: {row.bytes:,} bytes ({row.rule}: {row.reason})' for row in largest)
+            )
+        if no_unused_rules and (self.unused_rules or self.shadowed_rules):
+            complaints.append(
+                'rules that decide about no leaf:\n'
+                + shown(
+                    [f'{rule} matches nothing' for rule in self.unused_rules]
+                    + [f'{rule} is always shadowed by earlier ones' for rule in self.shadowed_rules]
+                )
+            )
+        if complaints:
+            error = ShardingError([])
+            error.args = ('\n'.join(complaints),)
+            raise error
+
+
+def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
+    """Makes the report of a resolution of *rules*."""
+    tree = resolution.tree
+    rows = tuple(
+        _row(tree.paths[i], tree.leaves[i], tree.shapes[i], answer, resolution.shardings[i], mesh)
+        for i, answer in enumerate(resolution.answers)
+    )
+    unused, shadowed = _idle_clauses(rules, resolution)
+    return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
+
+
+def _row(
+    path: str,
+    leaf: Any,
+    shape: tuple[int, ...],
+    answer: Any,
+    sharding: NamedSharding | None,
+    mesh: Mapping[str, int],
+) -> ReportRow:
+    dtype = leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf)
+    spec = None if sharding is None else sharding.spec
+    shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in spec or ()]
+    local = [-(-n // s) for n, s in zip(shape, [*shards, *[1] * len(shape)], strict=False)]
+    reason = answer.reason
+    if spec is not None and _spec.canonical(answer.spec) != spec:
+        reason = f'{reason}; asked {answer.spec}, not divisible'
+    return ReportRow(
+        path,
+        shape,
+        str(dtype),
+        spec,
+        answer.origin or 'none',
+        'left to the compiler' if spec is None else reason,
+        math.prod(shape) * dtype.itemsize,
+        math.prod(local) * dtype.itemsize,
+        answer.memory_kind,
+    )
+
+
+def _plain(spec: PartitionSpec) -> list[Any]:
+    return [
+        list(entry)
+        if isinstance(entry, tuple)
+        else 'UNCONSTRAINED'
+        if entry is _spec.UNCONSTRAINED
+        else entry
+        for entry in spec
+    ]
+
+
+def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
+    """The regexes that decide about no leaf: those that match none, and those always shadowed."""
+    used = {answer.clause for answer in resolution.answers if answer.clause}
+    unused: list[str] = []
+    shadowed: list[str] = []
+    for rule in _tree_path_rules(jax.tree.leaves(rules, is_leaf=is_rule)):
+        for number, (pattern, _) in enumerate(rule.rules):
+            if (rule, number) in used:
+                continue
+            matches = any(re.search(pattern, path) for path in resolution.tree.paths)
+            (shadowed if matches else unused).append(repr(getattr(pattern, 'pattern', pattern)))
+    return unused, shadowed
+
+
+def _tree_path_rules(rules: Sequence[Any]) -> list[TreePathShardingRule]:
+    found: list[TreePathShardingRule] = []
+    for rule in rules:
+        if isinstance(rule, TreePathShardingRule):
+            found.append(rule)
+            nested = [value for _, value in rule.rules if isinstance(value, ShardingRule)]
+            found.extend(_tree_path_rules(nested))
+    return list(dict.fromkeys(found))

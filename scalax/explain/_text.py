@@ -1,0 +1,81 @@
+"""A report as a table of text, as wide as the terminal."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scalax.explain._report import ReportRow, ShardingReport
+
+_HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes in binary units.
+
+    Example:
+        >>> human_bytes(1536), human_bytes(3), human_bytes(5 * 2**40)
+        ('1.5 KiB', '3 B', '5.0 TiB')
+    """
+    size = float(count)
+    for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
+        if size < 1024 or unit == 'TiB':
+            return f'{int(size)} B' if unit == 'B' else f'{size:.1f} {unit}'
+        size /= 1024
+    raise AssertionError('unreachable')
+
+
+def render_table(report: ShardingReport, width: int | None = None) -> str:
+    """The report as text, no line wider than *width* columns (default: the terminal's)."""
+    width = max(60, width or shutil.get_terminal_size((120, 24)).columns)
+    cells = [_HEADS, *(_cells(row) for row in report.rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
+    _shrink(widths, width - 2 * (len(widths) - 1))
+    lines = [_line(line, widths) for line in cells]
+    lines.insert(1, '-' * min(width, sum(widths) + 2 * (len(widths) - 1)))
+    return '\n'.join([*lines, *_footer(report)])
+
+
+def _cells(row: ReportRow) -> tuple[str, str, str, str, str]:
+    spec = 'compiler' if row.spec is None else 'replicated' if row.is_replicated else str(row.spec)
+    array = f'{row.dtype}[{",".join(map(str, row.shape))}]'
+    said = f'{row.rule}: {row.reason}' if row.reason else row.rule
+    return row.path or '(leaf)', array, spec, human_bytes(row.bytes_per_device), said
+
+
+def _shrink(widths: list[int], room: int) -> None:
+    """Takes columns from the rule first, then from whichever is widest, until the table fits."""
+    least = [12, 10, 8, 10, 8]
+    while sum(widths) > room:
+        over = [(w - m, column) for column, (w, m) in enumerate(zip(widths, least, strict=True))]
+        column = 4 if over[4][0] > 0 else max(over)[1]
+        if widths[column] <= least[column]:
+            return
+        widths[column] -= 1
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    texts = []
+    for column, (text, width) in enumerate(zip(cells, widths, strict=True)):
+        if len(text) > width:
+            # The end of a path tells leaves apart; of everything else the beginning says more.
+            text = f'...{text[len(text) - width + 3 :]}' if column == 0 else f'{text[: width - 3]}...'
+        texts.append(text.rjust(width) if column == 3 else text.ljust(width))
+    return '  '.join(texts).rstrip()
+
+
+def _footer(report: ShardingReport) -> list[str]:
+    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh.items())
+    replicated = report.replicated
+    lines = [
+        '',
+        f'{len(report.rows)} arrays, {human_bytes(report.bytes)} in all, '
+        f'{human_bytes(report.bytes_per_device)} on each device of the mesh ({mesh})',
+        f'replicated: {len(replicated.paths)} arrays, {human_bytes(replicated.bytes)} on each device',
+    ]
+    if report.unused_rules:
+        lines.append(f'regexes that match nothing: {", ".join(report.unused_rules)}')
+    if report.shadowed_rules:
+        lines.append(f'regexes always shadowed by earlier ones: {", ".join(report.shadowed_rules)}')
+    return lines

@@ -1,0 +1,110 @@
+"""Which dimension of each array should fully sharded data parallelism (FSDP) shard?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax.sharding import PartitionSpec
+
+from scalax._paths import NamedTree
+from scalax._spec import entry_axes
+from scalax.errors import Problem, RuleError, did_you_mean
+from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPShardingRule(BuiltinRule):
+    """Shards the largest dimension that divides by the FSDP axis; small arrays are replicated.
+
+    The axis size comes from the mesh when the rule is resolved through a helper. Without a mesh it is
+    `fsdp_axis_size`; with neither, the dimension with the largest power-of-two divisor is taken, which
+    suits every axis size that is a power of two. Of equal dimensions the first one wins.
+
+    Args:
+        fsdp_axis_name: the mesh axis to shard over, or a tuple of axes used together.
+        fsdp_axis_size: the number of shards. An error if it is unlike the mesh's.
+        min_fsdp_size: arrays of fewer elements (of the global shape) are replicated.
+
+    Raises:
+        RuleError: a size that is not positive, or a name that is not a string.
+
+    Example:
+        >>> import numpy as np
+        >>> rule = FSDPShardingRule('fsdp', fsdp_axis_size=4, min_fsdp_size=16)
+        >>> rule.apply({'w': np.zeros((6, 8)), 'b': np.zeros(8)})
+        {'b': P(), 'w': P(None, 'fsdp')}
+
+    Source: Zhao et al., "PyTorch FSDP", VLDB 2023 (arXiv:2304.11277), and Rajbhandari et al.,
+    "ZeRO", SC 2020 (arXiv:1910.02054), for what is sharded and why.
+    """
+
+    fsdp_axis_name: str | tuple[str, ...] = 'fsdp'
+    fsdp_axis_size: int | None = None
+    min_fsdp_size: int = 1048576
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fsdp_axis_name, list):
+            object.__setattr__(self, 'fsdp_axis_name', tuple(self.fsdp_axis_name))
+        names = entry_axes(self.fsdp_axis_name)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise RuleError(f'fsdp_axis_name is a mesh axis or a tuple of them, got {self.fsdp_axis_name!r}')
+        if self.fsdp_axis_size is not None and not self.fsdp_axis_size > 0:
+            raise RuleError(f'fsdp_axis_size must be positive, got {self.fsdp_axis_size!r}')
+
+    @property
+    def is_pure(self) -> bool:
+        """See `ShardingRule.is_pure`."""
+        return True
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+        """See `ShardingRule.answers`."""
+        size = self._axis_size(axis_sizes)
+        chosen = {shape: self._answer(shape, size) for shape in dict.fromkeys(tree.shapes)}
+        return [chosen[shape] for shape in tree.shapes]
+
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+        """Arrays that are too small, or of which no dimension divides, are replicated."""
+        elements = math.prod(tree.shapes[index])
+        if elements < self.min_fsdp_size:
+            reason = f'{elements} elements < min_fsdp_size {self.min_fsdp_size}'
+        else:
+            reason = f'no dimension divides by {self._axis_size(axis_sizes) or "a power of two"}'
+        return Answer(REPLICATED, repr(self), reason)
+
+    def _answer(self, shape: tuple[int, ...], size: int | None) -> Answer | None:
+        if math.prod(shape) < self.min_fsdp_size:
+            return None
+        dim = _largest_divisible(shape, size)
+        if dim is None:
+            return None
+        spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
+        found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
+        return Answer(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+
+    def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
+        if axis_sizes is None:
+            return self.fsdp_axis_size
+        names = entry_axes(self.fsdp_axis_name)
+        for name in names:
+            if name not in axis_sizes:
+                raise RuleError(f'{self!r}: the mesh has no axis {name!r} ({did_you_mean(name, axis_sizes)})')
+        size = math.prod(axis_sizes[name] for name in names)
+        if self.fsdp_axis_size not in (None, size):
+            raise RuleError(
+                f'{self!r}: fsdp_axis_size is {self.fsdp_axis_size}, but the mesh has '
+                f'{size} devices along {self.fsdp_axis_name!r}; leave fsdp_axis_size out: '
+                'the helper knows its mesh'
+            )
+        return size
+
+
+def _largest_divisible(shape: tuple[int, ...], size: int | None) -> int | None:
+    """The first of the largest dimensions that divide by *size* (None: by a power of two)."""
+    if size is None:
+        score = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
+        allowed = [dim for dim, power in enumerate(score) if power > 1]
+    else:
+        score = list(shape)
+        allowed = [dim for dim, n in enumerate(shape) if n and n % size == 0]
+    return max(allowed, key=lambda dim: score[dim], default=None)

@@ -1,0 +1,92 @@
+"""Which spec does a leaf get by a user's function of its path and shape?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._paths import NamedTree
+from scalax._spec import OnIndivisible, checked_policy
+from scalax.errors import Problem, RuleError, ShardingError
+from scalax.rules._base import Answer, AxisSizes, BuiltinRule, ShardingRule, not_a_spec, split_sharding
+
+Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyShardingRule(BuiltinRule):
+    """Asks a function ``policy(path, leaf)`` about every leaf.
+
+    Args:
+        policy: gets the leaf path and the leaf (anything with ``shape`` and ``dtype``); returns a
+            PartitionSpec, a rule that decides about this leaf, or None to leave it to the compiler.
+            It should look at shapes and dtypes only: while a function is traced there are no values.
+        on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
+            (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
+
+    Raises:
+        RuleError: `policy` is not callable.
+
+    Example:
+        >>> import numpy as np
+        >>> def policy(path, leaf):
+        ...     return PartitionSpec('tp') if path.endswith('bias') else PartitionSpec(None, 'tp')
+        >>> PolicyShardingRule(policy).apply({'bias': np.zeros(8), 'kernel': np.zeros((8, 8))})
+        {'bias': P('tp',), 'kernel': P(None, 'tp')}
+    """
+
+    policy: Policy
+    on_indivisible: OnIndivisible = 'error'
+
+    def __post_init__(self) -> None:
+        if not callable(self.policy):
+            raise RuleError(f'policy is a function of (path, leaf), got {self.policy!r}')
+        checked_policy(self.on_indivisible)
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+        """See `ShardingRule.answers`."""
+        origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
+        answers: list[Answer | None] = []
+        problems: list[Problem] = []
+        for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
+            said = self._ask(path, leaf)
+            if isinstance(said, ShardingRule):
+                answers.append(self._nested(said, tree, index, axis_sizes, origin, problems))
+            elif said is None or isinstance(said, PartitionSpec | NamedSharding):
+                spec, memory_kind = split_sharding(said)
+                answers.append(Answer(spec, origin, 'said by the policy', self.on_indivisible, memory_kind))
+            else:
+                problems.append(not_a_spec(tree, index, origin, said))
+        if problems:
+            raise ShardingError(problems)
+        return answers
+
+    def _ask(self, path: str, leaf: Any) -> Any:
+        if hasattr(leaf, 'shape'):
+            return self.policy(path, leaf)
+        return self.policy(path, jax.ShapeDtypeStruct((), np.result_type(leaf)))
+
+    def _nested(
+        self,
+        rule: ShardingRule,
+        tree: NamedTree,
+        index: int,
+        axis_sizes: AxisSizes | None,
+        origin: str,
+        problems: list[Problem],
+    ) -> Answer | None:
+        """The answer of a rule that the policy returned for one leaf, or that rule's default."""
+        one = tree.select([index])
+        answer = rule.answers(one, axis_sizes)[0]
+        if answer is None:
+            default = rule.fallback(one, 0, axis_sizes)
+            if isinstance(default, Problem):
+                problems.append(default)
+                return None
+            answer = default
+        return dataclasses.replace(answer, origin=f'{origin} -> {answer.origin}')

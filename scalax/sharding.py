@@ -1,0 +1,37 @@
+"""Everything about sharding that users import: meshes, rules, compiled functions, constraints."""
+
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax._constrain import with_sharding_annotation, with_sharding_constraint
+from scalax._helper import MeshShardingHelper
+from scalax._sjit import SjitFunction
+from scalax.explain import ShardingReport
+from scalax.rules import (
+    FSDPShardingRule,
+    PolicyShardingRule,
+    ShardingRule,
+    TreePathShardingRule,
+)
+
+get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
+get_global_mesh = MeshShardingHelper.get_global_mesh
+get_global_annotation_shardings = MeshShardingHelper.get_global_annotation_shardings
+
+__all__ = [
+    'AxisType',
+    'FSDPShardingRule',
+    'Mesh',
+    'MeshShardingHelper',
+    'NamedSharding',
+    'PartitionSpec',
+    'PolicyShardingRule',
+    'ShardingReport',
+    'ShardingRule',
+    'SjitFunction',
+    'TreePathShardingRule',
+    'get_global_annotation_shardings',
+    'get_global_mesh',
+    'get_global_mesh_helper',
+    'with_sharding_annotation',
+    'with_sharding_constraint',
+]

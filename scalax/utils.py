@@ -1,0 +1,227 @@
+"""Small things that JAX programs need beside sharding: RNG keys, float dtypes, named trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalax._paths import key_string, path_string
+from scalax.errors import RuleError, did_you_mean
+
+__all__ = [
+    'JaxRNG',
+    'flatten_tree',
+    'float_tensor_to_dtype',
+    'float_to_dtype',
+    'get_float_dtype_by_name',
+    'named_tree_map',
+    'print_pytree_structure',
+    'tree_path_to_string',
+]
+
+_FLOATS = {
+    'bf16': jnp.bfloat16,
+    'bfloat16': jnp.bfloat16,
+    'fp16': jnp.float16,
+    'float16': jnp.float16,
+    'fp32': jnp.float32,
+    'float32': jnp.float32,
+    'fp64': jnp.float64,
+    'float64': jnp.float64,
+}
+
+
+class JaxRNG:
+    """A stateful source of PRNG keys, for use inside a pure function.
+
+    Args:
+        rng: the key to split from; old-style or typed.
+
+    Example:
+        >>> rng = JaxRNG.from_seed(0)
+        >>> dropout_key = rng()
+        >>> sorted(rng(['params', 'dropout']))
+        ['dropout', 'params']
+    """
+
+    global_rng_generator: JaxRNG | None = None
+
+    @classmethod
+    def from_seed(cls, seed: int) -> JaxRNG:
+        """A source that starts from ``jax.random.PRNGKey(seed)``."""
+        return cls(jax.random.PRNGKey(seed))
+
+    def __init__(self, rng: jax.Array) -> None:
+        self.rng = rng
+
+    def __call__(self, keys: int | Iterable[str] | None = None) -> Any:
+        """Splits off new keys.
+
+        Args:
+            keys: None for one key, a number for a tuple of so many, names for a dict of keys.
+        """
+        if keys is None:
+            self.rng, key = jax.random.split(self.rng)
+            return key
+        if isinstance(keys, int | np.integer):
+            return tuple(self._split(int(keys)))
+        names = list(keys)
+        return dict(zip(names, self._split(len(names)), strict=True))
+
+    def _split(self, count: int) -> jax.Array:
+        split = jax.random.split(self.rng, num=count + 1)
+        self.rng = split[0]
+        return split[1:]
+
+    @classmethod
+    def init_global_rng(cls, seed: int) -> None:
+        """Starts the one source that `next_rng` takes from."""
+        cls.global_rng_generator = cls.from_seed(seed)
+
+    @classmethod
+    def next_rng(cls, *args: Any, **kwargs: Any) -> Any:
+        """New keys from the global source.
+
+        Raises:
+            RuntimeError: `init_global_rng` was not called.
+        """
+        if cls.global_rng_generator is None:
+            raise RuntimeError('call JaxRNG.init_global_rng(seed) before JaxRNG.next_rng()')
+        return cls.global_rng_generator(*args, **kwargs)
+
+
+def get_float_dtype_by_name(dtype: str) -> Any:
+    """The float dtype of a name such as ``'bf16'`` or ``'float32'``.
+
+    Raises:
+        KeyError: an unknown name; the message says which are known.
+
+    Example:
+        >>> get_float_dtype_by_name('bf16').dtype.name
+        'bfloat16'
+    """
+    try:
+        return _FLOATS[dtype]
+    except KeyError:
+        raise KeyError(f'no float dtype {dtype!r} ({did_you_mean(str(dtype), _FLOATS)})') from None
+
+
+def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
+    """Casts an array of floats; anything else is returned as it is.
+
+    Args:
+        tensor: an array, or any leaf.
+        dtype: a dtype, a name that `get_float_dtype_by_name` knows, or None or '' for no cast.
+    """
+    if dtype is None or (isinstance(dtype, str) and dtype == ''):
+        return tensor
+    if isinstance(dtype, str):
+        dtype = get_float_dtype_by_name(dtype)
+    own = getattr(tensor, 'dtype', None)
+    # Typed PRNG keys and integers are left alone, and so are float8 kinds, which carry a scale.
+    if isinstance(own, np.dtype) and own in map(np.dtype, set(_FLOATS.values())):
+        return tensor.astype(dtype)
+    return tensor
+
+
+def float_to_dtype(tree: Any, dtype: Any) -> Any:
+    """Casts the float arrays of a tree; see `float_tensor_to_dtype`.
+
+    Example:
+        >>> tree = float_to_dtype({'w': np.ones(2, np.float32), 'step': np.ones(2, np.int32)}, 'bf16')
+        >>> {name: leaf.dtype.name for name, leaf in tree.items()}
+        {'step': 'int32', 'w': 'bfloat16'}
+    """
+    return jax.tree.map(lambda leaf: float_tensor_to_dtype(leaf, dtype), tree)
+
+
+def tree_path_to_string(path: Iterable[Any], sep: str | None = None) -> Any:
+    """A tree path as one string, or as a tuple of strings without *sep*.
+
+    Args:
+        path: keys as ``jax.tree_util.tree_flatten_with_path`` gives them.
+        sep: what to put between the keys; None gives a tuple.
+
+    Example:
+        >>> [(path, _)], _ = jax.tree_util.tree_flatten_with_path({'layers': [1.0]})
+        >>> tree_path_to_string(path), tree_path_to_string(path, sep='/')
+        (('layers', '0'), 'layers/0')
+    """
+    if sep is None:
+        return tuple(map(key_string, path))
+    return path_string(tuple(path), sep)
+
+
+def flatten_tree(
+    xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
+) -> dict[Any, Any]:
+    """A tree as a flat dict of leaf path -> leaf.
+
+    Args:
+        xs: the tree.
+        is_leaf: as in ``jax.tree.flatten``.
+        sep: as in `tree_path_to_string`.
+
+    Raises:
+        RuleError: two leaves have the same path, as in ``{'a/b': 1, 'a': {'b': 2}}``; nothing is lost
+            in silence.
+
+    Example:
+        >>> flatten_tree({'a': {'b': 1, 'c': [2, 3]}}, sep='/')
+        {'a/b': 1, 'a/c/0': 2, 'a/c/1': 3}
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_leaf)
+    named: dict[Any, Any] = {}
+    for path, leaf in flat:
+        name = tree_path_to_string(path, sep)
+        if name in named:
+            raise RuleError(f'two leaves have the path {name!r}: rename a key, or pass sep=None')
+        named[name] = leaf
+    return named
+
+
+def named_tree_map(
+    f: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    sep: str | None = None,
+) -> Any:
+    """Like ``jax.tree.map``, but *f* gets the leaf path as its first argument.
+
+    Args:
+        f: called as ``f(path, leaf, *other_leaves)``.
+        tree: the tree.
+        *rest: more trees of the same structure.
+        is_leaf: as in ``jax.tree.map``.
+        sep: as in `tree_path_to_string`.
+
+    Example:
+        >>> named_tree_map(lambda path, x: f'{path}={x}', {'a': {'b': 1}}, sep='/')
+        {'a': {'b': 'a/b=1'}}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, *others: f(tree_path_to_string(path, sep), leaf, *others),
+        tree,
+        *rest,
+        is_leaf=is_leaf,
+    )
+
+
+def print_pytree_structure(tree: Any, sep: str = '/', is_leaf: Callable[[Any], bool] | None = None) -> None:
+    """Prints the path, shape and dtype of every leaf.
+
+    Example:
+        >>> print_pytree_structure({'w': np.zeros((2, 3), np.float32), 'name': 'x'})
+        name: shape: none, dtype: none
+        w: shape: (2, 3), dtype: float32
+    """
+
+    def line(path: str, leaf: Any) -> None:
+        print(f'{path}: shape: {getattr(leaf, "shape", "none")}, dtype: {getattr(leaf, "dtype", "none")}')
+
+    named_tree_map(line, tree, is_leaf=is_leaf, sep=sep)

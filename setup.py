@@ -1,0 +1,75 @@
+"""Packaging of scalax: all metadata lives here; pyproject.toml only configures tools."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    """Reads the version without importing scalax, because JAX need not be installed to build it."""
+    text = (ROOT / 'scalax' / '_version.py').read_text(encoding='utf-8')
+    found = re.search(r"^__version__ = '([^']+)'$", text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("scalax/_version.py has no line of the form __version__ = '1.2.3'")
+    return found.group(1)
+
+
+def read_long_description() -> str:
+    readme = ROOT / 'README.md'
+    return readme.read_text(encoding='utf-8') if readme.exists() else ''
+
+
+EXAMPLES = ['absl-py', 'matplotlib', 'optax', 'scikit-learn', 'tqdm']
+EXTRAS = {
+    # libtpu is published for Linux only; elsewhere plans work without the TPU compiler.
+    'plan': ['libtpu; sys_platform == "linux"', 'matplotlib', 'rich'],
+    'checkpoint': ['orbax-checkpoint'],
+    'examples': EXAMPLES,
+    'docs': ['mkdocs'],
+    'dev': [
+        *EXAMPLES,
+        'build',
+        'hypothesis',
+        'mypy',
+        'pytest>=8',
+        'pytest-randomly',
+        'rich',
+        'ruff',
+        # The wheel test builds without isolation, so the build backend is needed here too.
+        'setuptools>=77',
+        'wheel',
+    ],
+}
+
+setup(
+    name='scalax',
+    version=read_version(),
+    description='Runs JAX code written for one device, unchanged, on any mesh of devices.',
+    long_description=read_long_description(),
+    long_description_content_type='text/markdown',
+    license_expression='Apache-2.0',
+    license_files=['LICENSE'],
+    python_requires='>=3.11',
+    packages=find_packages(include=['scalax', 'scalax.*']),
+    package_data={'scalax': ['py.typed']},
+    install_requires=['jax>=0.10', 'numpy', 'einops'],
+    extras_require=EXTRAS,
+    classifiers=[
+        'Development Status :: 4 - Beta',
+        'Intended Audience :: Developers',
+        'Intended Audience :: Science/Research',
+        'Operating System :: MacOS',
+        'Operating System :: POSIX :: Linux',
+        'Programming Language :: Python :: 3',
+        'Programming Language :: Python :: 3 :: Only',
+        'Programming Language :: Python :: 3.11',
+        'Programming Language :: Python :: 3.12',
+        'Programming Language :: Python :: 3.13',
+        'Programming Language :: Python :: 3.14',
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        'Typing :: Typed',
+    ],
+)

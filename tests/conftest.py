@@ -1,0 +1,26 @@
+"""Fixtures shared by the tests. The simulated devices are set up in the conftest.py above."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+# Tracing and compiling take as long as they take; fixed examples make every failure repeatable.
+hypothesis.settings.register_profile('scalax', deadline=None, derandomize=True)
+hypothesis.settings.load_profile('scalax')
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run (pytest-randomly seeds the global generators)."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_left_behind() -> Iterator[None]:
+    """A test that left a mesh set would change what the tests after it mean."""
+    yield
+    mesh = jax.sharding.get_abstract_mesh()
+    assert mesh.empty, f'the test left an ambient mesh behind: {mesh}'

@@ -1,0 +1,299 @@
+"""What importing scalax may do, which file may import which, and whose names they may use."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / 'scalax'
+FILES = sorted(PACKAGE.rglob('*.py'))
+MAX_LINES = 400
+
+# The layers from the bottom up: a file imports from the lines above its own only. A package
+# ('rules') is one layer, inside which files import one another freely; 'scalax' is its __init__.
+# Layers on the same line do not know each other.
+LAYERS = [
+    '_version',
+    'errors',
+    '_paths',
+    '_spec',
+    'rules',
+    '_mesh',
+    '_prefix',
+    '_resolve',
+    '_context',
+    '_constrain',
+    '_sjit',
+    '_data _transfer',
+    'explain',
+    '_helper',
+    'sharding',
+    'utils',
+    'scalax',
+]
+HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.split()}
+
+OPTIONAL = [
+    *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
+    *('optax', 'orbax', 'rich', 'sklearn', 'tqdm'),
+]
+
+# Underscored, yet public: the methods of named tuples.
+PUBLIC_UNDERSCORED = {'_asdict', '_fields', '_make', '_replace'}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix('').parts
+    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def layer_of(module: str) -> str:
+    """'scalax.rules._fsdp' -> 'rules'."""
+    return module.split('.')[1] if '.' in module else module
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding='utf-8'), str(path))
+
+
+def package_of(path: Path) -> str:
+    """The package that a file's relative imports start from."""
+    name = module_name(path)
+    return name if path.name == '__init__.py' else name.rpartition('.')[0]
+
+
+MODULES = {module_name(path): path for path in FILES}
+TREES = {path: parse(path) for path in FILES}
+
+each_file = pytest.mark.parametrize('path', FILES, ids=relative)
+
+
+def imported_modules(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    """All imports of a file, also those inside functions, with their lines and full names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ''
+            if node.level:
+                parents = package.split('.')
+                parents = parents[: len(parents) - node.level + 1]
+                base = '.'.join([*parents, base] if base else parents)
+            for alias in node.names:
+                # `from scalax import errors` imports a module, `from scalax.errors import X` not.
+                full = f'{base}.{alias.name}'
+                a_name = base.startswith('scalax') and full not in MODULES
+                yield node.lineno, base if a_name else full
+
+
+# --- What the import does ------------------------------------------------------------------------
+
+
+def run_fresh(code: str) -> str:
+    """Runs code in an interpreter that has imported nothing yet."""
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    env.pop('JAX_NUM_CPU_DEVICES', None)
+    env.pop('XLA_FLAGS', None)
+    command = [sys.executable, '-W', 'error', '-c', code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORT = 'import scalax, scalax.sharding, scalax.utils'
+
+
+def test_import_touches_no_device() -> None:
+    # JAX takes the number of devices only as long as no backend is in use.
+    code = f"""
+import jax
+{IMPORT}
+jax.config.update('jax_num_cpu_devices', 3)
+print(len(jax.devices()))
+"""
+    assert run_fresh(code).strip() == '3'
+
+
+def test_import_changes_no_global_state() -> None:
+    # JAX itself may set variables when it is imported, so it comes first.
+    code = f"""
+import os
+import jax, jax.numpy, einops, numpy
+before = dict(os.environ), dict(jax.config.values)
+{IMPORT}
+assert dict(os.environ) == before[0], 'os.environ was edited'
+assert dict(jax.config.values) == before[1], 'the configuration of JAX was edited'
+print(jax.sharding.get_abstract_mesh().empty)
+"""
+    assert run_fresh(code).strip() == 'True'
+
+
+def test_import_does_without_the_optional_dependencies() -> None:
+    code = f"""
+import sys
+{IMPORT}
+print(*sorted(set({OPTIONAL}) & set(sys.modules)))
+"""
+    assert run_fresh(code).strip() == ''
+
+
+# --- Which file imports which --------------------------------------------------------------------
+
+
+def test_every_file_has_a_layer() -> None:
+    unknown = sorted({layer_of(module) for module in MODULES} - set(HEIGHT))
+    assert not unknown, f'not in the table of layers, add them to LAYERS in {__file__}: {unknown}'
+
+
+def type_only_lines(tree: ast.Module) -> set[int]:
+    """The lines under `if TYPE_CHECKING:`; a type hint may name what it does not depend on."""
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
+        for statement in node.body
+        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+    }
+
+
+def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[tuple[int, str]]:
+    own = layer_of(module)
+    types = type_only_lines(tree)
+    for line, name in imported_modules(tree, package):
+        if name.split('.')[0] != 'scalax' or layer_of(name) == own or line in types:
+            continue
+        # Files without a layer are reported by the test above.
+        if HEIGHT.get(layer_of(name), 0) >= HEIGHT.get(own, len(LAYERS)):
+            yield line, f'{own} imports {name}, which is not below it'
+
+
+@each_file
+def test_imports_point_down(path: Path) -> None:
+    found = upward_imports(TREES[path], module_name(path), package_of(path))
+    wrong = [f'{relative(path)}:{line}: {text}' for line, text in found]
+    assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize(
+    'statement',
+    [
+        'import scalax',
+        'import scalax.sharding',
+        'from scalax import sharding',
+        'from scalax.sharding import Mesh',
+        'from .. import sharding',
+        'from ..sharding import Mesh',
+        'def f():\n    from scalax.sharding import Mesh',
+        'if not TYPE_CHECKING:\n    from scalax.sharding import Mesh',
+    ],
+)
+def test_an_import_that_points_up_is_found(statement: str) -> None:
+    assert list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
+
+
+@pytest.mark.parametrize(
+    'statement',
+    [
+        'from . import _base',
+        'from ..errors import E',
+        'import jax',
+        'if TYPE_CHECKING:\n    from scalax.sharding import Mesh',
+    ],
+)
+def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
+    assert not list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
+
+
+# --- Whose names they use ------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return name.startswith('_') and not name.endswith('__')
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Names a file gives to something: functions, classes, variables, attributes, modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.asname or ''
+
+
+OURS = {name for tree in TREES.values() for name in defined_names(tree)}
+OURS |= {part for module in MODULES for part in module.split('.')}
+
+
+def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    """Imports of, and attributes with, private names that nothing in scalax defines.
+
+    The type of an object cannot be read off the source, but a private attribute that scalax itself
+    never defines can only be somebody else's.
+    """
+    for line, name in imported_modules(tree, package):
+        if any(is_private(part) for part in name.split('.')) and name.split('.')[0] != 'scalax':
+            yield line, name
+    for node in ast.walk(tree):
+        name = ''
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ('getattr', 'hasattr', 'setattr', 'delattr')
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            name = str(node.args[1].value)
+        if is_private(name) and name not in OURS | PUBLIC_UNDERSCORED:
+            yield node.lineno, name
+
+
+@each_file
+def test_uses_public_names_only(path: Path) -> None:
+    found = private_uses(TREES[path], package_of(path))
+    wrong = [f'{relative(path)}:{line}: {name} is private' for line, name in found]
+    assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize(
+    'statement',
+    [
+        'import jax._src.core',
+        'from jax._src import core',
+        'from jax import _src',
+        'from numpy import _core',
+        'mesh._flat_devices_tuple',
+        'jax.jit(f)._cache_size()',
+        "getattr(mesh, '_hash')",
+    ],
+)
+def test_a_private_name_is_found(statement: str) -> None:
+    assert list(private_uses(ast.parse(statement), 'scalax'))
+
+
+# --- What a file looks like ----------------------------------------------------------------------
+
+
+@each_file
+def test_file_is_short(path: Path) -> None:
+    lines = len(path.read_text(encoding='utf-8').splitlines())
+    assert lines <= MAX_LINES, f'{lines} lines; one idea a file, {MAX_LINES} lines at most'
+
+
+@each_file
+def test_xla_flags_are_left_alone(path: Path) -> None:
+    assert 'XLA_FLAGS' not in path.read_text(encoding='utf-8')
