@@ -7,7 +7,7 @@ belongs to the caller and is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax import _context, _spec
 from scalax._prefix import RuleLike, split
-from scalax._resolve import Use, resolve
+from scalax._resolve import Use, resolve, with_types
 from scalax.errors import MeshError
 
 
@@ -52,7 +52,7 @@ def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
     if context is not None:
         helper = context.helper
         return constrain(pytree, sharding_rule, helper.mesh, helper.on_indivisible)
-    ambient = jax.sharding.get_abstract_mesh()
+    ambient = _ambient_mesh()
     if ambient.empty:
         return _constrain_named_shardings(pytree, sharding_rule)
     return constrain(pytree, sharding_rule, ambient, 'error')
@@ -112,7 +112,7 @@ def constrain(
     return resolution.treedef.unflatten(leaves)
 
 
-def apply_shardings(pytree: Any, shardings: list[NamedSharding | None]) -> Any:
+def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
     """Applies shardings that are resolved already, one for each leaf; None leaves a leaf as it is."""
     leaves, treedef = jax.tree.flatten(pytree)
     applied = [
@@ -135,6 +135,14 @@ def _mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return ambient
 
 
+def _ambient_mesh() -> Mesh | AbstractMesh:
+    """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return jax.sharding.get_abstract_mesh()
+
+
 def _sizes(mesh: Mesh | AbstractMesh) -> str:
     return ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
 
@@ -145,13 +153,10 @@ def _apply(leaf: Any, sharding: NamedSharding) -> Any:
     kinds = set(types.values())
     if kinds == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(leaf, sharding)
-    explicit, auto = ([_only(entry, types, kind) for entry in spec] for kind in _KINDS)
+    explicit, auto = ([_only(entry, types, kind) for entry in _spec.entries(spec)] for kind in _KINDS)
     if AxisType.Explicit in kinds:
-        explicit = [
-            _entry_now(leaf, dim) if entry is _spec.UNCONSTRAINED else entry
-            for dim, entry in enumerate(explicit)
-        ]
-        leaf = jax.sharding.reshard(leaf, sharding.update(spec=_spec.replaced(spec, explicit)))
+        typed = with_types(_spec.replaced(spec, explicit), leaf)
+        leaf = jax.sharding.reshard(leaf, sharding.update(spec=_spec.replaced(spec, typed)))
     if AxisType.Auto in kinds:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
         constraint = _spec.replaced(PartitionSpec(), auto)
@@ -167,12 +172,6 @@ def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
     if entry is _spec.UNCONSTRAINED:
         return entry
     return tuple(axis for axis in _spec.entry_axes(entry) if types[axis] is kind)
-
-
-def _entry_now(leaf: Any, dim: int) -> Any:
-    """How a dimension is sharded over Explicit axes now, by its type."""
-    spec = jax.typeof(leaf).sharding.spec
-    return spec[dim] if dim < len(spec) else None
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax import _mesh
 from scalax._paths import NamedTree, leaf_shape
-from scalax._resolve import named_sharding
+from scalax._resolve import is_data, named_sharding
 from scalax.errors import DataError, shown
 
 
@@ -29,7 +29,8 @@ def local_data_to_global_array(
         raise DataError(
             f'local data does not fit the mesh ({sizes}), with the batch on axis {batch_axis} over '
             f'mesh axes {axes}:\n{shown(filter(None, faults))}\n'
-            'What to do: change the batch size, or shard it over fewer axes with mesh_axis_subset.'
+            'What to do: give arrays whose batch divides, or shard it over fewer axes with '
+            'mesh_axis_subset.'
         )
     specs = [_spec(shape, batch_axis, axes) for shape in tree.shapes]
     shardings = [named_sharding(mesh, spec) for spec in specs]
@@ -47,7 +48,7 @@ def local_data_to_global_array(
 def _fault(mesh: Mesh, tree: NamedTree, index: int, batch_axis: int, axes: tuple[str, ...]) -> str | None:
     """What is wrong with one leaf, or None."""
     shape = leaf_shape(tree.leaves[index])
-    if shape is None:
+    if shape is None or not is_data(tree.leaves[index]):
         return f'{tree.describe(index)} is not an array'
     if shape and not -len(shape) <= batch_axis < len(shape):
         return f'{tree.describe(index)} has no axis {batch_axis}'

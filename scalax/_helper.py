@@ -324,7 +324,8 @@ class MeshShardingHelper:
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None
     ) -> _context.ActiveHelper:
-        """A context manager in which this helper is active, as it is inside `sjit`.
+        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
+        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
 
         Args:
             annotation_shardings: annotation name -> rule; bindings outside are inherited.

@@ -76,9 +76,11 @@ def checked_axes(
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Dimensions and names as tuples, checked against each other but not against devices."""
     if isinstance(axis_names, str):
-        raise MeshError(f'axis_names is a sequence of names, got the string {axis_names!r}')
+        raise MeshError(
+            f'axis_names is a sequence of names, got the string {axis_names!r}: write [{axis_names!r}]'
+        )
     if isinstance(axis_dims, int):
-        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}')
+        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}: write [{axis_dims!r}]')
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise MeshError(f'axis names are non-empty strings, got {names!r}')
@@ -89,8 +91,8 @@ def checked_axes(
         dims.append(int(dim))
     if len(dims) != len(names):
         raise MeshError(
-            f'{len(dims)} axis dimensions {tuple(dims)} for {len(names)} axis names {names}: '
-            'give one dimension a name'
+            f'axis_dims {tuple(dims)} and axis_names {names} differ in length: every axis has one '
+            'dimension and one name'
         )
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
@@ -110,10 +112,11 @@ def checked_types(
         return (AxisType.Auto,) * len(names)
     if isinstance(axis_types, AxisType):
         return (axis_types,) * len(names)
-    types = tuple(axis_types)
+    types = () if isinstance(axis_types, str) else tuple(axis_types)
     if len(types) != len(names) or not all(isinstance(kind, AxisType) for kind in types):
         raise MeshError(
-            f'axis_types is one jax.sharding.AxisType for all axes or one for each of {names}, got {types!r}'
+            f'axis_types is one jax.sharding.AxisType for all axes or one for each of {names}, '
+            f'got {axis_types!r}'
         )
     return types
 
@@ -131,7 +134,8 @@ def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tupl
         return tuple(count // fixed if dim == -1 else dim for dim in dims)
     if fixed != count:
         raise MeshError(
-            f'mesh ({asked}) needs {fixed} devices, there are {count}; {_fitting(dims, names, count)}'
+            f'mesh ({asked}) needs {fixed} {"device" if fixed == 1 else "devices"}, there '
+            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count)}'
         )
     return dims
 
@@ -148,7 +152,7 @@ def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
             fixes.append(f'({", ".join(fitted)}), with {name!r} changed')
     needed = math.prod(dims)
     if needed < count:
-        fixes.append(f'devices=jax.devices()[:{needed}] for a part of them')
+        fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
     return (
         f'what would fit: {"; or ".join(fixes)}'
         if fixes
@@ -186,6 +190,10 @@ def _many_slices(
     devices: list[Any],
     split: bool,
 ) -> np.ndarray:
+    if len(dcn_axis_dims) != len(names):
+        raise MeshError(
+            f'dcn_axis_dims has one entry for each of the axes {names}, got {tuple(dcn_axis_dims)}'
+        )
     dcn, _ = checked_axes(dcn_axis_dims, names)
     by_process = not hasattr(devices[0], 'slice_index')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')

@@ -65,7 +65,8 @@ def describe_leaf(path: str, leaf: Any) -> str:
     """
     name = path or '(the leaf itself)'
     if leaf_shape(leaf) is None:
-        return f'{name}: {type(leaf).__module__}.{type(leaf).__qualname__}'
+        kind = type(leaf)
+        return f'{name}: {"" if kind.__module__ == "builtins" else f"{kind.__module__}."}{kind.__qualname__}'
     if not hasattr(leaf, 'shape'):
         return f'{name}: Python {type(leaf).__name__}'
     return f'{name}: {leaf.dtype}{list(leaf.shape)}'
@@ -96,7 +97,7 @@ class NamedTree:
         leaves = [leaf for _, leaf in flat]
         try:
             shapes = [leaf.shape for leaf in leaves]
-            if not all(type(shape) is tuple for shape in shapes):
+            if not {tuple}.issuperset(map(type, shapes)):
                 shapes = [leaf_shape(leaf) or () for leaf in leaves]
         except AttributeError:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]

@@ -7,12 +7,13 @@ below. What counts as one rule: a ShardingRule, a PartitionSpec, a NamedSharding
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._paths import join, key_string
+from scalax._paths import describe_leaf, join, key_string, leaf_shape
 from scalax.errors import StructureError, did_you_mean
 from scalax.rules._base import ShardingRule
 
@@ -76,13 +77,16 @@ def _of(where: str) -> str:
 
 
 def _reject(value: Any, path: str, where: str) -> None:
-    hint = ''
+    hint, got = '', repr(value)
     if isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
+    elif leaf_shape(value) is not None:
+        got = describe_leaf('', value).partition(': ')[2]
+        hint = '; are the tree and the rules the wrong way round?'
     raise StructureError(
-        f'the rules{_of(where)} hold {value!r} of type {type(value).__name__}'
+        f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
         f'{f" at {path!r}" if path else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
         f'a NamedSharding or None{hint}'
     )
@@ -94,6 +98,19 @@ def _children(tree: Any) -> list[tuple[str, Any]]:
     return [(key_string(path[0]), child) for path, child in flat if path]
 
 
+def _node(node: Any, children: dict[str, Any]) -> str:
+    if node is None:
+        return 'None'
+    if jax.tree_util.all_leaves([node]):
+        return 'a leaf'
+    return f'a {type(node).__name__} with {len(children)} {"child" if len(children) == 1 else "children"}'
+
+
+def _first_ten(items: Iterable[str]) -> str:
+    texts = list(items)
+    return ', '.join(texts[:10]) + (f' and {len(texts) - 10} more' if len(texts) > 10 else '')
+
+
 def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
     """Finds the first place where the two trees part ways, and raises about it."""
     if is_rule(rules):
@@ -101,11 +118,9 @@ def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
     place = f'at {at!r}' if at else 'at its root'
     mine, theirs = dict(_children(rules)), dict(_children(tree))
     if type(rules) is not type(tree):
-        what = f'a {type(tree).__name__}' if theirs or tree is None else 'a leaf'
-        kind = '' if what == 'a leaf' or tree is None else f' with {len(theirs)} children'
         raise StructureError(
-            f'the rules do not have the structure{_of(where)} {place}: the rules hold a '
-            f'{type(rules).__name__} with {len(mine)} children there, the tree holds {what}{kind}. '
+            f'the rules do not have the structure{_of(where)} {place}: the rules hold '
+            f'{_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
             'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
         )
     missing = [key for key in theirs if key not in mine]
@@ -113,13 +128,13 @@ def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
     if missing or extra:
         parts = []
         if missing:
-            parts.append(f'no rule for {", ".join(map(repr, missing[:10]))}')
+            parts.append(f'there is no rule for {_first_ten(map(repr, missing))}')
         if extra:
-            near = [f'{key!r} ({did_you_mean(key, theirs)})' for key in extra[:10]]
-            parts.append(f'rules for {", ".join(near)}, which the tree does not have')
+            near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
+            parts.append(f'the tree has nothing called {_first_ten(near)}')
         raise StructureError(
             f'the rules do not have the structure{_of(where)} {place}: {"; ".join(parts)}. '
-            'Use None to leave a subtree to the compiler.'
+            'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
         )
     for key, child in mine.items():
         _explain(child, theirs[key], join(at, key), where)

@@ -11,11 +11,12 @@ import enum
 import functools
 import operator
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _spec
 from scalax._paths import NamedTree, join, leaf_shape
@@ -24,7 +25,7 @@ from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown
 from scalax.rules._base import Answer, ShardingRule, settled
 
-_NON_NUMERIC = frozenset('OSUMm')
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
 class Use(enum.Enum):
@@ -49,12 +50,14 @@ class Resolution:
         answers: what was decided, by which rule and why.
         shardings: the NamedShardings; None where the compiler decides.
         treedef: the structure of the tree.
+        seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
     """
 
     tree: NamedTree
     answers: list[Answer]
     shardings: list[NamedSharding | None]
     treedef: Any
+    seen: Sequence[str] = ()
 
     @property
     def sharding_tree(self) -> Any:
@@ -97,26 +100,30 @@ def resolve(
     """
     axes = MeshAxes.of(mesh)
     task = _Task(axes, mesh, use, where, on_indivisible)
-    parts, answers, shardings = [], [], []
-    for part in split(rules, pytree, where):
-        tree = NamedTree.of(part.subtree, join(at, part.at))
+    parts = split(rules, pytree, where)
+    trees = [NamedTree.of(part.subtree, join(at, part.at)) for part in parts]
+    for tree in trees:
         task.reject_strangers(tree)
+    if task.problems:
+        task.finish()
+    answers, shardings = [], []
+    for part, tree in zip(parts, trees, strict=True):
         said = task.ask(part.rule, tree)
-        parts.append((part.at, tree))
         answers.extend(said)
         shardings.extend(task.shardings(tree, said))
     task.finish()
-    if len(parts) == 1 and not parts[0][0]:
-        whole = parts[0][1]
-    else:
-        whole = NamedTree(
-            [join(prefix, path) for prefix, tree in parts for path in tree.paths],
-            [leaf for _, tree in parts for leaf in tree.leaves],
-            [shape for _, tree in parts for shape in tree.shapes],
-            jax.tree.structure(pytree),
-            at,
-        )
-    return Resolution(whole, answers, shardings, whole.treedef)
+    if len(parts) == 1 and not parts[0].at:
+        whole = trees[0]
+        return Resolution(whole, answers, shardings, whole.treedef, whole.paths)
+    whole = NamedTree(
+        [join(part.at, path) for part, tree in zip(parts, trees, strict=True) for path in tree.paths],
+        [leaf for tree in trees for leaf in tree.leaves],
+        [shape for tree in trees for shape in tree.shapes],
+        jax.tree.structure(pytree),
+        at,
+    )
+    seen = [path for tree in trees for path in tree.paths]
+    return Resolution(whole, answers, shardings, whole.treedef, seen)
 
 
 class _Task:
@@ -137,66 +144,52 @@ class _Task:
 
     def reject_strangers(self, tree: NamedTree) -> None:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
+        if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
+            return
         for index, leaf in enumerate(tree.leaves):
-            # The attribute test is the fast way for arrays; what it lets through has a numpy dtype.
-            if hasattr(leaf, 'shape') or leaf_shape(leaf) is not None:
-                dtype = getattr(leaf, 'dtype', None)
-                if not isinstance(dtype, np.dtype) or dtype.kind not in _NON_NUMERIC:
-                    continue
+            if leaf_shape(leaf) is not None and not _is_alien(leaf):
+                continue
             self.problems.append(
                 Problem(
                     'not-an-array',
                     tree.describe(index),
-                    f'{_short(leaf)} is not an array',
+                    f'{_short(leaf)} is not an array'
+                    if leaf_shape(leaf) is None
+                    else f'JAX has no arrays of dtype {leaf.dtype}',
                     hint='shard trees of arrays; take other leaves out, or make such arguments static.',
                 )
             )
-        if self.problems:
-            self.finish()
 
     def ask(self, rule: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree) -> list[Answer]:
-        """What *rule* says about every leaf of *tree*."""
+        """What *rule* says about every leaf of *tree*; nothing where it is wrong about some leaves."""
         if isinstance(rule, ShardingRule):
             try:
                 return settled(rule, tree, self.axes.sizes)
             except ShardingError as error:
-                raise ShardingError(error.problems, str(self.axes), self.where) from None
-        if isinstance(rule, NamedSharding):
-            return [self._of_named_sharding(rule, tree)] * len(tree)
-        origin = '' if rule is None else 'the spec given'
-        return [Answer(rule, origin, 'given', self.on_indivisible)] * len(tree)
-
-    def _of_named_sharding(self, given: NamedSharding, tree: NamedTree) -> Answer:
-        mine = self.mesh.abstract_mesh if isinstance(given.mesh, AbstractMesh) else self.mesh
-        if given.mesh != mine:
-            self.problems.append(
-                Problem(
-                    'other-mesh',
-                    tree.describe(0) if len(tree) else tree.prefix or '(an empty tree)',
-                    f'the NamedSharding is of another mesh: {given.mesh}',
-                    spec=str(given.spec),
-                    hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-                )
-            )
-            self.finish()
-        return Answer(given.spec, 'the NamedSharding given', 'given', self.on_indivisible, given.memory_kind)
+                # The other parts of the tree are looked at too, so that everything is said at once.
+                self.problems.extend(error.problems)
+                return []
+        names = {type(None): '', NamedSharding: 'the NamedSharding given'}
+        origin = names.get(type(rule), 'the spec given')
+        return [Answer.of(rule, origin, '', self.on_indivisible)] * len(tree)
 
     def shardings(self, tree: NamedTree, answers: list[Answer]) -> list[NamedSharding | None]:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
-        memo: dict[tuple[int, tuple[int, ...]], NamedSharding | None] = {}
-        result: list[NamedSharding | None] = []
-        for index, answer in enumerate(answers):
-            key = (id(answer), tree.shapes[index])
-            try:
-                result.append(memo[key])
-            except KeyError:
-                before = len(self.problems) + len(self.passed)
-                sharding = self._checked(tree, index, answer)
-                # What is wrong is said of every leaf it is wrong for, so only clean answers are kept.
-                if before == len(self.problems) + len(self.passed):
-                    memo[key] = sharding
-                result.append(sharding)
-        return result
+        if not answers:
+            return []
+        if self.use is Use.INTERMEDIATE and AxisType.Auto not in self.axes.types.values():
+            # Without an Auto axis JAX knows no UNCONSTRAINED: what the type says now stands for it.
+            answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
+        keys = list(zip(map(id, answers), tree.shapes, strict=True))
+        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        before = len(self.problems) + len(self.passed)
+        checked = {key: self._checked(tree, i, answers[i]) for key, i in first.items()}
+        if before != len(self.problems) + len(self.passed):
+            # What is wrong is said of every leaf that it is wrong for.
+            for i, key in enumerate(keys):
+                if first[key] != i:
+                    self._checked(tree, i, answers[i])
+        return [checked[key] for key in keys]
 
     def _checked(self, tree: NamedTree, index: int, answer: Answer) -> NamedSharding | None:
         spec, shape = answer.spec, tree.shapes[index]
@@ -211,13 +204,13 @@ class _Task:
                     _spec.Fault(
                         'no-sharding',
                         'the rule leaves this leaf to the compiler (None), but there is no compiler here',
-                        'None means something to sjit, constraints and annotations only; give '
-                        'PartitionSpec() to replicate.',
+                        'None is for sjit, constraints and annotations; give PartitionSpec() to replicate.',
                     ),
                 )
             return None
-        wrong = _spec.faults(spec, shape, self.axes)
-        if _spec.UNCONSTRAINED in tuple(spec) and self.use is not Use.INTERMEDIATE:
+        wrong = [] if self._is_own(answer.mesh) else [_other_mesh(answer.mesh)]
+        wrong += _spec.faults(spec, shape, self.axes)
+        if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use is not Use.INTERMEDIATE:
             wrong.append(
                 _spec.Fault(
                     'unconstrained',
@@ -233,6 +226,19 @@ class _Task:
         if uneven:
             spec = self._uneven(tree, index, answer, spec, uneven)
         return named_sharding(self.mesh, _spec.canonical(spec), answer.memory_kind)
+
+    def _is_own(self, given: Mesh | AbstractMesh | None) -> bool:
+        """Whether a NamedSharding's mesh is the one in force; shard_map makes axes of it Manual."""
+        if given is None or given == self.mesh:
+            return True
+        if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):
+            return False
+        other = MeshAxes.of(given)
+        manual = AxisType.Manual
+        return list(other.sizes.items()) == list(self.axes.sizes.items()) and all(
+            kind is other.types[name] or manual in (kind, other.types[name])
+            for name, kind in self.axes.types.items()
+        )
 
     def _uneven(
         self,
@@ -290,6 +296,56 @@ class _Task:
                 IndivisibleWarning,
                 stacklevel=2,
             )
+
+
+def _typed(answer: Answer, leaf: Any) -> Answer:
+    spec = answer.spec
+    if spec is None or _spec.UNCONSTRAINED not in _spec.entries(spec):
+        return answer
+    return dataclasses.replace(answer, spec=_spec.replaced(spec, with_types(spec, leaf)))
+
+
+def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
+    """The entries of *spec*, and for UNCONSTRAINED ones the Explicit axes that the leaf's type has there.
+
+    Axes that the spec uses for another dimension go there.
+    """
+    now = [*_spec.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
+    used = _spec.spec_axes(spec)
+    return [
+        tuple(axis for axis in _spec.entry_axes(now[dim]) if axis not in used)
+        if entry is _spec.UNCONSTRAINED
+        else entry
+        for dim, entry in enumerate(_spec.entries(spec))
+    ]
+
+
+def _other_mesh(mesh: Any) -> _spec.Fault:
+    return _spec.Fault(
+        'other-mesh',
+        f'the NamedSharding is of another mesh: {mesh}',
+        "give NamedShardings of the helper's own mesh, or PartitionSpecs.",
+    )
+
+
+def _is_alien(leaf: Any) -> bool:
+    """Whether JAX has no such dtype: objects, strings, dates, records, and those of other libraries."""
+    dtype = getattr(leaf, 'dtype', None)
+    if dtype is None:
+        return False
+    if not isinstance(dtype, np.dtype):
+        try:
+            if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+                return False
+            dtype = np.dtype(dtype)
+        except TypeError:
+            return True
+    return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
+
+
+def is_data(leaf: Any) -> bool:
+    """Whether *leaf* is an array, or a Python number, with a value."""
+    return not isinstance(leaf, jax.ShapeDtypeStruct) and not _is_alien(leaf)
 
 
 def _short(leaf: Any) -> str:

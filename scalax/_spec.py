@@ -29,9 +29,14 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec, one a dimension; new versions of JAX do not iterate over unreduced specs."""
+    return spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
+
+
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """Every mesh axis of a spec in order, with repetitions."""
-    return tuple(axis for entry in spec for axis in entry_axes(entry))
+    return tuple(axis for entry in entries(spec) for axis in entry_axes(entry))
 
 
 def _canonical_entry(entry: Any) -> Any:
@@ -41,13 +46,13 @@ def _canonical_entry(entry: Any) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def replaced(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
+def replaced(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
     """A canonical spec with other entries and the same unreduced and reduced axes.
 
     Canonical: no trailing None, no tuples of fewer than two axes. ``P('x')`` and ``P('x', None)`` mean
     the same and compare unequal, which costs users of ``jax.jit`` a second compilation.
     """
-    kept = [_canonical_entry(entry) for entry in entries]
+    kept = [_canonical_entry(entry) for entry in new]
     while kept and kept[-1] is None:
         kept.pop()
     if spec.unreduced or spec.reduced:
@@ -62,7 +67,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
         >>> canonical(PartitionSpec(('data',), None))
         P('data',)
     """
-    return replaced(spec, tuple(spec))
+    return replaced(spec, entries(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +108,7 @@ def without_manual(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
             entry
             if entry is UNCONSTRAINED
             else tuple(a for a in entry_axes(entry) if axes.types.get(a) is not AxisType.Manual)
-            for entry in spec
+            for entry in entries(spec)
         ],
     )
 
@@ -132,7 +137,7 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                 )
             )
     for axis in dict.fromkeys(axis for axis in used if used.count(axis) > 1):
-        dims = [str(dim) for dim, entry in enumerate(spec) for a in entry_axes(entry) if a == axis]
+        dims = [str(dim) for dim, entry in enumerate(entries(spec)) for a in entry_axes(entry) if a == axis]
         found.append(
             Fault(
                 'axis-reuse',
@@ -149,7 +154,7 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                 'give a spec at most one entry a dimension (PartitionSpec() replicates).',
             )
         )
-    for dim, entry in enumerate(spec):
+    for dim, entry in enumerate(entries(spec)):
         kinds = {axes.types[axis] for axis in entry_axes(entry) if axis in axes.types}
         if len(kinds) > 1:
             found.append(
@@ -176,7 +181,7 @@ def indivisible(
     spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
 ) -> list[tuple[int, tuple[str, ...]]]:
     """The dimensions that do not divide by their mesh axes, as (dimension, axes)."""
-    pairs = [(dim, entry_axes(entry)) for dim, entry in enumerate(spec)]
+    pairs = [(dim, entry_axes(entry)) for dim, entry in enumerate(entries(spec))]
     return [(dim, names) for dim, names in pairs if names and shape[dim] % axes.size(names)]
 
 
@@ -186,8 +191,8 @@ def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...],
     return Fault(
         'indivisible',
         f'dimension {dim} of size {shape[dim]} does not divide by {axes.size(names)} ({sizes})',
-        "change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule "
-        'to leave such dimensions unsharded.',
+        "change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule, or on "
+        'the helper for bare specs, to leave such dimensions unsharded.',
     )
 
 
@@ -199,12 +204,12 @@ def drop_indivisible(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
         >>> drop_indivisible(PartitionSpec(('a', 'b'), 'b'), (4, 9), axes)
         P('a', 'b')
     """
-    entries = []
-    for dim, entry in enumerate(spec):
+    kept = []
+    for dim, entry in enumerate(entries(spec)):
         names = entry_axes(entry)
         if names and shape[dim] % axes.size(names):
             while names and shape[dim] % axes.size(names):
                 names = names[:-1]
             entry = names
-        entries.append(entry)
-    return replaced(spec, entries)
+        kept.append(entry)
+    return replaced(spec, kept)

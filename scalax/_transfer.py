@@ -10,11 +10,32 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from scalax.errors import StructureError
+from scalax._paths import NamedTree
+from scalax.errors import Problem, ShardingError, StructureError
 
 
 def put(pytree: Any, shardings: Any) -> Any:
-    """Places a tree of arrays as a tree of NamedShardings says, in one ``jax.device_put``."""
+    """Places a tree of arrays as a tree of NamedShardings says, in one ``jax.device_put``.
+
+    Raises:
+        ShardingError: some leaves are abstract; all of them are named.
+    """
+    leaves = jax.tree.leaves(pytree)
+    if jax.ShapeDtypeStruct in set(map(type, leaves)):
+        tree = NamedTree.of(pytree)
+        raise ShardingError(
+            [
+                Problem(
+                    'no-value',
+                    tree.describe(index),
+                    'a ShapeDtypeStruct has no value that could be placed',
+                    hint='shard arrays; for shapes with shardings use abstract(tree, rules), and to create '
+                    'the arrays where they belong use sjit(init, out_shardings=rules).',
+                )
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, jax.ShapeDtypeStruct)
+            ]
+        )
     return jax.device_put(pytree, shardings)
 
 
@@ -25,22 +46,23 @@ def to_host(pytree: Any) -> Any:
     is in device memory whole. Typed PRNG keys, which numpy does not know, stay jax.Arrays.
     """
     leaves, treedef = jax.tree.flatten(pytree)
-    ours = [i for i, leaf in enumerate(leaves) if _is_array(leaf) and leaf.is_fully_addressable]
-    here = [leaves[i] for i in ours]
-    for i, value in zip(ours, jax.device_get(here), strict=True):
-        leaves[i] = value
-    for i, leaf in enumerate(leaves):
-        if _is_array(leaf) and not leaf.is_fully_addressable:
-            leaves[i] = (
-                np.asarray(leaf.addressable_data(0))
-                if leaf.is_fully_replicated
-                else multihost_utils.process_allgather(leaf, tiled=True)
-            )
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    here = [i for i in arrays if leaves[i].is_fully_addressable]
+    fetched = dict(zip(here, jax.device_get([leaves[i] for i in here]), strict=True))
+    for i in arrays:
+        leaves[i] = fetched[i] if i in fetched else _fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype)
+
+
+def _fetch(leaf: jax.Array) -> np.ndarray:
+    """The global value of an array of which other processes hold a part."""
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
 def shard_functions(shardings: Any) -> Any:

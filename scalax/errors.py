@@ -101,16 +101,19 @@ class ShardingError(ScalaxError, ValueError):
         problems: all of them; ten are shown and the rest are counted.
         mesh: the mesh axis sizes as text, for the first line.
         where: which tree this is about, such as ``"argument 'state'"``.
+        message: what to say instead, where there are no problems of single leaves.
     """
 
-    def __init__(self, problems: Sequence[Problem], mesh: str = '', where: str = '') -> None:
+    def __init__(
+        self, problems: Sequence[Problem], mesh: str = '', where: str = '', message: str = ''
+    ) -> None:
         self.problems = tuple(problems)
         self.mesh = mesh
         self.where = where
-        super().__init__(_render(self.problems, mesh, where))
+        super().__init__(message or _render(self.problems, mesh, where))
 
-    def __reduce__(self) -> tuple[type[ShardingError], tuple[tuple[Problem, ...], str, str]]:
-        return type(self), (self.problems, self.mesh, self.where)
+    def __reduce__(self) -> tuple[type[ShardingError], tuple[tuple[Problem, ...], str, str, str]]:
+        return type(self), (self.problems, self.mesh, self.where, str(self))
 
 
 def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
@@ -120,17 +123,21 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:']
     for leaf in leaves[:_SHOWN]:
         lines.append(f'  {leaf}')
-        for problem in problems:
-            if problem.leaf == leaf:
-                origin = ' from '.join(part for part in (problem.spec, problem.rule) if part)
-                lines.append(f'    {problem.detail}')
-                if origin:
-                    lines.append(f'    asked for: {origin}')
+        mine = [problem for problem in problems if problem.leaf == leaf]
+        for origin in dict.fromkeys(map(_origin, mine)):
+            details = [problem.detail for problem in mine if _origin(problem) == origin]
+            lines.extend(f'    {line}' for line in dict.fromkeys([*details, origin]) if line)
     if len(leaves) > _SHOWN:
         lines.append(f'  ... and {len(leaves) - _SHOWN} more leaves')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     lines.extend(f'What to do: {hint}' for hint in hints)
     return '\n'.join(lines)
+
+
+def _origin(problem: Problem) -> str:
+    if problem.spec:
+        return f'asked for: {problem.spec}' + (f' from {problem.rule}' if problem.rule else '')
+    return f'rule: {problem.rule}' if problem.rule else ''
 
 
 def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
@@ -140,6 +147,11 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
     if len(lines) > limit:
         text.append(f'  ... and {len(lines) - limit} more')
     return '\n'.join(text)
+
+
+def near_names(word: str, known: Iterable[str]) -> list[str]:
+    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
+    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -152,7 +164,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         "known: 'fsdp', 'tp'"
     """
     names = [str(name) for name in known]
-    near = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
+    near = near_names(word, names)
     if near:
         return f'did you mean {" or ".join(repr(name) for name in near)}?'
     if not names:

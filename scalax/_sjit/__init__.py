@@ -1,8 +1,9 @@
 """WHEN: how does a function of the user's become a compiled one whose shardings follow rules?
 
 ``_convention`` lays a call out as a row of slots, ``_signature`` says which calls take the same
-shardings, ``_program`` is one compiled set of shardings (the cache key is written down there),
-``_state`` finds or makes the program of each call, ``_replay`` keeps the user's code from being traced
+shardings, ``_boundary`` asks the rules for those, ``_program`` is one compiled set
+of shardings (the cache key is written down there), ``_state`` finds or makes the program of each call,
+``_choice`` guesses it when there are several, ``_replay`` keeps the user's code from being traced
 twice, ``_placement`` looks at where arguments lie, ``_caller`` is the function that users call.
 """
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import jax
 
 from scalax._prefix import RuleLike, is_rule
+from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._placement import Shardings
-from scalax._sjit._state import OnMismatch, Options, State
+from scalax._sjit._state import State
 from scalax.errors import ArgumentError, StructureError, did_you_mean
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 def place(
     layout: Layout,
     row: Sequence[Any],
-    shardings: dict[int, Shardings],
+    shardings: Mapping[int, Shardings],
     *,
     everything: bool,
     mismatched: bool,
@@ -90,7 +90,7 @@ def _moves(leaf: Any, sharding: NamedSharding | None, host_data: bool, mismatche
     return _mismatched(leaf, sharding) if leaf.committed and mismatched else not leaf.committed
 
 
-def any_mismatched(row: Sequence[Any], shardings: dict[int, Shardings]) -> bool:
+def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
     """Whether an argument is committed to another sharding than the rules say."""
     return any(
         _mismatched(leaf, sharding)
@@ -106,7 +106,7 @@ def _mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 
 def reject_mismatched(
-    convention: Convention, layout: Layout, row: Sequence[Any], shardings: dict[int, Shardings]
+    convention: Convention, layout: Layout, row: Sequence[Any], shardings: Mapping[int, Shardings]
 ) -> None:
     """Raises PlacementError if an argument is committed to another sharding than the rules say."""
     if not any_mismatched(row, shardings):

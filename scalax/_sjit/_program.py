@@ -2,19 +2,22 @@
 
 The cache key, in full. A call is served by the program of its signature (`_signature`). Signatures whose
 rules resolve to the same shardings share a program, so that a batch of another length costs no more than
-it does under ``jax.jit``. A program's jitted function checks, while JAX traces it, that the signature is
-one of its own, and raises `Missed` before any code of the user runs; what JAX has cached was checked when
-it was traced. So a call may try any program first, and the last one used is nearly always right.
+it does under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the signature is
+one of its own, and raises `Missed` if not; what JAX has cached was asked when it was traced. So a call
+may try any program first, and the last one used is nearly always right.
+
+Why it does not raise for every signature that is new: JAX's C++ dispatch never takes the fast path again
+for a signature whose first trace raised.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings, reject_deleted
@@ -40,13 +43,11 @@ class Shape:
         layout: the slots of the calls.
         arguments: the ``in_shardings`` of jax.jit: for each dynamic slot one sharding, a
             (structure, shardings) pair, or None.
-        constraints: the same for ``args_sharding_constraint``.
         outputs: the same for all outputs together.
     """
 
     layout: Layout
     arguments: tuple[Any, ...]
-    constraints: tuple[Any, ...]
     outputs: Any
 
 
@@ -77,7 +78,8 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        known: the signatures whose shardings are this program's.
+        known: the signatures whose shardings are this program's, each with the shardings to which its
+            arguments are constrained inside, by slot and leaf.
         inner: the function that is jitted; takes a row of slots.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that.
@@ -86,12 +88,12 @@ class Program:
 
     layout: Layout
     inner: Callable[..., Any]
-    known: set[Signature] = dataclasses.field(default_factory=set)
+    known: dict[Signature, dict[int, Shardings]] = dataclasses.field(default_factory=dict)
     jitted: Any = None
     call: Callable[..., Any] | None = None
     out_shardings: Any = None
 
-    def compile(self, shape: Shape, convention: Convention, jit_kwargs: dict[str, Any]) -> None:
+    def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
         options = dict(jit_kwargs)
         if any(form is not None for form in shape.arguments):
@@ -105,64 +107,20 @@ class Program:
             **options,
         )
         self.call = self.jitted
-        if _DELETED_ARGUMENTS_CRASH:
+        if _DELETED_ARGUMENTS_CRASH and devices > 1:
             self.call = self._guarded(convention)
 
     def _guarded(self, convention: Convention) -> Callable[..., Any]:
         jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves
-        array, tracer = jax.Array, jax.core.Tracer
+        is_deleted = operator.methodcaller('is_deleted')
 
         def call(*row: Any) -> Any:
-            for leaf in leaves_of(row):
-                if isinstance(leaf, array) and not isinstance(leaf, tracer) and leaf.is_deleted():
-                    reject_deleted(convention, layout, row)
+            try:
+                gone = any(map(is_deleted, leaves_of(row)))
+            except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
+                gone = True
+            if gone:
+                reject_deleted(convention, layout, row)
             return jitted(*row)
 
         return call
-
-
-def donated_shardings(
-    output: Any,
-    given: Sequence[NamedSharding | None],
-    donated: Sequence[tuple[Any, Shardings]],
-) -> list[NamedSharding | None]:
-    """Gives outputs that nobody spoke about the shardings of donated arguments.
-
-    An output, or a top-level element of it, with exactly the structure, shapes and dtypes of a donated
-    argument takes that argument's shardings: only then can XLA reuse the buffers.
-
-    Args:
-        output: the outputs, as ShapeDtypeStructs.
-        given: the shardings asked for, leaf by leaf.
-        donated: each donated argument with the shardings of its leaves.
-    """
-    result = list(given)
-    free = [(_kind_of(tree), shardings) for tree, shardings in donated if any(shardings)]
-    for start, element in _elements(output):
-        kind = _kind_of(element)
-        stop = start + kind[0].num_leaves
-        if start == stop or any(result[start:stop]):
-            continue
-        match = next((pair for pair in free if pair[0] == kind), None)
-        if match:
-            free.remove(match)
-            result[start:stop] = match[1]
-    return result
-
-
-def _kind_of(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
-
-
-def _elements(output: Any) -> list[tuple[int, Any]]:
-    """The whole output, then its top-level elements, each with the number of its first leaf."""
-    elements = [(0, output)]
-    children = jax.tree.leaves(output, is_leaf=lambda node: node is not output)
-    if len(children) == 1 and children[0] is output:
-        return elements
-    start = 0
-    for child in children:
-        elements.append((start, child))
-        start += len(jax.tree.leaves(child))
-    return elements

@@ -27,7 +27,7 @@ class ReportRow:
     Attributes:
         path: the leaf path.
         shape: the global shape.
-        dtype: the dtype's name.
+        dtype: the name of the dtype that the array has on the devices.
         spec: the spec it got; None where the compiler decides.
         rule: the rule that said so.
         reason: why, in a few words.
@@ -73,7 +73,8 @@ class ShardingReport:
         rows: one for each leaf, in tree order.
         mesh: mesh axis name -> size.
         unused_rules: regexes that match no leaf.
-        shadowed_rules: regexes that match leaves and never win, because an earlier one does.
+        shadowed_rules: regexes that match leaves and never decide, because an earlier one does. (Those
+            that match nothing but arrays of one element, which are replicated anyhow, are not listed.)
     """
 
     rows: tuple[ReportRow, ...]
@@ -150,9 +151,7 @@ class ShardingReport:
                 )
             )
         if complaints:
-            error = ShardingError([])
-            error.args = ('\n'.join(complaints),)
-            raise error
+            raise ShardingError([], message='\n'.join(complaints))
 
 
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
@@ -174,13 +173,18 @@ def _row(
     sharding: NamedSharding | None,
     mesh: Mapping[str, int],
 ) -> ReportRow:
-    dtype = leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf)
+    # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
+    dtype: Any = jax.dtypes.canonicalize_dtype(
+        leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf), allow_extended_dtype=True
+    )
     spec = None if sharding is None else sharding.spec
-    shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in spec or ()]
+    entries = () if spec is None else _spec.entries(spec)
+    shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in entries]
     local = [-(-n // s) for n, s in zip(shape, [*shards, *[1] * len(shape)], strict=False)]
     reason = answer.reason
     if spec is not None and _spec.canonical(answer.spec) != spec:
-        reason = f'{reason}; asked {answer.spec}, not divisible'
+        asked = f'asked for {answer.spec}, which does not divide'
+        reason = f'{reason}; {asked}' if reason else asked
     return ReportRow(
         path,
         shape,
@@ -201,21 +205,25 @@ def _plain(spec: PartitionSpec) -> list[Any]:
         else 'UNCONSTRAINED'
         if entry is _spec.UNCONSTRAINED
         else entry
-        for entry in spec
+        for entry in _spec.entries(spec)
     ]
 
 
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
     """The regexes that decide about no leaf: those that match none, and those always shadowed."""
-    used = {answer.clause for answer in resolution.answers if answer.clause}
+    distinct = {id(answer): answer for answer in resolution.answers}.values()
+    used = {clause for answer in distinct for clause in answer.clauses}
+    leaves = list(zip(resolution.seen, resolution.tree.shapes, strict=True))
     unused: list[str] = []
     shadowed: list[str] = []
     for rule in _tree_path_rules(jax.tree.leaves(rules, is_leaf=is_rule)):
         for number, (pattern, _) in enumerate(rule.rules):
             if (rule, number) in used:
                 continue
-            matches = any(re.search(pattern, path) for path in resolution.tree.paths)
-            (shadowed if matches else unused).append(repr(getattr(pattern, 'pattern', pattern)))
+            sizes = [math.prod(shape) for path, shape in leaves if re.search(pattern, path)]
+            if sizes and set(sizes) == {1}:
+                continue
+            (shadowed if sizes else unused).append(repr(getattr(pattern, 'pattern', pattern)))
     return unused, shadowed
 
 

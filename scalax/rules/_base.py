@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible
-from scalax.errors import Problem, ShardingError
+from scalax.errors import Problem, ShardingError, StructureError
 
 AxisSizes = Mapping[str, int]
 
@@ -33,7 +33,9 @@ class Answer:
         reason: why, in a few words.
         on_indivisible: the policy of the rule that answered; None takes the helper's.
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
-        clause: the rule and the number of its clause that answered, for finding unused clauses.
+        clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
+            finding unused clauses.
+        mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
     """
 
     spec: PartitionSpec | None
@@ -41,7 +43,29 @@ class Answer:
     reason: str = ''
     on_indivisible: OnIndivisible | None = None
     memory_kind: str | None = None
-    clause: tuple[ShardingRule, int] | None = None
+    clauses: tuple[tuple[ShardingRule, int], ...] = ()
+    mesh: Mesh | AbstractMesh | None = None
+
+    @classmethod
+    def of(
+        cls,
+        value: PartitionSpec | NamedSharding | None,
+        origin: str,
+        reason: str,
+        on_indivisible: OnIndivisible | None,
+        clauses: tuple[tuple[ShardingRule, int], ...] = (),
+    ) -> Answer:
+        """The answer of a rule that holds *value* in place of a spec."""
+        if isinstance(value, NamedSharding):
+            # Left out, the memory kind reads as the default one of the devices.
+            default = NamedSharding(value.mesh, REPLICATED).memory_kind
+            kind = None if value.memory_kind == default else value.memory_kind
+            return cls(value.spec, origin, reason, on_indivisible, kind, clauses, value.mesh)
+        return cls(value, origin, reason, on_indivisible, clauses=clauses)
+
+
+Said = Answer | Problem | None
+"""What a rule says about one leaf: an answer, what is wrong with it, or nothing."""
 
 
 REPLICATED = PartitionSpec()
@@ -71,8 +95,8 @@ class ShardingRule(abc.ABC):
             pytree: a pytree whose leaves have a shape and a dtype.
         """
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
-        """One answer a leaf; None where this rule has none.
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+        """One answer a leaf; None where this rule has none, a Problem where it went wrong.
 
         Args:
             tree: the leaves to decide about.
@@ -82,39 +106,26 @@ class ShardingRule(abc.ABC):
         while whole.parent is not None:
             indices = [whole.indices[i] for i in indices]
             whole = whole.parent
-        specs = self._specs_of(whole)
-        given: dict[Any, Answer] = {}
-        origin = type(self).__name__
-        for spec in (specs[i] for i in indices):
-            if spec not in given:
-                given[spec] = Answer(spec, origin, 'said by apply()', 'error')
-        return [given[specs[i]] for i in indices]
-
-    def _specs_of(self, whole: NamedTree) -> list[PartitionSpec | None]:
-        """What a user's `apply` said, one entry a leaf."""
+        name = type(self).__name__
         applied = self.apply(whole.tree)
-        leaves, treedef = jax.tree.flatten(applied, is_leaf=lambda x: x is None)
-        if treedef != whole.treedef:
-            raise ShardingError(
-                [
-                    Problem(
-                        'structure',
-                        f'{type(self).__name__}.apply',
-                        f'returned a tree of structure {treedef} for a tree of structure {whole.treedef}',
-                        hint='apply() returns one PartitionSpec for each leaf of its argument.',
-                    )
-                ]
-            )
-        specs: list[PartitionSpec | None] = []
-        problems = []
-        for index, leaf in enumerate(leaves):
-            spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
-            if spec is not None and not isinstance(spec, PartitionSpec):
-                problems.append(not_a_spec(whole, index, f'{type(self).__name__}.apply', spec))
-            specs.append(spec)
-        if problems:
-            raise ShardingError(problems)
-        return specs
+        try:
+            values = whole.treedef.flatten_up_to(applied)
+        except ValueError:
+            raise StructureError(
+                f'{name}.apply() returned a tree of structure {jax.tree.structure(applied)} for a tree of '
+                f'structure {whole.treedef}: it returns one PartitionSpec for each leaf of its argument'
+            ) from None
+        given: dict[Any, Answer] = {}
+        said: list[Said] = []
+        for index in indices:
+            value = values[index]
+            if value is not None and not isinstance(value, PartitionSpec | NamedSharding):
+                said.append(not_a_spec(whole, index, f'{name}.apply', value))
+                continue
+            if value not in given:
+                given[value] = Answer.of(value, name, 'said by apply()', 'error')
+            said.append(given[value])
+        return said
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """What a leaf gets that this rule does not answer: an answer, or the error to raise."""
@@ -142,7 +153,7 @@ class BuiltinRule(ShardingRule):
         return tree.treedef.unflatten([answer.spec for answer in settled(self, tree, None)])
 
     @abc.abstractmethod
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
 
 
@@ -150,27 +161,17 @@ def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -
     """One answer for every leaf, with the rule's own default where it has none.
 
     Raises:
-        ShardingError: the rule's default is an error for some leaves; all of them are named.
+        ShardingError: the rule went wrong, or its default is an error, for some leaves; all of them are
+            named.
     """
     answers = rule.answers(tree, axis_sizes)
-    problems: list[Problem] = []
-    for index, answer in enumerate(answers):
-        if answer is None:
-            default = rule.fallback(tree, index, axis_sizes)
-            if isinstance(default, Problem):
-                problems.append(default)
-            else:
-                answers[index] = default
+    for index, said in enumerate(answers):
+        if said is None:
+            answers[index] = rule.fallback(tree, index, axis_sizes)
+    problems = [said for said in answers if isinstance(said, Problem)]
     if problems:
         raise ShardingError(problems)
-    return answers  # type: ignore[return-value]  # every None was filled or raised about
-
-
-def split_sharding(
-    value: PartitionSpec | NamedSharding | None,
-) -> tuple[PartitionSpec | None, str | None]:
-    """The spec and the memory kind of what a rule may hold in place of a spec."""
-    return (value.spec, value.memory_kind) if isinstance(value, NamedSharding) else (value, None)
+    return answers  # type: ignore[return-value]  # every None was filled, every Problem raised about
 
 
 def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:

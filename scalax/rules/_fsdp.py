@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 from jax.sharding import PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import entry_axes
 from scalax.errors import Problem, RuleError, did_you_mean
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule
+from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class FSDPShardingRule(BuiltinRule):
         min_fsdp_size: arrays of fewer elements (of the global shape) are replicated.
 
     Raises:
-        RuleError: a size that is not positive, or a name that is not a string.
+        RuleError: a size that is not a positive number, or a name that is not a string.
 
     Example:
         >>> import numpy as np
@@ -49,15 +50,18 @@ class FSDPShardingRule(BuiltinRule):
         names = entry_axes(self.fsdp_axis_name)
         if not names or not all(isinstance(name, str) for name in names):
             raise RuleError(f'fsdp_axis_name is a mesh axis or a tuple of them, got {self.fsdp_axis_name!r}')
-        if self.fsdp_axis_size is not None and not self.fsdp_axis_size > 0:
-            raise RuleError(f'fsdp_axis_size must be positive, got {self.fsdp_axis_size!r}')
+        size = self.fsdp_axis_size
+        if size is not None and (not _is_number(size, numbers.Integral) or size < 1):
+            raise RuleError(f'fsdp_axis_size is a positive integer or None, got {size!r}')
+        if not _is_number(self.min_fsdp_size, numbers.Real):
+            raise RuleError(f'min_fsdp_size is a number of elements, got {self.min_fsdp_size!r}')
 
     @property
     def is_pure(self) -> bool:
         """See `ShardingRule.is_pure`."""
         return True
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         size = self._axis_size(axis_sizes)
         chosen = {shape: self._answer(shape, size) for shape in dict.fromkeys(tree.shapes)}
@@ -97,6 +101,10 @@ class FSDPShardingRule(BuiltinRule):
                 'the helper knows its mesh'
             )
         return size
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _largest_divisible(shape: tuple[int, ...], size: int | None) -> int | None:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError, ShardingError
-from scalax.rules._base import Answer, AxisSizes, BuiltinRule, ShardingRule, not_a_spec, split_sharding
+from scalax.errors import Problem, RuleError
+from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, not_a_spec
 
 Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
 
@@ -48,28 +47,24 @@ class PolicyShardingRule(BuiltinRule):
             raise RuleError(f'policy is a function of (path, leaf), got {self.policy!r}')
         checked_policy(self.on_indivisible)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
-        answers: list[Answer | None] = []
-        problems: list[Problem] = []
+        answers: list[Said] = []
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             said = self._ask(path, leaf)
             if isinstance(said, ShardingRule):
-                answers.append(self._nested(said, tree, index, axis_sizes, origin, problems))
+                answers.append(self._nested(said, tree, index, axis_sizes, origin))
             elif said is None or isinstance(said, PartitionSpec | NamedSharding):
-                spec, memory_kind = split_sharding(said)
-                answers.append(Answer(spec, origin, 'said by the policy', self.on_indivisible, memory_kind))
+                answers.append(Answer.of(said, origin, 'said by the policy', self.on_indivisible))
             else:
-                problems.append(not_a_spec(tree, index, origin, said))
-        if problems:
-            raise ShardingError(problems)
+                answers.append(not_a_spec(tree, index, origin, said))
         return answers
 
     def _ask(self, path: str, leaf: Any) -> Any:
         if hasattr(leaf, 'shape'):
             return self.policy(path, leaf)
-        return self.policy(path, jax.ShapeDtypeStruct((), np.result_type(leaf)))
+        return self.policy(path, jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))
 
     def _nested(
         self,
@@ -78,15 +73,12 @@ class PolicyShardingRule(BuiltinRule):
         index: int,
         axis_sizes: AxisSizes | None,
         origin: str,
-        problems: list[Problem],
-    ) -> Answer | None:
+    ) -> Answer | Problem:
         """The answer of a rule that the policy returned for one leaf, or that rule's default."""
         one = tree.select([index])
-        answer = rule.answers(one, axis_sizes)[0]
-        if answer is None:
-            default = rule.fallback(one, 0, axis_sizes)
-            if isinstance(default, Problem):
-                problems.append(default)
-                return None
-            answer = default
-        return dataclasses.replace(answer, origin=f'{origin} -> {answer.origin}')
+        said = rule.answers(one, axis_sizes)[0]
+        if said is None:
+            said = rule.fallback(one, 0, axis_sizes)
+        if isinstance(said, Problem):
+            return said
+        return dataclasses.replace(said, origin=f'{origin} -> {said.origin}')

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError, did_you_mean
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, ShardingRule, split_sharding
+from scalax.errors import Problem, RuleError, near_names
+from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said, ShardingRule
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
 
@@ -74,33 +74,28 @@ class TreePathShardingRule(BuiltinRule):
         nested = (value for _, value in self.rules if isinstance(value, ShardingRule))
         return self.on_indivisible != 'warn' and all(rule.is_pure for rule in nested)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | None]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         scalar = Answer(REPLICATED, 'TreePathShardingRule', 'one element')
-        miss = Answer(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
-        fixed = [self._clause_answer(number) for number in range(len(self.rules))]
-        searches = [re.compile(pattern).search for pattern, _ in self.rules]
-        nested: dict[int, list[int]] = {}
-        answers: list[Answer | None] = []
-        for index, path in enumerate(tree.paths):
-            shape = tree.shapes[index]
-            answer: Answer | None = None if self.strict else miss
-            if not shape or _one_element(shape):
-                answer = scalar
+        miss = None if self.strict else _MISS
+        single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
+        answers: list[Said] = [scalar if shape in single else miss for shape in tree.shapes]
+        # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
+        # the inner loop then runs in C.
+        left = [i for i, answer in enumerate(answers) if answer is not scalar]
+        for number, (pattern, value) in enumerate(self.rules):
+            found = _finds(pattern, [tree.paths[i] for i in left])
+            mine = [i for i, hit in zip(left, found, strict=True) if hit]
+            if not mine:
+                continue
+            left = [i for i, hit in zip(left, found, strict=True) if not hit]
+            if isinstance(value, ShardingRule):
+                for i, answer in zip(mine, value.answers(tree.select(mine), axis_sizes), strict=True):
+                    answers[i] = self._by_clause(number, answer) if isinstance(answer, Answer) else answer
             else:
-                for number, search in enumerate(searches):
-                    if search(path):
-                        answer = fixed[number]
-                        if answer is None:
-                            nested.setdefault(number, []).append(index)
-                        break
-            answers.append(answer)
-        for number, indices in nested.items():
-            rule = self.rules[number][1]
-            assert isinstance(rule, ShardingRule)
-            inner = rule.answers(tree.select(indices), axis_sizes)
-            for index, answer in zip(indices, inner, strict=True):
-                answers[index] = answer and self._by_clause(number, answer)
+                fixed = self._clause_answer(number, value)
+                for i in mine:
+                    answers[i] = fixed
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
@@ -111,34 +106,45 @@ class TreePathShardingRule(BuiltinRule):
                 assert isinstance(value, ShardingRule)
                 default = value.fallback(tree, index, axis_sizes)
                 return default if isinstance(default, Problem) else self._by_clause(number, default)
-        literal = [re.sub(r'[^\w/]', '', _text(pattern)) for pattern, _ in self.rules]
-        near = did_you_mean(path, [text for text in literal if text])
+        near = self._near_pattern(path)
         return Problem(
             'unmatched',
             tree.describe(index),
-            f'no regex of the rule matches the path {path!r}'
-            + (f' ({near})' if near.startswith('did') else ''),
-            rule=f'TreePathShardingRule of {len(self.rules)} regexes',
+            f'no regex of the rule matches the path {path!r}' + (f'; {near!r} comes near' if near else ''),
+            rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
             hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
             'to replicate what nothing matches.',
         )
 
-    def _clause_answer(self, number: int) -> Answer | None:
-        """The answer of a clause that decides by itself; None if a nested rule decides."""
-        pattern, value = self.rules[number]
-        origin = f'TreePathShardingRule regex {_pattern_text(pattern)}'
-        if isinstance(value, ShardingRule):
-            return None
-        spec, memory_kind = split_sharding(value)
-        return Answer(spec, origin, 'path matches', self.on_indivisible, memory_kind, (self, number))
+    def _near_pattern(self, path: str) -> str:
+        """A regex that looks like a misspelling of the path or of one of its keys, or ''."""
+        literal = {re.sub(r'[^\w/]', '', _text(pattern)): _text(pattern) for pattern, _ in self.rules}
+        for word in (path, *reversed(path.split('/'))):
+            for name in near_names(word, literal):
+                return literal[name]
+        return ''
+
+    def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Answer:
+        """The answer of a clause that decides by itself."""
+        origin = f'TreePathShardingRule regex {_pattern_text(self.rules[number][0])}'
+        return Answer.of(value, origin, 'path matches', self.on_indivisible, ((self, number),))
 
     def _by_clause(self, number: int, answer: Answer) -> Answer:
         origin = f'TreePathShardingRule regex {_pattern_text(self.rules[number][0])}'
-        return dataclasses.replace(answer, origin=f'{origin} -> {answer.origin}', clause=(self, number))
+        return dataclasses.replace(
+            answer, origin=f'{origin} -> {answer.origin}', clauses=((self, number), *answer.clauses)
+        )
 
 
-def _one_element(shape: tuple[int, ...]) -> bool:
-    return all(size == 1 for size in shape)
+_MISS = Answer(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
+_SPECIAL = frozenset('\\.^$*+?{}[]|()')
+
+
+def _finds(pattern: str | re.Pattern[str], paths: list[str]) -> list[Any]:
+    """Whether ``re.search`` finds the pattern, path by path (as something true or false)."""
+    if isinstance(pattern, str) and _SPECIAL.isdisjoint(pattern):
+        return [pattern in path for path in paths]  # a regex without operators is a plain substring
+    return list(map(re.compile(pattern).search, paths))
 
 
 def _text(pattern: str | re.Pattern[str]) -> str:

@@ -1,0 +1,1 @@
+"""Benchmarks of scalax against hand-written JAX: ``make bench``."""

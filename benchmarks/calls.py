@@ -1,0 +1,138 @@
+"""A cached sjit call against the same hand-written jax.jit call, and traces per signature."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.timing import Row, compare
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+
+
+def _tree(leaves: int, size: int = 8) -> dict[str, jax.Array]:
+    return {f'w{i}': jnp.ones((size,), jnp.float32) for i in range(leaves)}
+
+
+def _bump(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: leaf + 1 for name, leaf in tree.items()}
+
+
+def cached_calls(rounds: int) -> list[Row]:
+    """One signature, its arguments in place: what a training step is."""
+    rows = []
+    for devices, leaves in itertools.product((1, 8), (1, 20, 500)):
+        helper = MeshShardingHelper([-1], ['data'], devices=jax.devices()[:devices])
+        spec = PartitionSpec('data')
+        sharding = NamedSharding(helper.mesh, spec)
+        tree = jax.device_put(_tree(leaves), sharding)
+        ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=spec)
+        theirs = jax.jit(_bump, in_shardings=(sharding,), out_shardings=sharding)
+        count = rounds if leaves < 500 else max(rounds // 4, 50)
+        rows.append(
+            compare(
+                f'cached call, {leaves} leaves, {devices} devices',
+                lambda ours=ours, tree=tree: ours(tree),
+                lambda theirs=theirs, tree=tree: theirs(tree),
+                count,
+                '1.02',
+            )
+        )
+    return rows
+
+
+def alternating_calls(rounds: int) -> list[Row]:
+    """Three signatures in turn against three jits that the caller tells apart by hand."""
+    rows = []
+    for leaves in (1, 500):
+        helper = MeshShardingHelper([-1], ['data'])
+        spec = PartitionSpec('data')
+        sharding = NamedSharding(helper.mesh, spec)
+        trees = [jax.device_put(_tree(leaves, size), sharding) for size in (8, 16, 24)]
+        ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=spec)
+        jits = [
+            jax.jit(lambda tree: _bump(tree), in_shardings=(sharding,), out_shardings=sharding) for _ in trees
+        ]
+
+        def all_ours(ours=ours, trees=trees):
+            for tree in trees:
+                ours(tree)
+
+        def all_theirs(jits=jits, trees=trees):
+            for jit, tree in zip(jits, trees, strict=True):
+                jit(tree)
+
+        rows.append(
+            compare(
+                f'three shapes in turn, {leaves} leaves',
+                all_ours,
+                all_theirs,
+                max(rounds // (2 if leaves == 1 else 10), 50),
+                '1.15' if leaves == 1 else '1.05',
+            )
+        )
+    return rows
+
+
+def alternating_programs(rounds: int) -> list[Row]:
+    """Three structures, each with shardings of its own, in turn; by hand again three jits."""
+    rows = []
+    for leaves in (1, 500):
+        helper = MeshShardingHelper([-1], ['data'])
+        rule = TreePathShardingRule(('w0', PartitionSpec('data')), ('.*', PartitionSpec()))
+        trees = []
+        for extra in range(3):
+            tree = _tree(leaves + extra)
+            trees.append(helper.shard(tree, rule))
+        ours = helper.sjit(_bump, in_shardings=(rule,), out_shardings=rule)
+        jits = []
+        for tree in trees:
+            shardings = helper.match_sharding_rule(rule, tree)
+            jits.append(jax.jit(lambda tree: _bump(tree), in_shardings=(shardings,), out_shardings=shardings))
+        rows.append(
+            compare(
+                f'three structures in turn, {leaves} leaves',
+                lambda ours=ours, trees=trees: [ours(tree) for tree in trees],
+                lambda jits=jits, trees=trees: [j(t) for j, t in zip(jits, trees, strict=True)],
+                max(rounds // (2 if leaves == 1 else 10), 50),
+                '1.15' if leaves == 1 else '1.05',
+            )
+        )
+    return rows
+
+
+def traces_per_signature() -> list[Row]:
+    """How often the user's function is traced for numpy, unplaced and placed arguments together."""
+    rows = []
+    helper = MeshShardingHelper([-1], ['data'])
+    spec = PartitionSpec('data')
+    sharding = NamedSharding(helper.mesh, spec)
+    for name, options in {
+        'no rules': {},
+        'in_shardings': {'in_shardings': spec},
+        'in, out and constraint': {
+            'in_shardings': spec,
+            'out_shardings': spec,
+            'args_sharding_constraint': spec,
+        },
+    }.items():
+        counts = {'ours': 0, 'theirs': 0}
+
+        def counted(who):
+            def fun(x):
+                counts[who] += 1  # noqa: B023  (used before the next turn of the loop)
+                return x + 1
+
+            return fun
+
+        hand = {key: sharding for key in options if key != 'args_sharding_constraint'}
+        contestants = helper.sjit(counted('ours'), **options), jax.jit(counted('theirs'), **hand)
+        data = np.ones(8, np.float32)
+        for compiled in contestants:
+            for x in (data, jnp.asarray(data), jax.device_put(data, sharding)) * 2:
+                compiled(x)
+        rows.append(Row(f'traces, {name}', str(counts['ours']), str(counts['theirs']), None, '1'))
+    return rows

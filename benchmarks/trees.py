@@ -1,0 +1,141 @@
+"""Resolving, sharding and batching whole trees against the JAX calls underneath."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.timing import Row, compare, human_seconds, medians
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+
+_REGEXES = (
+    'embed/table',
+    'lm_head/kernel',
+    'attention/q/kernel',
+    'attention/k/kernel',
+    'attention/v/kernel',
+    'attention/o/kernel',
+    'mlp/gate/kernel',
+    'mlp/up/kernel',
+    'mlp/down/kernel',
+    'attention_norm/scale',
+    'mlp_norm/scale',
+    'bias$',
+    '.*',
+)
+
+
+def _large_tree(layers: int) -> dict[str, object]:
+    """A decoder's parameters, abstract: ten leaves a layer."""
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    def layer() -> dict[str, object]:
+        return {
+            'attention': {name: {'kernel': leaf(64, 64)} for name in 'qkvo'},
+            'mlp': {name: {'kernel': leaf(64, 64)} for name in ('gate', 'up', 'down')},
+            'attention_norm': {'scale': leaf(64)},
+            'mlp_norm': {'scale': leaf(64)},
+            'extra': {'bias': leaf(64)},
+        }
+
+    return {'layers': {str(i): layer() for i in range(layers)}}
+
+
+def resolving(rounds: int) -> list[Row]:
+    """100,000 leaves and 13 regexes, the first time and again."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    tree = _large_tree(10_000)
+    count = len(jax.tree.leaves(tree))
+    calls = iter(range(10**9))
+
+    def first() -> object:
+        # A pattern that never matches makes the rule a new one: nothing is remembered.
+        fresh = TreePathShardingRule(
+            *((regex, PartitionSpec()) for regex in _REGEXES[:-1]),
+            (f'.*|{next(calls)}', PartitionSpec()),
+        )
+        return helper.match_sharding_rule(fresh, tree)
+
+    rule = TreePathShardingRule(*((regex, PartitionSpec()) for regex in _REGEXES))
+    helper.match_sharding_rule(rule, tree)
+    times = medians(
+        [
+            first,
+            lambda: jax.tree_util.tree_flatten_with_path(tree),
+            lambda: helper.match_sharding_rule(rule, tree),
+            lambda: jax.tree.flatten(tree),
+        ],
+        max(rounds // 100, 5),
+        warmup=1,
+    )
+    mine, with_path, again, flat = times
+    return [
+        Row(
+            f'resolve {count:,} leaves, 13 regexes, against tree_flatten_with_path',
+            human_seconds(mine),
+            human_seconds(with_path),
+            mine / with_path,
+            '3',
+        ),
+        Row(
+            f'resolve {count:,} leaves again, against tree.flatten',
+            human_seconds(again),
+            human_seconds(flat),
+            again / flat,
+            '4',
+        ),
+    ]
+
+
+def sharding_trees(rounds: int) -> list[Row]:
+    """200 arrays onto the mesh and back."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    rule = PartitionSpec('fsdp', 'tp')
+    tree = {f'w{i}': np.ones((64, 64), np.float32) for i in range(200)}
+    shardings = {name: NamedSharding(helper.mesh, rule) for name in tree}
+    placed = helper.shard(tree, rule)
+    count = max(rounds // 40, 20)
+    return [
+        compare(
+            'shard 200 arrays, against one device_put',
+            lambda: jax.block_until_ready(helper.shard(tree, rule)),
+            lambda: jax.block_until_ready(jax.device_put(tree, shardings)),
+            count,
+            '1.1',
+        ),
+        compare(
+            'gather 200 arrays, against one device_get',
+            lambda: helper.gather(placed),
+            lambda: jax.device_get(placed),
+            count,
+            '1.1',
+        ),
+    ]
+
+
+def batches(rounds: int) -> list[Row]:
+    """A host batch to global arrays."""
+    helper = MeshShardingHelper([-1], ['data'])
+    sharding = NamedSharding(helper.mesh, PartitionSpec('data'))
+    batch = {
+        'tokens': np.zeros((64, 2048), np.int32),
+        'targets': np.zeros((64, 2048), np.int32),
+    }
+
+    def by_hand() -> object:
+        return jax.block_until_ready(
+            jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), batch)
+        )
+
+    return [
+        compare(
+            'local_data_to_global_array, 2 x 64 x 2048 tokens',
+            lambda: jax.block_until_ready(helper.local_data_to_global_array(batch)),
+            by_hand,
+            max(rounds // 10, 20),
+            '1.1',
+        )
+    ]

@@ -1,0 +1,184 @@
+"""What shardings do the rules give the arguments and the outputs of a call?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+from jax.sharding import NamedSharding
+
+from scalax._prefix import RuleLike
+from scalax._resolve import Use, named_sharding, resolve
+from scalax._sjit._convention import Convention, Layout
+from scalax._sjit._placement import Shardings
+from scalax._sjit._signature import slot_path
+from scalax.errors import Problem, ShardingError
+
+if TYPE_CHECKING:
+    from scalax._helper import MeshShardingHelper
+
+OnMismatch = Literal['error', 'reshard']
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """What the user said to sjit; see `MeshShardingHelper.sjit`."""
+
+    in_shardings: RuleLike = None
+    out_shardings: RuleLike = None
+    args_sharding_constraint: RuleLike = None
+    annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
+    on_mismatch: OnMismatch = 'error'
+    jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Boundary:
+    """Resolves the rules of one sjit function for its arguments and outputs."""
+
+    def __init__(self, helper: MeshShardingHelper, convention: Convention, options: Options) -> None:
+        self._helper, self._convention, self._options = helper, convention, options
+        self.any_explicit = jax.sharding.AxisType.Explicit in helper.mesh.axis_types
+
+    def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
+        """The shardings of every dynamic slot, leaf by leaf.
+
+        Raises:
+            ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
+            StructureError: the rules do not have the structure of the arguments.
+        """
+        rules = self._options.in_shardings
+        return self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
+
+    def constraints(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
+        """The shardings to which the arguments are constrained inside; empty without any."""
+        rules = self._options.args_sharding_constraint
+        if rules is None:
+            return {}
+        return self._by_slot(rules, layout, row, 'args_sharding_constraint', Use.INTERMEDIATE)
+
+    def _by_slot(
+        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
+    ) -> dict[int, Shardings]:
+        by_slot = self._convention.rules_by_slot(rules, row, what)
+        shardings: dict[int, Shardings] = {}
+        problems: list[Problem] = []
+        where, mesh = f'the arguments of {self._convention.name!r} ({what})', ''
+        for slot in layout.dynamic:
+            try:
+                shardings[slot] = resolve(
+                    by_slot[slot],
+                    jax.tree.map(_as_struct, row[slot]),
+                    self._helper.mesh,
+                    use=use,
+                    where=where,
+                    at=slot_path(layout, slot, ''),
+                    on_indivisible=self._helper.on_indivisible,
+                ).shardings
+            except ShardingError as error:
+                problems.extend(error.problems)
+                mesh = error.mesh
+        if problems:
+            raise ShardingError(problems, mesh, where)
+        return shardings
+
+    def must_see_outputs(self, layout: Layout) -> bool:
+        """Whether the shardings of the outputs depend on what the outputs are."""
+        has_rules = self._options.out_shardings is not None
+        return has_rules or bool(layout.donated) or self.any_explicit
+
+    def outputs(
+        self,
+        out_info: Any,
+        layout: Layout,
+        row: Sequence[Any],
+        arguments: Mapping[int, Shardings],
+    ) -> list[NamedSharding | None]:
+        """The shardings of the outputs, leaf by leaf: what the rules say, then what donation asks for.
+
+        Args:
+            out_info: the outputs as ShapeDtypeStructs.
+            layout: the slots.
+            row: the call.
+            arguments: what `arguments` gave.
+
+        Raises:
+            ShardingError, StructureError: as for `arguments`.
+        """
+        shardings = resolve(
+            self._options.out_shardings,
+            out_info,
+            self._helper.mesh,
+            use=Use.BOUNDARY,
+            where=f'the outputs of {self._convention.name!r} (out_shardings)',
+            on_indivisible=self._helper.on_indivisible,
+        ).shardings
+        donated = [(jax.tree.map(_as_struct, row[slot]), arguments[slot]) for slot in layout.donated]
+        shardings = donated_shardings(out_info, shardings, donated)
+        if self.any_explicit and not any(any(wanted) for wanted in arguments.values()):
+            # Without any placed argument JAX would not know on which devices to run: the types say.
+            typed = [self._by_type(leaf) for leaf in jax.tree.leaves(out_info)]
+            shardings = [given or own for given, own in zip(shardings, typed, strict=True)]
+        return shardings
+
+    def _by_type(self, leaf: Any) -> NamedSharding | None:
+        sharding = getattr(leaf, 'sharding', None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+            return None
+        return named_sharding(self._helper.mesh, sharding.spec)
+
+
+def donated_shardings(
+    output: Any,
+    given: Sequence[NamedSharding | None],
+    donated: Sequence[tuple[Any, Shardings]],
+) -> list[NamedSharding | None]:
+    """Gives outputs that nobody spoke about the shardings of donated arguments.
+
+    An output, or a top-level element of it, with exactly the structure, shapes and dtypes of a donated
+    argument takes that argument's shardings: only then can XLA reuse the buffers.
+
+    Args:
+        output: the outputs, as ShapeDtypeStructs.
+        given: the shardings asked for, leaf by leaf.
+        donated: each donated argument with the shardings of its leaves.
+    """
+    result = list(given)
+    free = [(_kind_of(tree), shardings) for tree, shardings in donated if any(shardings)]
+    for start, element in _elements(output):
+        kind = _kind_of(element)
+        stop = start + kind[0].num_leaves
+        if start == stop or any(result[start:stop]):
+            continue
+        match = next((pair for pair in free if pair[0] == kind), None)
+        if match:
+            free.remove(match)
+            result[start:stop] = match[1]
+    return result
+
+
+def _kind_of(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
+
+
+def _elements(output: Any) -> list[tuple[int, Any]]:
+    """The whole output, then its top-level elements, each with the number of its first leaf."""
+    elements = [(0, output)]
+    children = jax.tree.leaves(output, is_leaf=lambda node: node is not output)
+    if len(children) == 1 and children[0] is output:
+        return elements
+    start = 0
+    for child in children:
+        elements.append((start, child))
+        start += len(jax.tree.leaves(child))
+    return elements
+
+
+def _as_struct(leaf: Any) -> Any:
+    """A leaf without its data: rules see shapes and dtypes only."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -1,0 +1,347 @@
+"""sjit and JAX's caches: bindings never leak, and the user's code is traced once a signature."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax.errors import UnusedAnnotationWarning
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    PartitionSpec as P,
+    get_global_annotation_shardings,
+    get_global_mesh_helper,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+ROWS, COLUMNS = P('data'), P(None, 'model')
+
+
+def inner_jit(x):
+    return _shared(x)
+
+
+@jax.jit
+def _shared(x):
+    return with_sharding_annotation(x * 2, 'h')
+
+
+def inner_scan(x):
+    return jax.lax.scan(_body, x, None, length=2)[0]
+
+
+def _body(carry, _):
+    return with_sharding_annotation(carry * 2, 'h'), None
+
+
+def inner_checkpoint(x):
+    return jax.checkpoint(lambda v: with_sharding_annotation(v * 2, 'h'))(x)
+
+
+_remat = jax.checkpoint(lambda v: with_sharding_annotation(v * 2, 'h'))
+
+
+def inner_shared_checkpoint(x):
+    return _remat(x)
+
+
+def inner_vmap(x):
+    return jax.vmap(_shared)(x[None])[0]
+
+
+def inner_while(x):
+    return jax.lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, _shared(s[1])), (0, x))[1]
+
+
+def inner_grad(x):
+    return jax.grad(lambda v: (_shared(v) ** 2).sum())(x)
+
+
+@jax.custom_vjp
+def _custom(x):
+    return with_sharding_annotation(x * 2, 'h')
+
+
+_custom.defvjp(
+    lambda x: (with_sharding_annotation(x * 2, 'h'), None),
+    lambda _, g: (with_sharding_annotation(g * 2, 'h'),),
+)
+
+
+def inner_custom_vjp(x):
+    return jax.grad(lambda v: _custom(v).sum())(x) + _custom(x)
+
+
+INNER = [
+    inner_jit,
+    inner_scan,
+    inner_checkpoint,
+    inner_shared_checkpoint,
+    inner_vmap,
+    inner_while,
+    inner_grad,
+    inner_custom_vjp,
+]
+
+
+@pytest.mark.parametrize('inner', INNER)
+@pytest.mark.parametrize('order', ['unbound first', 'rows first', 'columns first'])
+def test_every_caller_gets_its_own_binding(inner, order):
+    rows = HELPER.sjit(inner, annotation_shardings={'h': ROWS})
+    columns = HELPER.sjit(inner, annotation_shardings={'h': COLUMNS})
+    plain = jax.jit(inner)
+    expected = inner(jnp.asarray(X))
+    first = {'unbound first': plain, 'rows first': rows, 'columns first': columns}[order]
+    first(X)
+    for _ in range(2):
+        for compiled, spec in ((rows, ROWS), (columns, COLUMNS), (plain, None)):
+            out = compiled(X)
+            np.testing.assert_allclose(out, expected)
+            if spec is not None:
+                assert out.sharding.spec == spec
+            else:
+                assert isinstance(out.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def test_nested_sjit_inherits_and_overrides():
+    def leaf(x):
+        a = with_sharding_annotation(x + 1, 'a')
+        b = with_sharding_annotation(x + 2, 'b')
+        return a, b
+
+    nested = HELPER.sjit(leaf, annotation_shardings={'b': COLUMNS})
+    outer = HELPER.sjit(lambda x: nested(x), annotation_shardings={'a': ROWS, 'b': ROWS})
+    with pytest.warns(UnusedAnnotationWarning, match="'b'"):
+        a, b = outer(X)  # the outer 'b' is overridden, so nothing uses it
+    assert (a.sharding.spec, b.sharding.spec) == (ROWS, COLUMNS)
+    other = HELPER.sjit(lambda x: nested(x), annotation_shardings={'a': COLUMNS})
+    assert other(X)[0].sharding.spec == COLUMNS
+    assert nested(X)[1].sharding.spec == COLUMNS
+
+
+def test_bindings_in_force_can_be_asked_for():
+    seen = []
+
+    def inner(x):
+        seen.append((get_global_mesh_helper(), get_global_annotation_shardings()))
+        return with_sharding_annotation(with_sharding_annotation(x, 'a'), 'b')
+
+    nested = HELPER.sjit(inner, annotation_shardings={'b': COLUMNS})
+    HELPER.sjit(lambda x: nested(x), annotation_shardings={'a': ROWS})(X)
+    assert seen == [(HELPER, {'a': ROWS, 'b': COLUMNS})]
+    assert get_global_mesh_helper() is None
+    assert get_global_annotation_shardings() is None
+
+
+def test_unused_names_warn_once_with_near_names():
+    @HELPER.sjit(annotation_shardings={'hiden': ROWS})
+    def model(x):
+        return with_sharding_annotation(x, 'hidden')
+
+    with pytest.warns(UnusedAnnotationWarning) as caught:
+        model(X)
+    assert [str(warning.message) for warning in caught] == [
+        'model: annotation_shardings binds names that no with_sharding_annotation in it used: '
+        "'hiden' (did you mean 'hidden'?)"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        model(X)
+        model(X[:4])
+
+
+def test_names_used_in_a_trace_that_jax_had_cached_count():
+    compiled = HELPER.sjit(lambda x, y: inner_jit(x) + y.sum(), annotation_shardings={'h': ROWS})
+    compiled(X, X)
+    assert compiled(X, X[:3]).sharding.spec == ROWS
+
+
+def test_annotations_without_anyone_bound_do_nothing():
+    np.testing.assert_array_equal(inner_jit(X), X * 2)
+    np.testing.assert_array_equal(HELPER.sjit(inner_jit)(X), X * 2)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {},
+        {'in_shardings': ROWS},
+        {'in_shardings': ROWS, 'out_shardings': COLUMNS},
+        {'in_shardings': ROWS, 'args_sharding_constraint': COLUMNS},
+        {'in_shardings': ROWS, 'out_shardings': ROWS, 'donate_argnums': 0},
+        {'out_shardings': FSDPShardingRule('data', min_fsdp_size=0)},
+    ],
+    ids=str,
+)
+def test_one_trace_wherever_the_arguments_lie(options):
+    traces = []
+
+    @HELPER.sjit(**options)
+    def double(x):
+        traces.append(1)
+        return x * 2
+
+    def placed():
+        return HELPER.shard(X, ROWS)
+
+    for make in (lambda: X, lambda: jnp.asarray(X), placed) * 2:
+        np.testing.assert_array_equal(double(make()), X * 2)
+    double.lower(X)
+    double.eval_shape(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert len(traces) == 1
+
+
+def test_a_replay_never_crosses_trace_contexts():
+    precisions = []
+
+    @HELPER.sjit(in_shardings=ROWS)
+    def product(x):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return x @ x.T
+
+    product(X)
+    product(jnp.asarray(X))
+    product(HELPER.shard(X, ROWS))
+    with jax.default_matmul_precision('float32'):
+        product(HELPER.shard(X, ROWS))
+        text = str(product.trace(X).jaxpr)
+    assert precisions[0] is None
+    assert set(precisions[1:]) == {'float32'}
+    assert 'HIGHEST' in text or 'float32' in text.lower()
+    assert 'HIGHEST' not in str(product.trace(X).jaxpr)
+
+
+def test_no_replay_of_a_function_that_closes_over_a_tracer():
+    def outer(x):
+        return HELPER.sjit(lambda y: y + x, in_shardings=ROWS)(X)
+
+    for value in (1.0, 2.0):
+        np.testing.assert_array_equal(jax.jit(outer)(value), X + value)
+
+
+def test_x64_is_another_signature():
+    double = HELPER.sjit(lambda x: x * 2, in_shardings=ROWS)
+    wide = X.astype(np.float64)
+    assert double(wide).dtype == np.float32
+    with jax.enable_x64(True):
+        assert double(wide).dtype == np.float64
+    assert double(wide).dtype == np.float32
+
+
+def test_weak_types_are_another_signature():
+    @HELPER.sjit
+    def add(x, y):
+        return x + y
+
+    half = jnp.ones(8, jnp.bfloat16)
+    assert add(half, 1.0).dtype == jnp.bfloat16
+    assert add(half, np.float32(1)).dtype == np.float32
+    assert add(half, 1.0).dtype == jnp.bfloat16
+
+
+def test_signatures_with_equal_shardings_share_one_program():
+    compiled = HELPER.sjit(lambda x: x * 2, in_shardings=ROWS, out_shardings=ROWS)
+    jitted = {id(compiled.get_jitted_function_by_args(np.ones((n, 2)))) for n in (4, 8, 12)}
+    assert len(jitted) == 1
+    for n in (4, 8, 12, 4, 8, 12):
+        assert compiled(np.ones((n, 2))).shape == (n, 2)
+
+
+def test_shapes_trees_and_statics_in_turn():
+    """The first defect of 0.2.5: a second shape or tree reused the first shardings."""
+    rule = FSDPShardingRule('data', min_fsdp_size=16)
+    compiled = HELPER.sjit(
+        lambda tree, n: jax.tree.map(lambda leaf: leaf * n, tree), (rule,), rule, static_argnums=1
+    )
+    trees = [
+        {'a': np.ones((4, 8), np.float32)},
+        {'a': np.ones((8, 4), np.float32)},
+        {'a': np.ones((2, 2), np.float32), 'b': np.ones((4, 4, 4), np.float32)},
+        [np.ones((16,), np.float32), np.float32(1)],
+        {'a': None, 'b': np.ones((3, 8), np.float32)},
+    ]
+    for _ in range(3):
+        for tree in trees:
+            for n in (2, 3):
+                out = compiled(tree, n)
+                wanted = HELPER.match_sharding_rule(rule, tree)
+                assert jax.tree.structure(out) == jax.tree.structure(tree)
+                for leaf, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
+                    assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+                    assert (np.asarray(leaf) == n).all()
+
+
+def test_training_from_an_sjit_init_compiles_one_program():
+    rule = FSDPShardingRule('data', min_fsdp_size=0)
+    init = HELPER.sjit(lambda: {'w': jnp.ones((8, 8)), 'step': jnp.zeros((), int)}, out_shardings=rule)
+    step = HELPER.sjit(
+        lambda state, x: {'w': state['w'] + x.mean(), 'step': state['step'] + 1},
+        (rule, ROWS),
+        donate_argnums=0,
+    )
+    state = init()
+    for _ in range(3):
+        state = step(state, X)
+    jitted = step.get_jitted_function_by_args(state, X)
+    assert jitted._cache_size() == 1
+    assert state['w'].sharding.spec == P('data')
+
+
+def test_many_threads_functions_and_bindings():
+    """16 threads, 8 functions over shared inner jits, 2,000 calls: every value and sharding is right."""
+    specs = [ROWS, COLUMNS, P('data', 'model'), P()]
+    functions = []
+    for number in range(8):
+        spec = specs[number % 4]
+        inner = INNER[number % len(INNER)]
+        functions.append((HELPER.sjit(inner, annotation_shardings={'h': spec}), inner, spec))
+    inputs = [X, X[:4], np.ones((8, 4), np.float32)]
+    with jax.disable_jit():
+        wanted = {
+            (i, j): np.asarray(inner(jnp.asarray(x)))
+            for i, (_, inner, _) in enumerate(functions)
+            for j, x in enumerate(inputs)
+        }
+    failures = []
+
+    def work(seed):
+        choose = random.Random(seed)
+        try:
+            for _ in range(125):
+                i, j = choose.randrange(8), choose.randrange(3)
+                compiled, _, spec = functions[i]
+                out = compiled(inputs[j])
+                np.testing.assert_allclose(out, wanted[i, j])
+                wanted_sharding = HELPER.match_sharding_rule(spec, out)
+                assert out.sharding.is_equivalent_to(wanted_sharding, out.ndim)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert not failures, failures[0]
+
+
+def test_constraints_in_functions_that_threads_share():
+    @jax.jit
+    def shared(x):
+        return with_sharding_constraint(x * 2, P('data'))
+
+    small = MeshShardingHelper([2], ['data'], devices=jax.devices()[:2])
+    for helper in (HELPER, small, HELPER):
+        with helper.get_context():
+            assert shared(X).sharding.mesh == helper.mesh

@@ -1,0 +1,390 @@
+"""sjit, the call: every way to pass arguments, static and donated ones, and the forms of decoration."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax.errors import ArgumentError, StructureError
+from scalax.sharding import MeshShardingHelper, PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+Y = np.full((8,), 2, np.float32)
+
+
+def f(x, y, scale=1.0, *rest, flag=False, power: int = 1, **named):
+    """A function with every kind of parameter."""
+    total = x.sum(1) * y * scale
+    for extra in rest:
+        total = total + extra
+    for value in named.values():
+        total = total + value
+    return total**power if flag else total
+
+
+def positional_only(x, /, y, *, z=3):
+    return x.sum() + y.sum() + z
+
+
+SPECS = (P('data'), P('data'))
+CALLS = [
+    pytest.param((X, Y), {}, id='positional'),
+    pytest.param((X,), {'y': Y}, id='keyword'),
+    pytest.param((), {'y': Y, 'x': X}, id='all keywords'),
+    pytest.param((X, Y, 2.0), {}, id='default given'),
+    pytest.param((X, Y), {'scale': 2.0}, id='default by keyword'),
+    pytest.param((X, Y, 2.0, Y, Y), {}, id='varargs'),
+    pytest.param((X, Y), {'a': Y, 'b': 3.0}, id='varkwargs'),
+    pytest.param((X, Y), {'flag': True, 'power': 2}, id='static keywords'),
+    pytest.param((X, Y, 1.0, Y), {'flag': True, 'power': 3, 'a': Y}, id='everything'),
+]
+
+
+@pytest.mark.parametrize(('args', 'kwargs'), CALLS)
+@pytest.mark.parametrize(
+    'in_shardings',
+    [
+        pytest.param(None, id='none'),
+        pytest.param({'x': P('data', 'model'), 'y': P('data')}, id='dict'),
+        pytest.param((P('data'), P('data'), None, P('data'), P('data')), id='tuple'),
+        pytest.param([P('data'), P('data'), None, P('data'), P('data')], id='list'),
+        pytest.param(P(), id='one'),
+    ],
+)
+def test_every_call_gives_what_the_function_gives(args, kwargs, in_shardings):
+    if isinstance(in_shardings, tuple | list) and len(args) < 3:
+        in_shardings = in_shardings[:3]
+    if isinstance(in_shardings, tuple | list) and len(args) >= 3:
+        in_shardings = in_shardings[: len(args)]
+    compiled = HELPER.sjit(f, in_shardings, static_argnames=('flag', 'power'))
+    for _ in range(2):
+        np.testing.assert_allclose(compiled(*args, **kwargs), f(*args, **kwargs), rtol=1e-6)
+
+
+def test_keyword_and_positional_calls_share_one_trace():
+    traces = []
+
+    @HELPER.sjit(in_shardings={'y': P('data')})
+    def g(x, y):
+        traces.append(1)
+        return x + y
+
+    g(Y, Y), g(Y, y=Y), g(x=Y, y=Y), g(y=Y, x=Y)
+    assert len(traces) == 1
+
+
+def test_positional_only_and_keyword_only():
+    compiled = HELPER.sjit(positional_only, {'y': P('data')}, static_argnames='z')
+    assert compiled(X, y=Y, z=4) == positional_only(X, Y, z=4)
+    assert compiled(X, Y) == positional_only(X, Y)
+    with pytest.raises(TypeError, match='positional-only'):
+        compiled(x=X, y=Y)
+
+
+def test_omitted_defaults_are_not_traced():
+    def g(x, repeat=3):
+        return [x] * repeat  # a traced repeat could not multiply a list
+
+    assert len(HELPER.sjit(g)(X)) == 3
+
+
+def test_default_omitted_before_a_keyword():
+    def g(x, a=1.0, b=2.0):
+        return x * a + b
+
+    np.testing.assert_array_equal(HELPER.sjit(g)(X, b=5.0), X + 5)
+
+
+@pytest.mark.parametrize('static', [1, -2, (1,), (1, -1), (2, 1), [-1, 1]])
+def test_static_argnums_in_any_form(static):
+    def g(x, n, m):
+        assert isinstance(n, int)
+        return x * n + m
+
+    compiled = HELPER.sjit(g, in_shardings=None, static_argnums=static)
+    np.testing.assert_array_equal(compiled(X, 2, 3), X * 2 + 3)
+    np.testing.assert_array_equal(compiled(X, m=3, n=4), X * 4 + 3)
+
+
+def test_static_arguments_with_in_and_out_shardings():
+    def g(x, kind, y):
+        return {'sum': x + y, 'product': x * y}[kind]
+
+    compiled = HELPER.sjit(g, (P('data'), P('data')), P('data'), static_argnums=1)
+    for kind in ('sum', 'product', 'sum'):
+        out = compiled(Y, kind, Y)
+        np.testing.assert_array_equal(out, g(Y, kind, Y))
+        assert out.sharding.spec == P('data')
+
+
+def test_static_values_equal_but_of_another_type():
+    seen = []
+
+    @functools.partial(HELPER.sjit, static_argnums=1)
+    def g(x, n):
+        seen.append(type(n))
+        return x * n
+
+    for n in (1, True, 1.0, 1, True, 1.0):
+        g(Y, n)
+    assert seen == [int, bool, float]
+
+
+def test_unhashable_static_argument():
+    def g(x, config):
+        return x
+
+    compiled = HELPER.sjit(g, static_argnames='config')
+    with pytest.raises(ArgumentError) as error:
+        compiled(Y, [1])
+    assert str(error.value) == (
+        "g: static argument 'config' is a list and cannot be hashed (unhashable type: 'list'). Static "
+        'arguments are part of the compiled program: pass something immutable (a tuple, a frozen '
+        'dataclass), or do not make it static.'
+    )
+
+
+def test_static_name_among_extra_keywords():
+    def g(x, **options):
+        return x * 2 if options['mode'] == 'double' else x + options['shift']
+
+    compiled = HELPER.sjit(g, static_argnames='mode')
+    np.testing.assert_array_equal(compiled(Y, mode='double'), Y * 2)
+    np.testing.assert_array_equal(compiled(Y, mode='shift', shift=Y), Y + Y)
+
+
+def test_static_argnums_reach_into_varargs():
+    def g(*args):
+        return args[0] * args[1]
+
+    compiled = HELPER.sjit(g, (P('data'),), static_argnums=1)
+    np.testing.assert_array_equal(compiled(Y, 3), Y * 3)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (
+            {'static_argnums': 2},
+            'static_argnums=2: g takes 2 positional arguments (x, y)',
+        ),
+        (
+            {'static_argnames': 'yy'},
+            "static_argnames='yy': g has no such argument (did you mean 'y'?)",
+        ),
+        ({'static_argnums': 1, 'donate_argnums': 1}, 'g: y cannot be both static and donated'),
+        (
+            {'on_mismatch': 'move'},
+            "on_mismatch is 'error' or 'reshard', got 'move'",
+        ),
+        (
+            {'donate_argnum': 1},
+            "sjit got an option 'donate_argnum' that neither it nor jax.jit has (did you mean "
+            "'donate_argnums' or 'donate_argnames'?)",
+        ),
+    ],
+)
+def test_bad_options(options, message):
+    def g(x, y):
+        return x
+
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(g, **options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ('in_shardings', 'message'),
+    [
+        (
+            {'state': P()},
+            "in_shardings of g: there is no argument 'state' (known: 'x', 'y', 'n')",
+        ),
+        ({'n': P()}, "in_shardings of g: 'n' is static, it has no sharding"),
+        (
+            (P(), P(), P()),
+            'in_shardings of g has 3 entries, but the function takes 2 positional arguments that are '
+            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'dict by argument name',
+        ),
+        (
+            (P(),),
+            'in_shardings of g has 1 entries, but the function takes 2 positional arguments that are '
+            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'dict by argument name',
+        ),
+        (
+            'data',
+            'in_shardings of g is str: give a tuple by position, a dict by argument name, or one rule '
+            'for every argument',
+        ),
+    ],
+)
+def test_shardings_that_do_not_fit_the_arguments(in_shardings, message):
+    def g(x, y, n):
+        return x
+
+    with pytest.raises(StructureError) as error:
+        HELPER.sjit(g, in_shardings, static_argnums=2)(Y, Y, 1)
+    assert str(error.value) == message
+
+
+def test_leaves_that_are_not_arrays():
+    def g(x, config):
+        return x
+
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print})
+    assert str(error.value) == (
+        'g got leaves that are not arrays:\n'
+        '  config/hook: builtins.builtin_function_or_method\n'
+        '  config/name: builtins.str\n'
+        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
+        'static_argnames.'
+    )
+
+
+def test_wrong_calls_fail_as_python_calls_do():
+    compiled = HELPER.sjit(positional_only)
+    with pytest.raises(TypeError, match=r"positional_only\(\) missing 1 required positional argument: 'y'"):
+        compiled(X)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'w'"):
+        compiled(X, Y, w=1)
+
+
+def test_decorator_forms():
+    @HELPER.sjit
+    def plain(x):
+        return x + 1
+
+    @HELPER.sjit(in_shardings=P('data'))
+    def called(x):
+        return x + 1
+
+    @functools.partial(HELPER.sjit, out_shardings=P('data'))
+    def partial(x):
+        return x + 1
+
+    for compiled in (plain, called, partial, HELPER.sjit(lambda x: x + 1)):
+        np.testing.assert_array_equal(compiled(Y), Y + 1)
+    assert called(Y).sharding.spec == partial(Y).sharding.spec == P('data')
+
+
+def test_not_a_function():
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit((P('data'),))
+    assert str(error.value) == (
+        'sjit takes a function first, got tuple: write helper.sjit(fun, in_shardings=...) or '
+        '@helper.sjit(in_shardings=...)'
+    )
+
+
+class Model:
+    """A model whose step is compiled; ``self`` is static."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    @functools.partial(HELPER.sjit, in_shardings=(P('data'),), static_argnums=0)
+    def step(self, x, *, shift=0.0):
+        """One step."""
+        return x * self.scale + shift
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+def test_methods():
+    two, three = Model(2), Model(3)
+    np.testing.assert_array_equal(two.step(Y), Y * 2)
+    np.testing.assert_array_equal(three.step(Y, shift=1.0), Y * 3 + 1)
+    np.testing.assert_array_equal(two.step(Y), Y * 2)
+    assert two.step.__doc__ == 'One step.'
+
+
+def test_bound_methods_partials_and_callable_objects():
+    model = Model(2)
+    np.testing.assert_array_equal(HELPER.sjit(model, P('data'))(Y), Y * 2)
+    np.testing.assert_array_equal(HELPER.sjit(model.__call__, P('data'))(Y), Y * 2)
+    added = functools.partial(jnp.add, Y)
+    np.testing.assert_array_equal(HELPER.sjit(added, P('data'))(Y), Y + Y)
+    scaled = functools.partial(lambda x, *, by: x * by, by=3)
+    np.testing.assert_array_equal(HELPER.sjit(scaled, P('data'))(Y), Y * 3)
+
+
+@HELPER.sjit(in_shardings=P('data'))
+def module_level(x, y: float = 2.0) -> jax.Array:
+    """Adds."""
+    return x + y
+
+
+def test_looks_like_the_function():
+    assert module_level.__name__ == module_level.__qualname__ == 'module_level'
+    assert module_level.__doc__ == 'Adds.'
+    assert module_level.__module__ == __name__
+    assert list(inspect.signature(module_level).parameters) == ['x', 'y']
+    assert inspect.signature(module_level).parameters['y'].default == 2.0
+    assert module_level.__wrapped__(1, 2) == 3
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+
+
+def test_lower_trace_and_eval_shape():
+    def g(x, n, y=0.0):
+        return {'out': x * n + y}
+
+    compiled = HELPER.sjit(g, {'x': P('data')}, {'out': P('data')}, static_argnames='n')
+    struct = jax.ShapeDtypeStruct((8,), np.float32)
+    assert compiled.eval_shape(struct, n=2)['out'].shape == (8,)
+    executable = compiled.lower(struct, n=2, y=1.0).compile()
+    assert executable.output_shardings['out'].spec == P('data')
+    assert 'mul' in str(compiled.trace(struct, 2).jaxpr)
+    lowered = compiled.lower(struct, 2)
+    assert 'jit_g' in lowered.as_text()
+
+
+def test_shardings_for():
+    def g(state, n, batch, extra=None):
+        return state, batch.sum()
+
+    compiled = HELPER.sjit(g, {'batch': P('data')}, (P('data'), None), static_argnums=1)
+    state = {'a': jax.ShapeDtypeStruct((8,), np.float32)}
+    inputs, outputs = compiled.shardings_for(state, 3, jax.ShapeDtypeStruct((16, 2), np.float32))
+    assert [jax.tree.leaves(tree) for tree in inputs] == [[], [inputs[1]]]
+    assert inputs[1].spec == P('data')
+    assert outputs[0]['a'].spec == P('data')
+    assert outputs[1] is None
+
+
+def test_get_jitted_function_by_args():
+    compiled = HELPER.sjit(f, {'x': P('data')}, static_argnames=('flag', 'power'))
+    jitted = compiled.get_jitted_function_by_args(X, Y, flag=True, power=2)
+    np.testing.assert_allclose(jitted(X, Y, flag=True, power=2), f(X, Y, flag=True, power=2))
+    plain = HELPER.sjit(lambda x, y: x + y, (P('data'), P('data')))
+    jitted = plain.get_jitted_function_by_args(Y, Y)
+    assert jitted.lower(Y, Y).compile().input_shardings[0][0].spec == P('data')
+
+
+def test_clear_cache():
+    traces = []
+
+    @HELPER.sjit(in_shardings=P('data'))
+    def g(x):
+        traces.append(1)
+        return x
+
+    g(Y)
+    g.clear_cache()
+    g(Y)
+    assert len(traces) == 2
+
+
+def test_no_arguments_at_all():
+    init = HELPER.sjit(lambda: {'w': jnp.ones((8, 8))}, out_shardings=P('data'))
+    assert init()['w'].sharding.spec == P('data')
