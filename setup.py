@@ -32,6 +32,7 @@ EXTRAS = {
     'dev': [
         *EXAMPLES,
         'build',
+        'flatbuffers',
         'hypothesis',
         'mypy',
         'pytest>=8',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -120,19 +121,22 @@ def traces_per_signature() -> list[Row]:
         },
     }.items():
         counts = {'ours': 0, 'theirs': 0}
-
-        def counted(who):
-            def fun(x):
-                counts[who] += 1  # noqa: B023  (used before the next turn of the loop)
-                return x + 1
-
-            return fun
-
         hand = {key: sharding for key in options if key != 'args_sharding_constraint'}
-        contestants = helper.sjit(counted('ours'), **options), jax.jit(counted('theirs'), **hand)
+        ours = helper.sjit(_counted(counts, 'ours'), **options)
+        theirs = jax.jit(_counted(counts, 'theirs'), **hand)
         data = np.ones(8, np.float32)
-        for compiled in contestants:
+        for compiled in (ours, theirs):
             for x in (data, jnp.asarray(data), jax.device_put(data, sharding)) * 2:
                 compiled(x)
         rows.append(Row(f'traces, {name}', str(counts['ours']), str(counts['theirs']), None, '1'))
     return rows
+
+
+def _counted(counts: dict[str, int], who: str) -> Callable[[jax.Array], jax.Array]:
+    """A function that counts how often it is traced."""
+
+    def bump(x: jax.Array) -> jax.Array:
+        counts[who] += 1
+        return x + 1
+
+    return bump

@@ -244,8 +244,8 @@ def test_leaves_that_are_not_arrays():
         HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print})
     assert str(error.value) == (
         'g got leaves that are not arrays:\n'
-        '  config/hook: builtins.builtin_function_or_method\n'
-        '  config/name: builtins.str\n'
+        '  config/hook: builtin_function_or_method\n'
+        '  config/name: str\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
         'static_argnames.'
     )

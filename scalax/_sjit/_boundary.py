@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax._prefix import RuleLike
 from scalax._resolve import Use, named_sharding, resolve
@@ -39,7 +39,7 @@ class Boundary:
 
     def __init__(self, helper: MeshShardingHelper, convention: Convention, options: Options) -> None:
         self._helper, self._convention, self._options = helper, convention, options
-        self.any_explicit = jax.sharding.AxisType.Explicit in helper.mesh.axis_types
+        self.any_explicit = AxisType.Explicit in helper.mesh.axis_types
 
     def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.
@@ -116,17 +116,28 @@ class Boundary:
         ).shardings
         donated = [(jax.tree.map(_as_struct, row[slot]), arguments[slot]) for slot in layout.donated]
         shardings = donated_shardings(out_info, shardings, donated)
-        if self.any_explicit and not any(any(wanted) for wanted in arguments.values()):
-            # Without any placed argument JAX would not know on which devices to run: the types say.
-            typed = [self._by_type(leaf) for leaf in jax.tree.leaves(out_info)]
-            shardings = [given or own for given, own in zip(shardings, typed, strict=True)]
+        if self._types_decide(arguments):
+            shardings = [
+                given or self._by_type(leaf)
+                for given, leaf in zip(shardings, jax.tree.leaves(out_info), strict=True)
+            ]
         return shardings
 
-    def _by_type(self, leaf: Any) -> NamedSharding | None:
+    def _types_decide(self, arguments: Mapping[int, Shardings]) -> bool:
+        """Whether outputs are given the shardings of their types.
+
+        With Explicit axes and no argument that rules place, JAX may not know on which devices to run.
+        The types say so; but where some axes are Auto they do not say all, so that they are used only
+        when there is no argument at all.
+        """
+        if AxisType.Auto in self._helper.mesh.axis_types:
+            return self.any_explicit and not any(map(len, arguments.values()))
+        return self.any_explicit and not any(any(wanted) for wanted in arguments.values())
+
+    def _by_type(self, leaf: Any) -> NamedSharding:
         sharding = getattr(leaf, 'sharding', None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-            return None
-        return named_sharding(self._helper.mesh, sharding.spec)
+        known = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+        return named_sharding(self._helper.mesh, sharding.spec if known else PartitionSpec())
 
 
 def donated_shardings(

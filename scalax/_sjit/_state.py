@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class State:
         self.boundary = Boundary(helper, convention, options)
         self.contexts = _context.ContextCache(helper)
         self._warned = False
+        self._placing = _Placing()
         self.clear()
 
     def clear(self) -> None:
@@ -105,7 +107,8 @@ class State:
         call = resolved.program.call
         assert call is not None  # a resolved signature has a compiled program
         self.hot = call if len(self.programs) == 1 else self._chooser()
-        return call(*placed)
+        with self._placing:
+            return call(*placed)
 
     def _chooser(self) -> Chooser:
         cases = [(known.program.layout, s, known.program) for s, known in list(self.resolved.items())]
@@ -137,7 +140,8 @@ class State:
             everything=self.boundary.any_explicit,
             mismatched=self.options.on_mismatch == 'reshard',
         )
-        return known or self._new(placed, layout, signature, arguments), placed
+        with self._placing:
+            return known or self._new(placed, layout, signature, arguments), placed
 
     def _new(
         self,
@@ -195,9 +199,9 @@ class State:
             if _inside_manual_region():
                 raise Missed(self)
             signature = signature_of(self.convention, layout, row)
-            if signature not in program.known and not self._serves(program, signature, layout, row):
+            if self.boundary.any_explicit and self._unplaced(signature, layout, row):
                 raise Missed(self)
-            if self.boundary.any_explicit and self._unplaced(signature, row):
+            if signature not in program.known and not self._serves(program, signature, layout, row):
                 raise Missed(self)
             return self._run(signature, layout, row, program.known[signature])
 
@@ -213,14 +217,15 @@ class State:
             known = self._new(row, layout, signature, self.boundary.arguments(layout, row))
         return known.program is program
 
-    def _unplaced(self, signature: Signature, row: Sequence[Any]) -> bool:
+    def _unplaced(self, signature: Signature, layout: Layout, row: Sequence[Any]) -> bool:
         """Whether a leaf that should have an Explicit sharding in its type has none."""
-        resolved = self.resolved.get(signature)
-        if resolved is None:
-            return False  # the first trace, of arguments that were placed just now
+        if self._placing:
+            return False
+        known = self.resolved.get(signature)
+        arguments = known.arguments if known else self.boundary.arguments(layout, row)
         return any(
             sharding is not None and jax.typeof(leaf).sharding.mesh.empty
-            for slot, wanted in resolved.arguments.items()
+            for slot, wanted in arguments.items()
             for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
         )
 
@@ -251,6 +256,24 @@ class State:
             return jax.sharding.get_abstract_mesh()
         mesh = self.helper.mesh
         return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+class _Placing(threading.local):
+    """True in a thread that is calling a program with arguments placed as well as can be.
+
+    What still has no sharding in its type then is a value of an outer trace, which only JAX can place.
+    """
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    def __bool__(self) -> bool:
+        return self.depth > 0
 
 
 def _form(shardings: Shardings, tree: Any) -> Any:

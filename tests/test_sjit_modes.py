@@ -1,0 +1,225 @@
+"""sjit under every kind of mesh, context and transformation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from scalax.errors import MeshError
+from scalax.sharding import (
+    MeshShardingHelper,
+    PartitionSpec as P,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+TYPES = {
+    'auto': (AUTO, AUTO),
+    'explicit': (EXPLICIT, EXPLICIT),
+    'mixed': (EXPLICIT, AUTO),
+    'mixed the other way': (AUTO, EXPLICIT),
+}
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+OTHER = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ('a', 'b'))
+
+
+@pytest.fixture(params=TYPES)
+def helper(request):
+    return MeshShardingHelper([4, 2], ['data', 'model'], axis_types=TYPES[request.param])
+
+
+def in_thread(call):
+    """Runs *call* in a thread of its own."""
+    box = []
+    thread = threading.Thread(target=lambda: box.append(call()), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    return box[0]
+
+
+CONTEXTS = {
+    'no context': lambda helper: contextlib.nullcontext(),
+    'its own set_mesh': lambda helper: jax.set_mesh(helper.mesh),
+    'a foreign set_mesh': lambda helper: jax.set_mesh(OTHER),
+    'get_context': lambda helper: helper.get_context(),
+}
+
+
+@pytest.mark.parametrize('context', CONTEXTS)
+@pytest.mark.parametrize('placed', ['numpy', 'jax', 'placed'])
+def test_every_mesh_and_context(helper, context, placed):
+    traces = []
+
+    @helper.sjit(
+        in_shardings=(P('data', 'model'), P('data')),
+        out_shardings=(P('data', 'model'), None),
+        annotation_shardings={'h': P('data', 'model')},
+    )
+    def step(w, x):
+        traces.append(1)
+        h = with_sharding_annotation(x @ w, 'h')
+        return with_sharding_constraint(w + 1, P('data', 'model')), h.sum()
+
+    with CONTEXTS[context](helper):
+        for _ in range(2):
+            arguments = {
+                'numpy': lambda: (X, X),
+                'jax': lambda: (jnp.asarray(X), jnp.asarray(X)),
+                'placed': lambda: helper.shard((X, X), (P('data', 'model'), P('data'))),
+            }[placed]()
+            if 'set_mesh' in context and placed == 'jax':
+                arguments = (X, X)  # under set_mesh, jnp.asarray places on that mesh
+            w, loss = step(*arguments)
+            np.testing.assert_allclose(w, X + 1)
+            np.testing.assert_allclose(loss, (X @ X).sum(), rtol=1e-5)
+            assert w.sharding.is_equivalent_to(helper.match_sharding_rule(P('data', 'model'), X), 2)
+    assert len(traces) == 1
+
+
+def test_numpy_and_placed_arguments_share_one_trace(helper):
+    traces = []
+
+    @helper.sjit(in_shardings=P('data'))
+    def double(x):
+        traces.append(1)
+        return x * 2
+
+    for _ in range(2):
+        for x in (X, jnp.asarray(X), helper.shard(X, P('data'))):
+            np.testing.assert_array_equal(double(x), X * 2)
+    assert len(traces) == 1
+
+
+def test_no_rules_at_all(helper):
+    placed = helper.shard(X, P('data'))
+    out = helper.sjit(lambda x: x * 2)(placed)
+    assert out.sharding.is_equivalent_to(placed.sharding, 2)
+    np.testing.assert_array_equal(helper.sjit(lambda: jnp.ones(3))(), np.ones(3))
+
+
+def test_from_another_thread(helper):
+    double = helper.sjit(
+        lambda x: with_sharding_annotation(x * 2, 'h'),
+        P('data'),
+        annotation_shardings={'h': P('data', 'model')},
+    )
+    with helper.get_context({'h': P()}):
+        out = in_thread(lambda: double(X))
+    assert out.sharding.is_equivalent_to(helper.match_sharding_rule(P('data', 'model'), X), 2)
+
+
+def test_transformations_of_a_compiled_function(helper):
+    square = helper.sjit(lambda x: x**2, P('data'))
+    if helper.axis_types == TYPES['auto']:
+        # With Explicit axes JAX wants jax.set_mesh for the cotangent of an eager sum, with jax.jit too.
+        np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(X), 2 * X)
+    np.testing.assert_allclose(jax.vmap(square)(X[None]), X[None] ** 2)
+    np.testing.assert_allclose(jax.vmap(square)(X[None]), X[None] ** 2)
+    np.testing.assert_allclose(jax.jit(lambda x: square(x) + 1)(X), X**2 + 1)
+    _, tangent = jax.jvp(square, (X,), (X,))
+    np.testing.assert_allclose(tangent, 2 * X * X)
+    scanned, _ = jax.lax.scan(lambda c, _: (square(c) * 0 + c, None), jnp.asarray(X), None, length=2)
+    np.testing.assert_allclose(scanned, X)
+    np.testing.assert_allclose(jax.checkpoint(square)(X), X**2)
+
+
+def test_inside_shard_map_bodies_run_inline(helper):
+    if EXPLICIT in helper.axis_types:
+        helper = MeshShardingHelper([4, 2], ['data', 'model'])
+    nested = helper.sjit(
+        lambda x: with_sharding_annotation(x * 2, 'h'),
+        P('data', 'model'),
+        annotation_shardings={'h': P('data', 'model')},
+    )
+    np.testing.assert_array_equal(nested(X), X * 2)
+    for names in (set(), {'data'}):
+        spec = P('data', 'model') if not names else P('data')
+        mapped = jax.shard_map(nested, mesh=helper.mesh, in_specs=spec, out_specs=spec, axis_names=names)
+        np.testing.assert_array_equal(jax.jit(mapped)(X), X * 2)
+
+
+def test_shard_map_inside(helper):
+    def local(x):
+        return with_sharding_constraint(x * 2, P('data', 'model'))
+
+    @helper.sjit(in_shardings=P('data', 'model'))
+    def mapped(x):
+        spec = P('data', 'model')
+        return jax.shard_map(local, mesh=helper.mesh, in_specs=spec, out_specs=spec)(x)
+
+    np.testing.assert_array_equal(mapped(X), X * 2)
+
+
+def test_without_jit():
+    helper = MeshShardingHelper([4, 2], ['data', 'model'])
+    compiled = helper.sjit(
+        lambda x: with_sharding_annotation(x * 2, 'h'),
+        P('data'),
+        P('data'),
+        annotation_shardings={'h': P('data')},
+    )
+    with jax.disable_jit():
+        np.testing.assert_array_equal(compiled(X), X * 2)
+    np.testing.assert_array_equal(compiled(X), X * 2)
+
+
+def test_export():
+    pytest.importorskip('flatbuffers', reason='jax.export serializes with it')
+    helper = MeshShardingHelper([4, 2], ['data', 'model'])
+    compiled = helper.sjit(lambda x: x * 2, P('data'), P('data'))
+    jitted = compiled.get_jitted_function_by_args(X)
+    exported = jax.export.export(jitted)(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    again = jax.export.deserialize(exported.serialize())
+    out = jax.jit(again.call, in_shardings=helper.match_sharding_rule(P('data'), X))(X)
+    np.testing.assert_array_equal(out, X * 2)
+
+
+def test_debug_callbacks_run(capfd):
+    helper = MeshShardingHelper([8], ['data'])
+
+    @helper.sjit(in_shardings=P('data'))
+    def noisy(x):
+        jax.debug.print('sum {}', x.sum())
+        return x
+
+    for x in (X[:, 0], jnp.asarray(X[:, 0]), helper.shard(X[:, 0], P('data'))):
+        jax.block_until_ready(noisy(x))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count('sum 224.0') == 3
+
+
+def test_an_abstract_mesh_lowers_and_does_not_run():
+    mesh = AbstractMesh((4, 2), ('data', 'model'), axis_types=(AUTO, AUTO))
+    compiled = MeshShardingHelper.from_mesh(mesh).sjit(lambda x: x * 2, P('data'), P('data'))
+    struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert compiled.eval_shape(struct).shape == X.shape
+    assert compiled.shardings_for(struct)[1].spec == P('data')
+    assert 'data' in compiled.trace(struct).lower(lowering_platforms=('tpu',)).as_text()
+    with pytest.raises(MeshError) as error:
+        compiled(X)
+    assert str(error.value) == (
+        'a call of <lambda> needs devices to run on, and this helper was made from an AbstractMesh, '
+        'which has none: use a helper over a Mesh'
+    )
+
+
+def test_a_part_of_the_devices():
+    helper = MeshShardingHelper([2], ['data'], devices=jax.devices()[3:5])
+    out = helper.sjit(lambda x: x + 1, P('data'))(X)
+    assert out.sharding.device_set == set(jax.devices()[3:5])
+
+
+def test_jit_options_pass_through():
+    helper = MeshShardingHelper([8], ['data'])
+    compiled = helper.sjit(
+        lambda x, unused: x, (P('data'), None), keep_unused=True, inline=True, compiler_options={}
+    )
+    assert len(compiled.lower(X, X).compile().input_shardings[0]) == 2

@@ -1,0 +1,350 @@
+"""sjit, the shardings: of arguments, outputs, constraints; donation and placement."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from scalax.errors import ArgumentError, IndivisibleWarning, PlacementError, ShardingError, StructureError
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    PartitionSpec as P,
+    PolicyShardingRule,
+    TreePathShardingRule,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+FSDP = FSDPShardingRule('data', min_fsdp_size=16)
+STATE = {'params': {'w': np.ones((8, 4), np.float32), 'b': np.ones(4, np.float32)}, 'step': np.int32(0)}
+
+
+def specs(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def identity(*args):
+    return args
+
+
+@pytest.mark.parametrize(
+    ('rules', 'expected'),
+    [
+        ((FSDP, P('data')), {'params': {'w': P('data'), 'b': P()}, 'step': P()}),
+        (
+            ({'params': FSDP, 'step': P()}, P('data')),
+            {'params': {'w': P('data'), 'b': P()}, 'step': P()},
+        ),
+        (
+            (TreePathShardingRule(('w$', P(None, 'model')), ('.*', P())), P('data')),
+            {'params': {'w': P(None, 'model'), 'b': P()}, 'step': P()},
+        ),
+        (
+            (PolicyShardingRule(lambda path, leaf: P('data') if leaf.ndim == 2 else P()), P('data')),
+            {'params': {'w': P('data'), 'b': P()}, 'step': P()},
+        ),
+        (
+            (NamedSharding(HELPER.mesh, P()), P('data')),
+            {'params': {'w': P(), 'b': P()}, 'step': P()},
+        ),
+    ],
+)
+def test_in_shardings(rules, expected):
+    compiled = HELPER.sjit(identity, rules, rules)
+    state, batch = compiled(STATE, X)
+    assert specs(state) == expected
+    assert batch.sharding.spec == P('data')
+    (inputs, _), outputs = compiled.shardings_for(STATE, X)
+    assert jax.tree.map(lambda sharding: sharding.spec, inputs) == expected
+    assert outputs[1].spec == P('data')
+
+
+def test_one_rule_for_all_arguments_sees_paths_inside_each():
+    """A defect of 0.2.5: the paths began with the number of the argument."""
+    rule = TreePathShardingRule(('^w$', P('data')), ('^b$', P('model')))
+    compiled = HELPER.sjit(identity, rule, (rule, rule))
+    first, second = compiled({'w': X}, {'b': X})
+    assert (first['w'].sharding.spec, second['b'].sharding.spec) == (P('data'), P('model'))
+
+
+def test_none_inside_a_tuple_leaves_it_to_the_compiler():
+    """A defect of 0.2.5: a TypeError."""
+    placed = HELPER.shard(X, P(None, 'model'))
+    compiled = HELPER.sjit(identity, (None, P('data')), (None, P('data')))
+    one, two = compiled(placed, X)
+    assert one.sharding.spec == P(None, 'model')
+    assert two.sharding.spec == P('data')
+
+
+def test_arguments_are_constrained_inside():
+    compiled = HELPER.sjit(
+        lambda x: (x * 2, jax.typeof(x)) and x * 2,
+        P('data'),
+        args_sharding_constraint=(P(None, 'model'),),
+    )
+    hlo = compiled.lower(X).as_text()
+    assert hlo.count('sdy.sharding_constraint') == 1
+    assert compiled(X).sharding.spec == P(None, 'model')
+
+
+def test_indivisible_arguments_are_an_error_before_tracing():
+    ran = []
+
+    @HELPER.sjit(in_shardings=(P('data'), P('data')))
+    def step(state, x):
+        ran.append(1)
+        return state
+
+    with pytest.raises(ShardingError) as error:
+        step({'w': np.ones((6, 2)), 'b': np.ones(4)}, np.ones((3,)))
+    assert ran == []
+    text = str(error.value)
+    assert "of the arguments of 'step' (in_shardings)" in text.splitlines()[0]
+    assert [problem.leaf for problem in error.value.problems] == [
+        'state/w: float32[6, 2]',
+        'x: float32[3]',
+    ]
+    assert 'dimension 0 of size 6 does not divide by 4' in text
+
+
+def test_indivisible_outputs_are_an_error_before_compiling():
+    compiled = HELPER.sjit(lambda x: {'y': x[:3]}, out_shardings=P('data'))
+    with pytest.raises(ShardingError) as error:
+        compiled(X)
+    assert [problem.leaf for problem in error.value.problems] == ['y: float32[3, 8]']
+
+
+def test_annotations_that_do_not_divide_warn_with_the_name():
+    compiled = HELPER.sjit(
+        lambda x: with_sharding_annotation(x[:3], 'h') * 2, annotation_shardings={'h': P('data')}
+    )
+    with pytest.warns(IndivisibleWarning, match="annotation 'h'"):
+        compiled(X)
+
+
+@pytest.mark.parametrize('policy', ['replicate', 'warn'])
+def test_on_indivisible_of_the_helper(policy):
+    helper = MeshShardingHelper([4, 2], ['data', 'model'], on_indivisible=policy)
+    compiled = helper.sjit(lambda x: x * 2, P(('data', 'model')), P('data'))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        out = compiled(X[:6])
+    assert out.sharding.spec == P()
+    kinds = [warning.category for warning in caught]
+    assert set(kinds) == ({IndivisibleWarning} if policy == 'warn' else set())
+
+
+def test_structure_of_output_rules():
+    compiled = HELPER.sjit(lambda x: {'a': x, 'b': x}, out_shardings={'a': P(), 'c': P()})
+    with pytest.raises(StructureError, match=r"the outputs of '<lambda>' \(out_shardings\)"):
+        compiled(X)
+
+
+# Donation ---------------------------------------------------------------------------------------------
+
+
+def test_a_donated_argument_gives_its_output_its_sharding():
+    @HELPER.sjit(in_shardings=(FSDP, P('data')), donate_argnums=0)
+    def step(state, x):
+        return jax.tree.map(lambda leaf: leaf + 1, state), x.sum()
+
+    state, loss = step(STATE, X)
+    assert specs(state)['params'] == {'w': P('data'), 'b': P()}
+    previous = state
+    state, loss = step(state, X)
+    assert previous['params']['w'].is_deleted()
+    assert loss.shape == ()
+
+
+@pytest.mark.parametrize(
+    ('out_shardings', 'expected'),
+    [
+        (None, P('data')),
+        ((None, None), P('data')),
+        ((P(None, 'model'), None), P(None, 'model')),
+    ],
+)
+def test_out_shardings_win_over_donation(out_shardings, expected):
+    with warnings.catch_warnings():
+        # XLA says so when the shardings asked for make a donation useless.
+        warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
+        compiled = HELPER.sjit(lambda x: (x + 1, x.sum()), P('data'), out_shardings, donate_argnums=0)
+        out, _ = compiled(X)
+    assert out.sharding.spec == expected
+
+
+def test_two_donated_arguments_of_one_kind_keep_their_order():
+    compiled = HELPER.sjit(lambda a, b: (a + 1, b + 1), (P('data'), P('model')), donate_argnums=(0, 1))
+    one, two = compiled(X, X)
+    assert (one.sharding.spec, two.sharding.spec) == (P('data'), P('model'))
+
+
+def test_donation_by_name():
+    compiled = HELPER.sjit(lambda *, state: state + 1, {'state': P('data')}, donate_argnames='state')
+    state = HELPER.shard(X, P('data'))
+    assert compiled(state=state).sharding.spec == P('data')
+    assert state.is_deleted()
+
+
+def test_deleted_arguments_are_named_before_the_call():
+    @HELPER.sjit(in_shardings=(FSDP, P('data')), donate_argnums=0)
+    def step(state, x):
+        return jax.tree.map(lambda leaf: leaf + 1, state)
+
+    state = HELPER.shard(STATE, FSDP)
+    step(state, X)
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as error:
+            step(state, X)
+        assert str(error.value) == (
+            'step got arrays that are deleted:\n'
+            '  state/params/b: float32[4]\n'
+            '  state/params/w: float32[8, 4]\n'
+            '  state/step: int32[]\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their '
+            'buffers. Use the outputs of that call instead, or do not donate.'
+        )
+
+
+def test_a_failed_call_donates_nothing():
+    def step(state, x):
+        return state + x
+
+    compiled = HELPER.sjit(step, (P('data'), P('data')), donate_argnums=0)
+    state = HELPER.shard(X, P('data'))
+    with pytest.raises(ShardingError):
+        compiled(state, X[:3])
+    with pytest.raises(TypeError):
+        compiled(state, np.ones((8, 3), np.float32))
+    assert not state.is_deleted()
+    np.testing.assert_array_equal(compiled(state, X), X + X)
+
+
+# Placement --------------------------------------------------------------------------------------------
+
+
+def test_a_committed_argument_with_another_sharding_is_an_error():
+    @HELPER.sjit(in_shardings=({'w': P('data'), 'b': None}, P('data')))
+    def step(state, x):
+        return state
+
+    placed = HELPER.shard({'w': X, 'b': X}, P(None, 'model'))
+    for _ in range(2):
+        with pytest.raises(PlacementError) as error:
+            step(placed, X)
+        assert str(error.value) == (
+            'step got arrays that are committed to another sharding than in_shardings says:\n'
+            "  state/w: float32[8, 8] lies as P(None, 'model') on (data=4, model=2), asked: "
+            "P('data',) on (data=4, model=2)\n"
+            'What to do: move them first (helper.shard), pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call, or use None in "
+            'in_shardings to take arguments as they lie.'
+        )
+        step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
+
+
+def test_mismatched_arguments_are_moved_on_request():
+    traces = []
+
+    @HELPER.sjit(in_shardings=P('data'), on_mismatch='reshard')
+    def double(x):
+        traces.append(1)
+        return x * 2
+
+    elsewhere = jax.device_put(X, jax.devices()[3])
+    for x in (HELPER.shard(X, P(None, 'model')), HELPER.shard(X, P('data')), elsewhere, X) * 2:
+        out = double(x)
+        np.testing.assert_array_equal(out, X * 2)
+        assert out.sharding.spec == P('data')
+    assert len(traces) == 1
+
+
+def test_an_equivalent_sharding_of_another_mesh_object_is_no_mismatch():
+    other = MeshShardingHelper([8], ['all'])
+    placed = other.shard(X, P('all'))
+    out = HELPER.sjit(lambda x: x + 1, P(('data', 'model')))(placed)
+    np.testing.assert_array_equal(out, X + 1)
+
+
+def test_errors_of_the_function_itself_pass_through_once():
+    ran = []
+
+    @HELPER.sjit(in_shardings=P('data'))
+    def broken(x):
+        ran.append(1)
+        raise KeyError('mine')
+
+    for count in (1, 2):
+        with pytest.raises(KeyError, match='mine'):
+            broken(X)
+        assert len(ran) == count
+
+
+def test_run_time_errors_are_not_run_twice():
+    ran = []
+
+    def host(x):
+        ran.append(1)
+        if len(ran) > 1:
+            raise RuntimeError('from the host')
+        return x
+
+    @HELPER.sjit(in_shardings=P())
+    def calls_back(x):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((), np.float32), x)
+
+    jax.block_until_ready(calls_back(np.float32(1)))
+    count = len(ran)
+    with pytest.raises(Exception, match='from the host'):
+        jax.block_until_ready(calls_back(np.float32(1)))
+    assert len(ran) == count + 1
+
+
+def test_memory_kinds():
+    host = NamedSharding(HELPER.mesh, P('data'), memory_kind='pinned_host')
+    placed = HELPER.shard(X, host)
+    assert placed.sharding.memory_kind == 'pinned_host'
+    on_device = NamedSharding(HELPER.mesh, P('data'), memory_kind='device')
+    compiled = HELPER.sjit(lambda x: jax.device_put(x, on_device) * 2, (host,))
+    np.testing.assert_array_equal(compiled(placed), X * 2)
+
+
+def test_typed_keys_and_scalars():
+    key = jax.random.key(0)
+    compiled = HELPER.sjit(
+        lambda state, scale: (state, jax.random.normal(state['rng'], (8,)) * scale),
+        (P(), None),
+        (P(), P('data')),
+    )
+    state, noise = compiled({'rng': key, 'step': 3}, 2.0)
+    assert state['rng'].dtype == key.dtype
+    assert noise.sharding.spec == P('data')
+
+
+def test_helper_context_is_active_inside():
+    out = HELPER.sjit(lambda x: with_sharding_constraint(x + 1, P(None, 'model')))(X)
+    assert out.sharding.spec == P(None, 'model')
+    with pytest.raises(ShardingError, match="no axis 'modle'"):
+        HELPER.sjit(lambda x: with_sharding_constraint(x, P('modle')))(X)
+
+
+def test_empty_trees_and_zero_sizes():
+    compiled = HELPER.sjit(lambda tree, x: (tree, x), (FSDP, P('data')), (FSDP, P('data')))
+    tree, x = compiled({}, np.zeros((0, 4), np.float32))
+    assert tree == {} and x.shape == (0, 4)
+    assert compiled(None, X)[0] is None
+
+
+def test_large_init_is_never_whole_on_a_device():
+    init = HELPER.sjit(lambda: {'w': jnp.zeros((512, 512))}, out_shardings=P('data', 'model'))
+    memory = init.lower().compile().memory_analysis()
+    assert memory.output_size_in_bytes == 512 * 512 * 4 // 8
+    assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
