@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax import _mesh
-from scalax._paths import NamedTree, leaf_shape
-from scalax._resolve import is_data, named_sharding
+from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._resolve import named_sharding
 from scalax.errors import DataError, shown
 
 
@@ -39,7 +39,7 @@ def local_data_to_global_array(
         arrays = jax.device_put(list(tree.leaves), shardings)
     else:
         arrays = [
-            _from_processes(mesh, leaf, sharding)
+            _from_processes(mesh, leaf, sharding, batch_axis)
             for leaf, sharding in zip(tree.leaves, shardings, strict=True)
         ]
     return tree.treedef.unflatten(arrays)
@@ -47,8 +47,9 @@ def local_data_to_global_array(
 
 def _fault(mesh: Mesh, tree: NamedTree, index: int, batch_axis: int, axes: tuple[str, ...]) -> str | None:
     """What is wrong with one leaf, or None."""
-    shape = leaf_shape(tree.leaves[index])
-    if shape is None or not is_data(tree.leaves[index]):
+    leaf = tree.leaves[index]
+    shape = leaf_shape(leaf)
+    if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
     if shape and not -len(shape) <= batch_axis < len(shape):
         return f'{tree.describe(index)} has no axis {batch_axis}'
@@ -66,22 +67,17 @@ def _spec(shape: tuple[int, ...], batch_axis: int, axes: tuple[str, ...]) -> Par
     return PartitionSpec(*[None] * (batch_axis % len(shape)), axes)
 
 
-def _from_processes(mesh: Mesh, leaf: Any, wanted: NamedSharding) -> jax.Array:
-    """Builds a global array from the rows of all processes; rows that lie elsewhere move.
+def _from_processes(mesh: Mesh, leaf: Any, wanted: NamedSharding, batch_axis: int) -> jax.Array:
+    """Builds a global array from the rows of all processes.
 
-    Every process first holds its rows on its own devices, in process order, so that whatever must move
-    moves between devices, in one collective of XLA's choosing.
+    Where each process holds the devices that its own rows belong to, nothing moves. Elsewhere every
+    process first puts its rows on its own devices, in process order, and the arrays are then resharded,
+    so that what must move moves between devices.
     """
     host = np.asarray(leaf)
     if not host.shape:
         return jax.make_array_from_callback((), wanted, lambda _: host)
-    axis = len(wanted.spec) - 1
-    by_process = _rows_by_process(mesh, axis)
-    if by_process is None:
-        raise DataError(
-            "the processes hold unlike numbers of the mesh's devices: every process must hold as many"
-        )
-    here = host.shape[axis]
+    axis, here = batch_axis % host.ndim, host.shape[batch_axis]
     shape = (*host.shape[:axis], here * jax.process_count(), *host.shape[axis + 1 :])
     offset = here * jax.process_index()
 
@@ -90,20 +86,33 @@ def _from_processes(mesh: Mesh, leaf: Any, wanted: NamedSharding) -> jax.Array:
         start, stop, _ = index[axis].indices(shape[axis])
         return host[(*index[:axis], slice(start - offset, stop - offset), *index[axis + 1 :])]
 
-    staged = jax.make_array_from_callback(shape, by_process, rows)
-    if staged.sharding.is_equivalent_to(wanted, len(shape)):
-        return staged
-    return jax.jit(lambda x: x, out_shardings=wanted)(staged)
+    if _each_holds_its_own(wanted, shape, axis, here):
+        return jax.make_array_from_callback(shape, wanted, rows)
+    staged = jax.make_array_from_callback(shape, _by_process(mesh, axis), rows)
+    return jax.device_put(staged, wanted)
 
 
-def _rows_by_process(mesh: Mesh, axis: int) -> NamedSharding | None:
+def _each_holds_its_own(sharding: NamedSharding, shape: tuple[int, ...], axis: int, here: int) -> bool:
+    """Whether every device of the mesh needs rows of its own process only.
+
+    Computed from all devices, those of other processes too, so that all processes agree.
+    """
+    placed: dict[Any, Any] = sharding.devices_indices_map(shape)  # type: ignore[assignment]
+    for device, index in placed.items():
+        start, stop, _ = index[axis].indices(shape[axis])
+        if start < here * device.process_index or stop > here * (device.process_index + 1):
+            return False
+    return True
+
+
+def _by_process(mesh: Mesh, axis: int) -> NamedSharding:
     """A sharding that gives each process its own rows, in process order, over its own devices."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     owners = [device.process_index for device in devices]
-    counts = {owners.count(process) for process in set(owners)}
-    if len(counts) != 1:
-        return None
-    grid = np.asarray(devices, dtype=object).reshape(len(set(owners)), counts.pop())
+    counts = [owners.count(process) for process in range(jax.process_count())]
+    if len(set(counts)) != 1:
+        raise DataError(f'every process must hold as many devices of the mesh as the others, got {counts}')
+    grid = np.asarray(devices, dtype=object).reshape(len(counts), counts[0])
     return NamedSharding(Mesh(grid, ('process', 'device')), PartitionSpec(*[None] * axis, 'process'))
 
 

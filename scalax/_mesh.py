@@ -6,6 +6,7 @@ this module checks what the user asked for, fills in -1, and says what would fit
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +64,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     except RuntimeError as error:
         if 'not installed' in str(error) or 'libtpu' in str(error):
             raise MissingDependencyError(
-                "TPU topologies need the TPU compiler: pip install 'scalax[plan]'"
+                'TPU topologies need the TPU compiler: pip install libtpu'
             ) from error
         raise MeshError(f'unknown TPU topology {topology!r}: {error}') from error
     except (ValueError, NotImplementedError) as error:
@@ -252,7 +253,7 @@ def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
 
 
 def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
-    """Raises MeshError if the mesh is an abstract one.
+    """Raises MeshError if nothing can run on the mesh.
 
     Args:
         mesh: the mesh.
@@ -263,3 +264,18 @@ def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
             f'{what} needs devices to run on, and this helper was made from an AbstractMesh, which has '
             'none: use a helper over a Mesh'
         )
+    device = mesh.devices.flat[0]
+    if not _is_here(device):
+        raise MeshError(
+            f'{what} needs devices to run on, and this helper has {device.device_kind} devices that are '
+            'not here: they serve for compiling (.lower(...).compile()) and planning only'
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _is_here(device: Any) -> bool:
+    """Whether a device is one that JAX runs on, rather than one of a topology described for compiling."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # JAX has no such platform here
+        return False

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 _ATTRIBUTE: dict[type, str] = {
@@ -51,6 +52,21 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
     if shape is not None and hasattr(leaf, 'dtype'):
         return tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
+
+
+def has_foreign_dtype(leaf: Any) -> bool:
+    """Whether JAX lacks the dtype: objects, strings, dates, records, and those of other libraries."""
+    dtype = getattr(leaf, 'dtype', None)
+    if dtype is None:
+        return False
+    if not isinstance(dtype, np.dtype):
+        try:
+            if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+                return False
+            dtype = np.dtype(dtype)
+        except TypeError:
+            return True
+    return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
 
 
 def describe_leaf(path: str, leaf: Any) -> str:

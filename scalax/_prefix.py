@@ -82,7 +82,7 @@ def _reject(value: Any, path: str, where: str) -> None:
         hint = f'; write PartitionSpec({value!r})'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
-    elif leaf_shape(value) is not None:
+    elif hasattr(value, 'shape') and leaf_shape(value) is not None:
         got = describe_leaf('', value).partition(': ')[2]
         hint = '; are the tree and the rules the wrong way round?'
     raise StructureError(

@@ -10,19 +10,17 @@ import dataclasses
 import enum
 import functools
 import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _spec
-from scalax._paths import NamedTree, join, leaf_shape
+from scalax._paths import NamedTree, has_foreign_dtype, join, leaf_shape
 from scalax._prefix import RuleLike, key_of, split
 from scalax._spec import MeshAxes, OnIndivisible
-from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown
+from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
 from scalax.rules._base import Answer, ShardingRule, settled
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
@@ -65,12 +63,17 @@ class Resolution:
         return self.treedef.unflatten(self.shardings)
 
 
-@functools.lru_cache(maxsize=65536)
 def named_sharding(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> NamedSharding:
     """The one NamedSharding object of this mesh, spec and memory: equal objects cost JAX a comparison."""
-    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return _named_sharding(mesh, spec, memory_kind)
+
+
+# Inside, because the cache takes f(a, b) and f(a, b, None) for different calls.
+_named_sharding = functools.lru_cache(maxsize=65536)(
+    lambda mesh, spec, memory_kind: NamedSharding(mesh, spec, memory_kind=memory_kind)
+)
 
 
 def resolve(
@@ -147,7 +150,7 @@ class _Task:
         if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
             return
         for index, leaf in enumerate(tree.leaves):
-            if leaf_shape(leaf) is not None and not _is_alien(leaf):
+            if leaf_shape(leaf) is not None and not has_foreign_dtype(leaf):
                 continue
             self.problems.append(
                 Problem(
@@ -182,13 +185,13 @@ class _Task:
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
         first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-        before = len(self.problems) + len(self.passed)
+        before = len(self.problems), len(self.passed)
         checked = {key: self._checked(tree, i, answers[i]) for key, i in first.items()}
-        if before != len(self.problems) + len(self.passed):
-            # What is wrong is said of every leaf that it is wrong for.
-            for i, key in enumerate(keys):
-                if first[key] != i:
-                    self._checked(tree, i, answers[i])
+        if before != (len(self.problems), len(self.passed)):
+            # What is wrong is said of every leaf that it is wrong for, in tree order.
+            del self.problems[before[0] :], self.passed[before[1] :]
+            for i, answer in enumerate(answers):
+                self._checked(tree, i, answer)
         return [checked[key] for key in keys]
 
     def _checked(self, tree: NamedTree, index: int, answer: Answer) -> NamedSharding | None:
@@ -291,10 +294,9 @@ class _Task:
             raise ShardingError(self.problems, str(self.axes), self.where)
         if self.passed:
             of = f' of {self.where}' if self.where else ''
-            warnings.warn(
+            warn(
                 f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown(self.passed)}',
                 IndivisibleWarning,
-                stacklevel=2,
             )
 
 
@@ -326,26 +328,6 @@ def _other_mesh(mesh: Any) -> _spec.Fault:
         f'the NamedSharding is of another mesh: {mesh}',
         "give NamedShardings of the helper's own mesh, or PartitionSpecs.",
     )
-
-
-def _is_alien(leaf: Any) -> bool:
-    """Whether JAX has no such dtype: objects, strings, dates, records, and those of other libraries."""
-    dtype = getattr(leaf, 'dtype', None)
-    if dtype is None:
-        return False
-    if not isinstance(dtype, np.dtype):
-        try:
-            if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-                return False
-            dtype = np.dtype(dtype)
-        except TypeError:
-            return True
-    return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
-
-
-def is_data(leaf: Any) -> bool:
-    """Whether *leaf* is an array, or a Python number, with a value."""
-    return not isinstance(leaf, jax.ShapeDtypeStruct) and not _is_alien(leaf)
 
 
 def _short(leaf: Any) -> str:

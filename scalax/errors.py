@@ -24,6 +24,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
+import types
+import warnings
 from collections.abc import Iterable, Sequence
 
 _SHOWN = 10
@@ -128,7 +131,8 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
             details = [problem.detail for problem in mine if _origin(problem) == origin]
             lines.extend(f'    {line}' for line in dict.fromkeys([*details, origin]) if line)
     if len(leaves) > _SHOWN:
-        lines.append(f'  ... and {len(leaves) - _SHOWN} more leaves')
+        more = len(leaves) - _SHOWN
+        lines.append(f'  ... and {more} more {"leaf" if more == 1 else "leaves"}')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     lines.extend(f'What to do: {hint}' for hint in hints)
     return '\n'.join(lines)
@@ -152,6 +156,23 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
 def near_names(word: str, known: Iterable[str]) -> list[str]:
     """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
     return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+
+
+def warn(message: str, category: type[ScalaxWarning]) -> None:
+    """Warns, and names the line of the user's code that led here.
+
+    Frames of scalax and of JAX are passed over: between the user and a warning lie as many of them as
+    JAX has transformations.
+    """
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and _module(frame) in ('scalax', 'jax', 'contextlib'):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level + 1)
+
+
+def _module(frame: types.FrameType) -> str:
+    """The top-level module whose code a frame runs."""
+    return str(frame.f_globals.get('__name__', '')).partition('.')[0]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ The blocks of one file run in order and share their names, as a reader would typ
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 import types
@@ -71,7 +72,7 @@ def read_blocks(markdown: str) -> list[Block]:
 def runnable(blocks: list[Block]) -> list[tuple[Block, Block | None]]:
     """The Python blocks that are not skipped, each with the block of its expected output."""
     pairs = []
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, after in itertools.zip_longest(blocks, blocks[1:]):
         if block.comment == 'skip':
             assert block.is_python, f'line {block.line}: only Python blocks are skipped'
             assert block.reason, f'line {block.line}: say why: <!-- skip: reason -->'
@@ -108,6 +109,7 @@ def run_blocks(path: Path, markdown: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv('COLUMNS', '120')  # tables are as wide as the terminal
     monkeypatch.chdir(tmp_path)  # what a block writes does not land in the repository
     run_blocks(path, path.read_text(encoding='utf-8'), monkeypatch)
 

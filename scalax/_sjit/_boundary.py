@@ -135,9 +135,10 @@ class Boundary:
         return self.any_explicit and not any(any(wanted) for wanted in arguments.values())
 
     def _by_type(self, leaf: Any) -> NamedSharding:
-        sharding = getattr(leaf, 'sharding', None)
-        known = isinstance(sharding, NamedSharding) and not sharding.mesh.empty
-        return named_sharding(self._helper.mesh, sharding.spec if known else PartitionSpec())
+        sharding, spec = getattr(leaf, 'sharding', None), PartitionSpec()
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            spec = sharding.spec
+        return named_sharding(self._helper.mesh, spec)
 
 
 def donated_shardings(

@@ -38,6 +38,7 @@ def generate_caller(convention: Convention, state: Any) -> FunctionType:
     source = _HEAD.format(parameters=', '.join(_declarations(convention)))
     source += _BODY.format(row=row, tuple=f'{row},' if row else '')
     namespace: dict[str, Any] = {
+        '__name__': __name__,
         '_scalax_state': state,
         '_scalax_omitted': OMITTED,
         '_scalax_split': convention.split_keywords,

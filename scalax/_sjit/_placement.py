@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ def place(
     *,
     everything: bool,
     mismatched: bool,
+    move: Callable[[list[Any], list[NamedSharding]], list[Any]] = jax.device_put,
 ) -> list[Any]:
     """Moves arguments to where the program wants them.
 
@@ -52,6 +53,7 @@ def place(
         shardings: for each dynamic slot the shardings of its leaves.
         everything: also numpy data in slots that are not donated.
         mismatched: also arrays that the user has committed to another sharding.
+        move: moves leaves to shardings; `as_moved` only says what they would be.
     """
     placed = list(row)
     for slot, wanted in shardings.items():
@@ -66,11 +68,20 @@ def place(
         if any(moves):
             # One device_put for all leaves: one for each costs a dispatch a leaf.
             chosen = [i for i, move in enumerate(moves) if move]
-            moved = jax.device_put([leaves[i] for i in chosen], [wanted[i] for i in chosen])
+            moved = move([leaves[i] for i in chosen], [wanted[i] for i in chosen])  # type: ignore[misc]
             for i, leaf in zip(chosen, moved, strict=True):
                 leaves[i] = leaf
             placed[slot] = jax.tree.unflatten(treedef, leaves)
     return placed
+
+
+def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """What the leaves would be if they were moved: enough to trace with."""
+    avals = [jax.typeof(leaf) for leaf in leaves]
+    return [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+        for aval, sharding in zip(avals, shardings, strict=True)
+    ]
 
 
 def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:

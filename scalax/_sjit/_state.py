@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings, trace_context
 from scalax._sjit._signature import Signature, dynamic_leaves, signature_of
-from scalax.errors import UnusedAnnotationWarning, did_you_mean
+from scalax.errors import UnusedAnnotationWarning, did_you_mean, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -132,7 +132,8 @@ class State:
         arguments = known.arguments if known else self.boundary.arguments(layout, row)
         if self.options.on_mismatch == 'error':
             _placement.reject_mismatched(self.convention, layout, row, arguments)
-        placed = _placement.place(
+        place = functools.partial(
+            _placement.place,
             layout,
             row,
             arguments,
@@ -140,8 +141,11 @@ class State:
             everything=self.boundary.any_explicit,
             mismatched=self.options.on_mismatch == 'reshard',
         )
-        with self._placing:
-            return known or self._new(placed, layout, signature, arguments), placed
+        if known is None:
+            # Traced with what the arguments will be: nothing moves before all rules are known to fit.
+            with self._placing:
+                known = self._new(place(move=_placement.as_moved), layout, signature, arguments)
+        return known, place()
 
     def _new(
         self,
@@ -185,11 +189,10 @@ class State:
         if unused:
             seen = sorted(context.asked - set(names))
             near = '; '.join(f'{name!r} ({did_you_mean(name, seen)})' for name in unused)
-            warnings.warn(
+            warn(
                 f'{self.convention.name}: annotation_shardings binds names that no '
                 f'with_sharding_annotation in it used: {near}',
                 UnusedAnnotationWarning,
-                stacklevel=2,
             )
 
     # The traced function -----------------------------------------------------------------------------

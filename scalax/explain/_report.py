@@ -146,8 +146,8 @@ class ShardingReport:
             complaints.append(
                 'rules that decide about no leaf:\n'
                 + shown(
-                    [f'{rule} matches nothing' for rule in self.unused_rules]
-                    + [f'{rule} is always shadowed by earlier ones' for rule in self.shadowed_rules]
+                    [f'{rule!r} matches nothing' for rule in self.unused_rules]
+                    + [f'{rule!r} is always shadowed by earlier ones' for rule in self.shadowed_rules]
                 )
             )
         if complaints:
@@ -223,7 +223,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             sizes = [math.prod(shape) for path, shape in leaves if re.search(pattern, path)]
             if sizes and set(sizes) == {1}:
                 continue
-            (shadowed if sizes else unused).append(repr(getattr(pattern, 'pattern', pattern)))
+            (shadowed if sizes else unused).append(str(getattr(pattern, 'pattern', pattern)))
     return unused, shadowed
 
 

@@ -75,7 +75,7 @@ def _footer(report: ShardingReport) -> list[str]:
         f'replicated: {len(replicated.paths)} arrays, {human_bytes(replicated.bytes)} on each device',
     ]
     if report.unused_rules:
-        lines.append(f'regexes that match nothing: {", ".join(report.unused_rules)}')
+        lines.append(f'regexes that match nothing: {", ".join(map(repr, report.unused_rules))}')
     if report.shadowed_rules:
-        lines.append(f'regexes always shadowed by earlier ones: {", ".join(report.shadowed_rules)}')
+        lines.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, report.shadowed_rules))}')
     return lines
