@@ -1,0 +1,34 @@
+"""What does Ctrl-C do? The first asks the run to end where it is; the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType, TracebackType
+
+MESSAGE = b'\nInterrupted: keeping what was reached. Ctrl-C again to abort.\n'
+
+
+class Interrupt:
+    """A context in which the first Ctrl-C sets `requested` and the second kills the program."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._on_first)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_first(self, signum: int, frame: FrameType | None) -> None:
+        self.requested = True
+        # The default action needs no Python, so the second works in the middle of a compilation.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, MESSAGE)  # print() may be what was interrupted, and it cannot be entered twice

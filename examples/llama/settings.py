@@ -1,0 +1,144 @@
+"""Which settings go together? Everything that can be refused is refused here, before any work.
+
+Each check says what was asked for, why it cannot be, and what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+
+from absl import app
+
+from examples.llama.model import ACTIVATIONS
+from examples.llama.options import Options
+from examples.llama.strategies import STRATEGIES, Strategy
+
+Axes = dict[str, int]
+
+# The flag that sets each dimension of an activation.
+FLAGS = {
+    'batch': '--batch_size',
+    'sequence': '--sequence_length',
+    'width': '--width',
+    'heads': '--heads',
+    'kv_heads': '--kv_heads',
+    'hidden': '--width',
+}
+
+
+def choose_mesh(strategy: Strategy, mesh: str | None, devices: int) -> Axes:
+    """Returns how many devices lie along each mesh axis.
+
+    Args:
+      strategy: names the axes, and the default for a `mesh` of None. That default shrinks where
+        there are too few devices for it; what the user asks for never does.
+      mesh: as in 'fsdp=-1,tp=2', in any order; axes left out have one device.
+      devices: how many there are.
+
+    Raises:
+      app.UsageError: `mesh` cannot be read or does not fit the devices.
+    """
+    if mesh is None:
+        axes = {name: size if size == -1 else math.gcd(size, devices) for name, size in strategy.mesh.items()}
+    else:
+        axes = dict.fromkeys(strategy.mesh, 1) | parse_mesh(mesh, strategy)
+    known = math.prod(size for size in axes.values() if size != -1)
+    if -1 in axes.values():
+        if devices % known:
+            raise app.UsageError(
+                f'--mesh {mesh}: {devices} devices cannot be split into groups of {known}. '
+                f'Choose sizes that divide {devices}, or another number of --devices.'
+            )
+        return {name: devices // known if size == -1 else size for name, size in axes.items()}
+    if known != devices:
+        raise app.UsageError(
+            f'--mesh {mesh}: this mesh has {known} devices, and there are {devices}. '
+            f'Choose sizes that multiply to {devices}, or --devices {known}.'
+        )
+    return axes
+
+
+def parse_mesh(mesh: str, strategy: Strategy) -> Axes:
+    """Returns the axis sizes that a string such as 'fsdp=-1,tp=2' gives."""
+    axes: Axes = {}
+    for entry in mesh.split(','):
+        name, equals, size = (part.strip() for part in entry.partition('='))
+        if not equals or not size.removeprefix('-').isdecimal():
+            example = ','.join(f'{axis}={count}' for axis, count in strategy.mesh.items())
+            raise app.UsageError(f'--mesh {mesh}: "{entry}" is not of the form axis=devices, as in {example}')
+        if name not in strategy.mesh:
+            known = ', '.join(strategy.mesh)
+            raise app.UsageError(
+                f'--mesh {mesh}: strategy {strategy.name} has no mesh axis "{name}", only: {known}.'
+                + suggest(name, strategy)
+            )
+        if name in axes:
+            raise app.UsageError(f'--mesh {mesh}: axis "{name}" is given twice.')
+        if int(size) < 1 and int(size) != -1:
+            raise app.UsageError(
+                f'--mesh {mesh}: axis "{name}" needs a size of 1 or more, or -1 for what is left.'
+            )
+        axes[name] = int(size)
+    if list(axes.values()).count(-1) > 1:
+        raise app.UsageError(f'--mesh {mesh}: only one axis can be -1, for what the others leave.')
+    return axes
+
+
+def suggest(axis: str, strategy: Strategy) -> str:
+    """Returns a hint at what an unknown mesh axis may have meant, or nothing."""
+    if near := difflib.get_close_matches(axis, strategy.mesh, n=1):
+        return f' Did you mean "{near[0]}"?'
+    if others := [other.name for other in STRATEGIES.values() if axis in other.mesh]:
+        return f' Strategies with that axis: {", ".join(others)}.'
+    return ''
+
+
+def check_settings(options: Options, strategy: Strategy, axes: Mapping[str, int]) -> None:
+    """Raises an `app.UsageError` that names everything that is wrong with the settings."""
+    problems = [*model_problems(options), *sharding_problems(options, strategy, axes)]
+    if problems:
+        raise app.UsageError('\n  '.join(['these settings do not go together:', *dict.fromkeys(problems)]))
+
+
+def model_problems(options: Options) -> Iterator[str]:
+    """Yields what no device could compute."""
+    model = options.model
+    if model.width % model.heads:
+        yield f'--width {model.width} is not a multiple of --heads {model.heads}'
+    elif model.head_size % 2:
+        yield (
+            f'--width {model.width} over --heads {model.heads} gives heads of {model.head_size}; '
+            'rotary embeddings need an even number'
+        )
+    if model.heads % model.kv_heads:
+        yield f'--heads {model.heads} is not a multiple of --kv_heads {model.kv_heads}'
+    if model.dropout >= 1:
+        yield f'--dropout {model.dropout} leaves nothing: give less than 1'
+
+
+def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, int]) -> Iterator[str]:
+    """Yields what does not divide over the mesh: dimensions of the activations."""
+    model = options.model
+    sizes = {
+        'batch': options.batch_size,
+        'sequence': options.sequence_length,
+        'width': model.width,
+        'heads': model.heads,
+        'kv_heads': model.kv_heads,
+        'head_size': model.head_size,
+        'hidden': model.hidden,
+        'vocabulary': model.vocabulary,
+    }
+    for name, spec in strategy.activations.items():
+        for dimension, placed in zip(ACTIVATIONS[name], spec, strict=False):
+            mesh_axes = (placed,) if isinstance(placed, str) else placed or ()
+            parts = math.prod(axes[axis] for axis in mesh_axes)
+            if sizes[dimension] % parts:
+                what = FLAGS.get(dimension, dimension)
+                yield (
+                    f'{what} {sizes[dimension]} does not divide over mesh axis '
+                    f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
+                    'or change --mesh or --devices'
+                )

@@ -1,0 +1,141 @@
+"""Which sharding strategies are there? One table; a strategy is a few lines of it.
+
+A strategy answers four questions, and nothing else in this example changes with the answers:
+
+- *Where?* `mesh`: the mesh axes and how many devices lie along each; -1 takes what is left.
+- *What does a device keep of the train state?* `state`: a rule from leaf paths and shapes to specs.
+  It sees the whole state, and an optimizer moment's path ends like its parameter's
+  (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so one line of a table places all three.
+- *Which rows of a batch does a device see?* `data_axes`: the axes over which the batch is split.
+- *Where do the values in between lie?* `activations`: a spec for each name that `model.py` gives to
+  one (it also lists their dimensions), and `gradients`: a rule for the gradients before the update.
+  What is not named here is left to the compiler.
+
+In a spec, `None` leaves a dimension whole; dimensions after the last one mentioned are whole too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from examples.llama.model import ACTIVATIONS
+from scalax.sharding import FSDPShardingRule, PartitionSpec, ShardingRule, TreePathShardingRule
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One way to lay a training run out over devices."""
+
+    name: str
+    doc: str
+    mesh: Mapping[str, int]
+    data_axes: tuple[str, ...]
+    state: ShardingRule | PartitionSpec
+    activations: Mapping[str, PartitionSpec]
+    gradients: ShardingRule | None = None
+
+    @property
+    def batch(self) -> PartitionSpec:
+        """The spec of a batch of tokens [B, S + 1]."""
+        return P(self.data_axes)
+
+    @property
+    def train_annotations(self) -> dict[str, ShardingRule | PartitionSpec]:
+        """The annotations of a training step: the model's and its own."""
+        gradients = {} if self.gradients is None else {'gradients': self.gradients}
+        return {**self.activations, **gradients}
+
+
+# Every activation starts with the batch, so splitting the batch splits them all the same way.
+def split_by_batch(axis: str) -> dict[str, PartitionSpec]:
+    return dict.fromkeys(ACTIVATIONS, P(axis))
+
+
+DATA_PARALLEL = Strategy(
+    name='dp',
+    doc='data parallelism: every device keeps the whole state and sees its part of the batch',
+    mesh={'dp': -1},
+    data_axes=('dp',),
+    state=P(),
+    activations=split_by_batch('dp'),
+)
+
+# The parameters stay whole, so the forward pass is that of data parallelism. Each device updates
+# its part of them, with its part of Adam's two moments, and then all share what they updated.
+ZERO1 = Strategy(
+    name='zero1',
+    doc='ZeRO-1: data parallelism with the optimizer moments split over the devices',
+    mesh={'dp': -1},
+    data_axes=('dp',),
+    state=TreePathShardingRule(
+        (r'opt_state/.*(mu|nu)/', FSDPShardingRule('dp', min_fsdp_size=0)),
+        (r'.*', P()),
+    ),
+    activations=split_by_batch('dp'),
+)
+
+# Asking for split gradients turns their all-reduce into a reduce-scatter: half the traffic, and no
+# device ever keeps all of them.
+ZERO2 = Strategy(
+    name='zero2',
+    doc='ZeRO-2: ZeRO-1 with the gradients split over the devices as well',
+    mesh={'dp': -1},
+    data_axes=('dp',),
+    state=ZERO1.state,
+    activations=split_by_batch('dp'),
+    gradients=FSDPShardingRule('dp', min_fsdp_size=0),
+)
+
+# The rule splits the largest dimension that divides. Small leaves, here the norms, are not worth a
+# collective. The weights of a layer are gathered where they are used and dropped after.
+FSDP = Strategy(
+    name='fsdp',
+    doc='FSDP (ZeRO-3): parameters, moments and gradients all split, and gathered layer by layer',
+    mesh={'fsdp': -1},
+    data_axes=('fsdp',),
+    state=FSDPShardingRule('fsdp', min_fsdp_size=1024),
+    activations=split_by_batch('fsdp'),
+)
+
+# Tensor parallelism splits what a layer computes: some heads and some hidden units a device. A
+# projection into them is split by columns, the projection back by rows, and one all-reduce a block
+# adds up the residual. FSDP splits each weight's other dimension. The first dimension of everything
+# under layers/ is the stack of layers that the model scans over: never split. `embed$` also matches
+# `unembed`. Scalars (the step, the counts) are replicated without a line of their own.
+FSDP_TP = Strategy(
+    name='fsdp_tp',
+    doc='FSDP x tensor parallelism: heads and hidden units split over tp, everything else as FSDP',
+    mesh={'fsdp': -1, 'tp': 2},
+    data_axes=('fsdp',),
+    state=TreePathShardingRule(
+        (r'layers/(query|key|value|gate|up)$', P(None, 'fsdp', 'tp')),
+        (r'layers/(output|down)$', P(None, 'tp', 'fsdp')),
+        (r'embed$', P('fsdp', 'tp')),
+        (r'norm$', P()),
+    ),
+    activations={
+        'residual': P('fsdp'),
+        'block_input': P('fsdp'),
+        'query': P('fsdp', None, 'tp'),
+        'key_value': P('fsdp', None, 'tp'),
+        'hidden': P('fsdp', None, 'tp'),
+        'logits': P('fsdp', None, 'tp'),
+    },
+)
+
+# Between the blocks each device of a tp group holds the same residual. Splitting that by position
+# (arXiv:2205.05198) divides its memory by the group's size; the all-reduce becomes a reduce-scatter
+# after a block and an all-gather before the next. One line differs.
+FSDP_TP_SP = dataclasses.replace(
+    FSDP_TP,
+    name='fsdp_tp_sp',
+    doc='FSDP x tensor x sequence parallelism: the residual stream split by position over tp',
+    activations={**FSDP_TP.activations, 'residual': P('fsdp', 'tp')},
+)
+
+STRATEGIES = {
+    strategy.name: strategy for strategy in (DATA_PARALLEL, ZERO1, ZERO2, FSDP, FSDP_TP, FSDP_TP_SP)
+}

@@ -1,0 +1,176 @@
+"""Trains a LLaMA-style decoder on real text, sharded by the strategy that a flag names.
+
+    python -m examples.llama.train
+    python -m examples.llama.train --strategy fsdp --devices 4
+    python -m examples.llama.train --strategy fsdp_tp --mesh fsdp=2,tp=4 --text book.txt
+
+It leaves a loss curve, a sample, the sharding of its state and its numbers in a folder. Ctrl-C ends
+it early, with all of these for the steps that were done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from examples.devices import choose_devices
+from examples.llama.data import Corpus, load_corpus
+from examples.llama.interrupt import Interrupt
+from examples.llama.options import Options, read_options
+from examples.llama.report import Results, format_sample, write_report
+from examples.llama.settings import check_settings, choose_mesh
+from examples.llama.strategies import STRATEGIES
+from examples.llama.trainer import Trainer
+from examples.llama.training import Params, TrainState
+from scalax.errors import ShardingError
+from scalax.sharding import MeshShardingHelper
+
+REFUSED = 2
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+flags.adopt_module_key_flags(sys.modules[read_options.__module__])  # show them in --help
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the training that the command line asks for; returns the exit code."""
+    try:
+        options = read_options(argv[1:])
+        trainer, corpus, output = prepare(options)
+    except app.UsageError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return REFUSED
+    with Interrupt() as interrupt:
+        results, sample = run(trainer, corpus, options, interrupt)
+        sharding = str(trainer.helper.explain(trainer.abstract_state(), trainer.strategy.state))
+        write_report(output, results, sample, sharding)
+    print(f'\n{sharding}\n\n{sample}\n{results.summary()}\n')
+    print(f'The loss curve, the sample, this table and the numbers are in {output}/')
+    return INTERRUPTED if results.interrupted else 0
+
+
+def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
+    """Checks all that can be checked before any work, and returns what the work needs."""
+    strategy = STRATEGIES[options.strategy]
+    corpus = load_corpus(options.text, options.sequence_length)
+    devices = choose_devices(options.devices)
+    mesh = choose_mesh(strategy, options.mesh, len(devices))
+    check_settings(options, strategy, mesh)
+    helper = MeshShardingHelper(list(mesh.values()), list(mesh), devices=devices)
+    trainer = Trainer(helper, strategy, options.model, options.optimizer)
+    try:
+        helper.match_sharding_rule(strategy.state, trainer.abstract_state())
+    except ShardingError as error:  # it names every leaf, and what to do
+        raise app.UsageError(str(error)) from error
+    output = make_folder(options.output)
+
+    print(f'text      {corpus}')
+    print(f'devices   {describe(devices)}, {helper}')
+    print(f'strategy  {strategy.name}, {strategy.doc}', flush=True)
+    return trainer, corpus, output
+
+
+def run(trainer: Trainer, corpus: Corpus, options: Options, interrupt: Interrupt) -> tuple[Results, str]:
+    """Trains and evaluates; returns what was reached, and a sample of what the model writes."""
+    start = time.monotonic()
+    state = trainer.init(jax.random.key(options.seed))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    untrained = evaluate(trainer, state.params, corpus, options)
+    print(f'model     {parameters:,} parameters, validation loss {untrained:.3f} untrained', flush=True)
+    state, losses, rate = train(trainer, state, corpus, options, interrupt)
+    validation = evaluate(trainer, state.params, corpus, options)
+    sample = write_sample(trainer, state, corpus, options)
+    results = Results(
+        strategy=trainer.strategy.name,
+        mesh=dict(trainer.helper.mesh.shape),
+        devices=describe(trainer.helper.mesh.devices.flat),
+        text=corpus.name,
+        parameters=parameters,
+        steps=len(losses),
+        steps_asked=options.optimizer.steps,
+        interrupted=interrupt.requested,
+        train_losses=losses,
+        validation_loss_untrained=untrained,
+        validation_loss=validation,
+        tokens_per_second=rate,
+        seconds=time.monotonic() - start,
+    )
+    return results, sample
+
+
+def train(
+    trainer: Trainer, state: TrainState, corpus: Corpus, options: Options, interrupt: Interrupt
+) -> tuple[TrainState, list[float], float]:
+    """Returns the state after the last step, the loss of each step, and the tokens a second.
+
+    It stops early if interrupted. The first step, which compiles, does not count for the speed.
+    """
+    losses: list[jax.Array] = []
+    tokens, rate = options.batch_size * options.sequence_length, 0.0
+    quiet = 0.1 if sys.stderr.isatty() else 2.0  # a log file wants fewer lines than a terminal
+    with tqdm(total=options.optimizer.steps, desc='training', unit='step', mininterval=quiet) as bar:
+        for step in range(options.optimizer.steps):
+            if interrupt.requested:
+                break
+            batch = corpus.batch(options.batch_size, options.sequence_length, options.seed, step)
+            state, loss = trainer.train_step(state, trainer.to_devices(batch))
+            losses.append(loss)
+            # Reading a loss waits for its step. The one before is read, so that the devices always
+            # have a step to work on. Were none read, all steps would be queued at once; simulated
+            # devices share a few threads, and a long queue leaves none to finish a collective with.
+            shown = f'loss {float(losses[max(0, step - 1)]):.3f}'
+            if step == 0:
+                start = time.monotonic()
+            else:
+                rate = step * tokens / (time.monotonic() - start)
+                shown += f', {rate:,.0f} tokens/s'
+            bar.set_postfix_str(shown, refresh=False)
+            bar.update()
+    return state, [float(loss) for loss in losses], rate
+
+
+def evaluate(trainer: Trainer, params: Params, corpus: Corpus, options: Options) -> float:
+    """Returns the mean loss over the validation text, in nats a byte."""
+    losses = []
+    for batch, count in corpus.validation_batches(options.batch_size, options.sequence_length):
+        losses.append(np.asarray(trainer.sequence_losses(params, trainer.to_devices(batch)))[:count])
+    return float(np.concatenate(losses).mean())
+
+
+def write_sample(trainer: Trainer, state: TrainState, corpus: Corpus, options: Options) -> str:
+    """Returns what the model writes after a piece of validation text, with that piece."""
+    # One prompt for each part of the batch: the least that can be split as a batch is.
+    prompts = corpus.prompts(data_parts(trainer), options.sequence_length)
+    written = trainer.generate(state.params, trainer.to_devices(prompts), state.rng)
+    return format_sample(prompts, np.asarray(written))
+
+
+def data_parts(trainer: Trainer) -> int:
+    """Returns into how many parts a batch is split."""
+    mesh = trainer.helper.mesh
+    return int(np.prod([mesh.shape[axis] for axis in trainer.strategy.data_axes]))
+
+
+def describe(devices: Iterable[jax.Device]) -> str:
+    """Returns how many devices of which kind there are."""
+    kinds = [device.device_kind for device in devices]
+    return f'{len(kinds)} x {kinds[0]}'
+
+
+def make_folder(path: str) -> Path:
+    """Returns the output folder, made if it is not there."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise app.UsageError(f'--output {path}: cannot be made ({error.strerror}).') from error
+    return Path(path)
+
+
+if __name__ == '__main__':
+    app.run(main)

@@ -1,0 +1,70 @@
+"""How does plain JAX meet a mesh? Four functions for one device, compiled for many."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+
+from examples.llama.generate import make_generate
+from examples.llama.model import ModelConfig
+from examples.llama.strategies import Strategy
+from examples.llama.training import (
+    OptimizerConfig,
+    make_init,
+    make_optimizer,
+    make_train_step,
+    sequence_losses,
+)
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+
+REPLICATED = PartitionSpec()
+
+
+class Trainer:
+    """The functions of `training.py` and `generate.py`, compiled for a mesh under a strategy.
+
+    - `init(key) -> state`; `abstract_state()` is its shapes and dtypes, without any work
+    - `train_step(state, tokens [B, S + 1]) -> (state, loss [])`
+    - `sequence_losses(params, tokens [B, S + 1]) -> losses [B]`
+    - `generate(params, prompts [B, S], key) -> bytes [B, length]`
+    """
+
+    def __init__(
+        self,
+        helper: MeshShardingHelper,
+        strategy: Strategy,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        self.helper, self.strategy = helper, strategy
+        transformation = make_optimizer(optimizer)
+        # The state is born sharded: no device ever holds all of it.
+        init = make_init(model, transformation)
+        self.init = helper.sjit(init, out_shardings=strategy.state)
+        self.abstract_state = functools.partial(jax.eval_shape, init, jax.random.key(0))
+        self.train_step = helper.sjit(
+            make_train_step(model, transformation),
+            in_shardings=(strategy.state, strategy.batch),
+            out_shardings=(strategy.state, REPLICATED),
+            donate_argnums=(0,),
+            annotation_shardings=strategy.train_annotations,
+        )
+        # The parameters are a part of the state, and the rule of the whole places the part.
+        self.sequence_losses = helper.sjit(
+            functools.partial(sequence_losses, model=model),
+            in_shardings=(strategy.state, strategy.batch),
+            out_shardings=REPLICATED,
+            annotation_shardings=strategy.activations,
+        )
+        self.generate = helper.sjit(
+            make_generate(model),
+            in_shardings=(strategy.state, strategy.batch, REPLICATED),
+            out_shardings=REPLICATED,
+            annotation_shardings=strategy.activations,
+        )
+
+    def to_devices(self, batch: np.ndarray) -> jax.Array:
+        """Splits host data [B, ...] over the devices by its first dimension."""
+        return self.helper.local_data_to_global_array(batch, mesh_axis_subset=self.strategy.data_axes)
