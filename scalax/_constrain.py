@@ -7,10 +7,12 @@ belongs to the caller and is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _context, _spec
@@ -103,7 +105,12 @@ def constrain(
     """Resolves *rules* on *mesh* and applies the outcome to *pytree*."""
     mesh = _mesh_in_force(mesh)
     resolution = resolve(
-        rules, pytree, mesh, use=Use.INTERMEDIATE, where=where, on_indivisible=on_indivisible
+        rules,
+        pytree,
+        mesh,
+        use=Use.INTERMEDIATE if _is_traced() else Use.EAGER,
+        where=where,
+        on_indivisible=on_indivisible,
     )
     leaves = [
         leaf if sharding is None else _apply(leaf, sharding)
@@ -137,10 +144,16 @@ def _mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 def _ambient_mesh() -> Mesh | AbstractMesh:
     """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
+    return jax.sharding.get_abstract_mesh() if _is_traced() else jax.sharding.get_mesh()
+
+
+def _is_traced() -> bool:
+    """Whether some transformation of JAX is tracing the caller."""
     try:
-        return jax.sharding.get_mesh()
-    except ValueError:
-        return jax.sharding.get_abstract_mesh()
+        jax.sharding.get_mesh()
+    except ValueError:  # "can only be used outside of jax.jit"
+        return True
+    return False
 
 
 def _sizes(mesh: Mesh | AbstractMesh) -> str:
@@ -152,7 +165,7 @@ def _apply(leaf: Any, sharding: NamedSharding) -> Any:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kinds = set(types.values())
     if kinds == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(leaf, sharding)
+        return _constrained(leaf, sharding)
     explicit, auto = ([_only(entry, types, kind) for entry in _spec.entries(spec)] for kind in _KINDS)
     if AxisType.Explicit in kinds:
         typed = with_types(_spec.replaced(spec, explicit), leaf)
@@ -160,8 +173,27 @@ def _apply(leaf: Any, sharding: NamedSharding) -> Any:
     if AxisType.Auto in kinds:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
         constraint = _spec.replaced(PartitionSpec(), auto)
-        leaf = jax.lax.with_sharding_constraint(leaf, sharding.update(spec=constraint))
+        leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
     return leaf
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
+    """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
+
+    Outside of ``jax.jit`` a constraint says where all of the array lies, and would undo the reshard.
+    """
+    return jax.jit(lambda leaf: _constrained(leaf, sharding), inline=True)
+
+
+def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
+    constrained = jax.lax.with_sharding_constraint(leaf, sharding)
+    if not _spec.indivisible(sharding.spec, np.shape(leaf), _spec.MeshAxes.of(sharding.mesh)):
+        return constrained
+    # What is padded may be an output, whose sharding JAX (0.12.0.1) fails to read if 1 < gcd(size, shards)
+    # < shards; it lets go of an output that is open.
+    anyhow = PartitionSpec(*[_spec.UNCONSTRAINED] * np.ndim(leaf))
+    return jax.lax.with_sharding_constraint(constrained, sharding.update(spec=anyhow))
 
 
 _KINDS = (AxisType.Explicit, AxisType.Auto)

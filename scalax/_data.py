@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax import _mesh
 from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._resolve import named_sharding
-from scalax.errors import DataError, shown
+from scalax.errors import DataError, MeshError, shown
 
 
 def local_data_to_global_array(
@@ -22,6 +22,13 @@ def local_data_to_global_array(
     """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
     names = tuple(mesh.axis_names)
     axes = names if mesh_axis_subset is None else _mesh.axis_subset(mesh_axis_subset, names)
+    types = dict(zip(names, mesh.axis_types, strict=True))
+    if len({types[axis] for axis in axes}) > 1:
+        listed = ', '.join(f'{axis} is {types[axis].name}' for axis in axes)
+        raise MeshError(
+            f'the batch cannot be sharded over mesh axes of different types together ({listed}): choose '
+            'axes of one type with mesh_axis_subset'
+        )
     tree = NamedTree.of(pytree)
     faults = [_fault(mesh, tree, i, batch_axis, axes) for i in range(len(tree))]
     if any(faults):
@@ -122,6 +129,10 @@ def global_array_to_local_data(pytree: Any, batch_axis: int) -> Any:
 
 
 def _local_part(leaf: Any, batch_axis: int) -> Any:
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        # numpy knows no typed keys: their data comes and becomes keys again.
+        data = _local_part(jax.random.key_data(leaf), batch_axis % max(leaf.ndim, 1))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
         return np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
     if leaf.is_fully_addressable:

@@ -388,7 +388,7 @@ class MeshShardingHelper:
         return _data.local_data_to_global_array(self.mesh, pytree, batch_axis, mesh_axis_subset)
 
     def global_array_to_local_data(self, pytree: Any, batch_axis: int = 0) -> Any:
-        """The rows of global arrays that this process's devices hold, as numpy arrays.
+        """The rows of global arrays that this process's devices hold, as numpy arrays (keys: as keys).
 
         Args:
             pytree: global jax.Arrays, sharded along *batch_axis* only.

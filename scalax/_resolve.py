@@ -18,10 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax import _spec
 from scalax._paths import NamedTree, has_foreign_dtype, join, leaf_shape
-from scalax._prefix import RuleLike, key_of, split
+from scalax._prefix import RuleLike, is_rule, key_of, split
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
-from scalax.rules._base import Answer, ShardingRule, settled
+from scalax.rules._base import Answer, ShardingRule, is_pure, settled
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
@@ -32,11 +32,16 @@ class Use(enum.Enum):
     CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
     compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
     function: UNCONSTRAINED dimensions are fine, and one that does not divide is padded, so it only warns.
+    EAGER: the same function, run without being compiled: nothing pads.
     """
 
     CONCRETE = enum.auto()
     BOUNDARY = enum.auto()
     INTERMEDIATE = enum.auto()
+    EAGER = enum.auto()
+
+
+_VALUES = (Use.INTERMEDIATE, Use.EAGER)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +120,7 @@ def resolve(
         answers.extend(said)
         shardings.extend(task.shardings(tree, said))
     task.finish()
-    if len(parts) == 1 and not parts[0].at:
+    if is_rule(rules):
         whole = trees[0]
         return Resolution(whole, answers, shardings, whole.treedef, whole.paths)
     whole = NamedTree(
@@ -180,7 +185,7 @@ class _Task:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
-        if self.use is Use.INTERMEDIATE and AxisType.Auto not in self.axes.types.values():
+        if self.use in _VALUES and AxisType.Auto not in self.axes.types.values():
             # Without an Auto axis JAX knows no UNCONSTRAINED: what the type says now stands for it.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
@@ -213,7 +218,7 @@ class _Task:
             return None
         wrong = [] if self._is_own(answer.mesh) else [_other_mesh(answer.mesh)]
         wrong += _spec.faults(spec, shape, self.axes)
-        if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use is not Use.INTERMEDIATE:
+        if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use not in _VALUES:
             wrong.append(
                 _spec.Fault(
                     'unconstrained',
@@ -376,4 +381,4 @@ _SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')
 
 def _is_pure(rules: RuleLike) -> bool:
     leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, ShardingRule | PartitionSpec))
-    return all(rule.is_pure for rule in leaves if isinstance(rule, ShardingRule))
+    return all(is_pure(rule) for rule in leaves if isinstance(rule, ShardingRule))

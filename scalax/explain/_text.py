@@ -77,5 +77,7 @@ def _footer(report: ShardingReport) -> list[str]:
     if report.unused_rules:
         lines.append(f'regexes that match nothing: {", ".join(map(repr, report.unused_rules))}')
     if report.shadowed_rules:
-        lines.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, report.shadowed_rules))}')
+        lines.append(
+            f'regexes always shadowed by earlier ones: {", ".join(map(repr, report.shadowed_rules))}'
+        )
     return lines

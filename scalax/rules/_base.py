@@ -150,11 +150,31 @@ class BuiltinRule(ShardingRule):
             ShardingError: some leaves have no spec; all of them are named.
         """
         tree = NamedTree.of(pytree)
-        return tree.treedef.unflatten([answer.spec for answer in settled(self, tree, None)])
+        answers = filled(self, self.answers(tree, None), tree, None)
+        return tree.treedef.unflatten([answer.spec for answer in answers])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
+
+
+def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    """What any rule says about every leaf; see `ShardingRule.answers`.
+
+    A subclass of a built-in rule that writes an `apply` of its own means that one to count.
+    """
+    if _applies_itself(rule):
+        return ShardingRule.answers(rule, tree, axis_sizes)
+    return rule.answers(tree, axis_sizes)
+
+
+def is_pure(rule: ShardingRule) -> bool:
+    """Whether what `ask` gives may be reused; see `ShardingRule.is_pure`."""
+    return rule.is_pure and not _applies_itself(rule)
+
+
+def _applies_itself(rule: ShardingRule) -> bool:
+    return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
 def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
@@ -164,7 +184,13 @@ def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -
         ShardingError: the rule went wrong, or its default is an error, for some leaves; all of them are
             named.
     """
-    answers = rule.answers(tree, axis_sizes)
+    return filled(rule, ask(rule, tree, axis_sizes), tree, axis_sizes)
+
+
+def filled(
+    rule: ShardingRule, answers: list[Said], tree: NamedTree, axis_sizes: AxisSizes | None
+) -> list[Answer]:
+    """The answers with the rule's default in place of None; raises as `settled` does."""
     for index, said in enumerate(answers):
         if said is None:
             answers[index] = rule.fallback(tree, index, axis_sizes)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
 from scalax.errors import Problem, RuleError
-from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, not_a_spec
+from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, ask, not_a_spec
 
 Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
 
@@ -76,7 +76,7 @@ class PolicyShardingRule(BuiltinRule):
     ) -> Answer | Problem:
         """The answer of a rule that the policy returned for one leaf, or that rule's default."""
         one = tree.select([index])
-        said = rule.answers(one, axis_sizes)[0]
+        said = ask(rule, one, axis_sizes)[0]
         if said is None:
             said = rule.fallback(one, 0, axis_sizes)
         if isinstance(said, Problem):

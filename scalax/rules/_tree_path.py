@@ -11,7 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
 from scalax.errors import Problem, RuleError, near_names
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said, ShardingRule
+from scalax.rules._base import (
+    REPLICATED,
+    Answer,
+    AxisSizes,
+    BuiltinRule,
+    Said,
+    ShardingRule,
+    ask,
+    is_pure,
+)
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
 
@@ -72,7 +81,7 @@ class TreePathShardingRule(BuiltinRule):
     def is_pure(self) -> bool:
         """See `ShardingRule.is_pure`."""
         nested = (value for _, value in self.rules if isinstance(value, ShardingRule))
-        return self.on_indivisible != 'warn' and all(rule.is_pure for rule in nested)
+        return self.on_indivisible != 'warn' and all(map(is_pure, nested))
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
@@ -90,7 +99,7 @@ class TreePathShardingRule(BuiltinRule):
                 continue
             left = [i for i, hit in zip(left, found, strict=True) if not hit]
             if isinstance(value, ShardingRule):
-                for i, answer in zip(mine, value.answers(tree.select(mine), axis_sizes), strict=True):
+                for i, answer in zip(mine, ask(value, tree.select(mine), axis_sizes), strict=True):
                     answers[i] = self._by_clause(number, answer) if isinstance(answer, Answer) else answer
             else:
                 fixed = self._clause_answer(number, value)

@@ -1,0 +1,190 @@
+"""Host data becomes global arrays and comes back, in one process."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax.errors import DataError, MeshError
+from scalax.sharding import MeshShardingHelper
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
+ORDERS = {
+    'as they come': list(range(8)),
+    'evens first': [0, 2, 4, 6, 1, 3, 5, 7],
+    'backwards': list(range(8))[::-1],
+}
+
+
+@pytest.mark.parametrize(
+    ('shape', 'options', 'spec', 'part'),
+    [
+        ((8, 3), {}, P(('data', 'tp')), (1, 3)),
+        ((16, 3), {'mesh_axis_subset': None}, P(('data', 'tp')), (2, 3)),
+        ((8, 3), {'mesh_axis_subset': 'data'}, P('data'), (2, 3)),
+        ((4, 3), {'mesh_axis_subset': ['data']}, P('data'), (1, 3)),  # not by all devices
+        ((2, 3), {'mesh_axis_subset': ('tp',)}, P('tp'), (1, 3)),
+        ((8, 3), {'mesh_axis_subset': ['tp', 'data']}, P(('tp', 'data')), (1, 3)),
+        ((5, 3), {'mesh_axis_subset': []}, P(), (5, 3)),
+        ((3, 8), {'batch_axis': 1}, P(None, ('data', 'tp')), (3, 1)),
+        ((3, 8), {'batch_axis': -1}, P(None, ('data', 'tp')), (3, 1)),
+        ((8, 3), {'batch_axis': -2}, P(('data', 'tp')), (1, 3)),
+        ((2, 8, 3), {'batch_axis': 1, 'mesh_axis_subset': 'data'}, P(None, 'data'), (2, 2, 3)),
+        ((0, 3), {}, P(('data', 'tp')), (0, 3)),
+        ((), {}, P(), ()),
+        ((), {'batch_axis': -1}, P(), ()),
+    ],
+)
+@pytest.mark.parametrize('make', [np.asarray, jnp.asarray])
+def test_local_data(rng, shape, options, spec, part, make):
+    local = make(rng.integers(0, 100, shape).astype(np.int32))
+    array = HELPER.local_data_to_global_array(local, **options)
+    assert array.sharding.spec == spec
+    assert array.sharding.mesh == HELPER.mesh
+    assert {shard.data.shape for shard in array.addressable_shards} == {part}
+    np.testing.assert_array_equal(array, local)
+    axis = options.get('batch_axis', 0)
+    np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, axis), local)
+
+
+@pytest.mark.parametrize('order', ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize('subset', [None, 'data', 'tp'])
+def test_rows_stay_in_order_whatever_the_order_of_devices(order, subset):
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], devices=[jax.devices()[i] for i in order])
+    array = helper.local_data_to_global_array(np.arange(16), mesh_axis_subset=subset)
+    np.testing.assert_array_equal(array, np.arange(16))
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.arange(16)[shard.index])
+
+
+@pytest.mark.parametrize('count', [1, 3, 6, 7])
+def test_meshes_of_some_devices(count):
+    helper = MeshShardingHelper([count], ['data'], devices=jax.devices()[-count:])
+    array = helper.local_data_to_global_array(np.arange(2 * count))
+    assert array.sharding.device_set == set(jax.devices()[-count:])
+    np.testing.assert_array_equal(array, np.arange(2 * count))
+
+
+@pytest.mark.parametrize('types', list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2)))
+def test_axis_types(types):
+    # One dimension may not mix types, so mixed meshes name their batch axes.
+    subset = None if len(set(types)) == 1 else 'data'
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=types)
+    array = helper.local_data_to_global_array(np.arange(8), mesh_axis_subset=subset)
+    np.testing.assert_array_equal(array, np.arange(8))
+    np.testing.assert_array_equal(helper.sjit(lambda x: 2 * x)(array), 2 * np.arange(8))
+
+
+def test_trees():
+    batch = {
+        'tokens': np.arange(16).reshape(8, 2),
+        'mask': np.ones((8, 1), bool),
+        'keys': jax.random.split(jax.random.key(0), 8),
+        'step': 7,
+        'scale': np.float32(0.5),
+        'extra': None,
+    }
+    arrays = HELPER.local_data_to_global_array(batch)
+    assert jax.tree.structure(arrays) == jax.tree.structure(batch)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays))
+    assert (arrays['step'].sharding.spec, int(arrays['step'])) == (P(), 7)
+    assert arrays['keys'].dtype == batch['keys'].dtype
+    local = HELPER.global_array_to_local_data(arrays)
+    keys = local.pop('keys')
+    assert (keys == batch['keys']).all()
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(local))
+    for name in ('tokens', 'mask', 'step', 'scale'):
+        np.testing.assert_array_equal(local[name], batch[name])
+
+
+def test_one_transfer_for_all_leaves(monkeypatch):
+    calls = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, 'device_put', lambda *args: calls.append(args) or put(*args))
+    HELPER.local_data_to_global_array([np.zeros(8), np.zeros((8, 2)), 1.0])
+    assert len(calls) == 1
+    with pytest.raises(DataError):
+        HELPER.local_data_to_global_array([np.zeros(8), np.zeros(7)])
+    assert len(calls) == 1
+
+
+WHAT_TO_DO = 'What to do: give arrays whose batch divides, or shard it over fewer axes with mesh_axis_subset.'
+
+
+@pytest.mark.parametrize(
+    ('data', 'options', 'message'),
+    [
+        (
+            {'x': np.ones((6, 2), np.float32), 'fine': np.ones(8), 'y': np.ones(4, np.int8)},
+            {},
+            f"""\
+local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
+  x: float32[6, 2]: the global batch of 6 rows does not divide by 8 shards
+  y: int8[4]: the global batch of 4 rows does not divide by 8 shards
+{WHAT_TO_DO}""",
+        ),
+        (
+            np.ones((8, 6), np.float32),
+            {'batch_axis': -1, 'mesh_axis_subset': 'data'},
+            f"""\
+local data does not fit the mesh (data=4, tp=2), with the batch on axis -1 over mesh axes ('data',):
+  (the leaf itself): float32[8, 6]: the global batch of 6 rows does not divide by 4 shards
+{WHAT_TO_DO}""",
+        ),
+        (
+            [np.ones(8, np.float32), np.ones((2, 8), np.float32)],
+            {'batch_axis': 1},
+            f"""\
+local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over mesh axes ('data', 'tp'):
+  0: float32[8] has no axis 1
+{WHAT_TO_DO}""",
+        ),
+        (
+            {
+                'name': 'train',
+                'text': np.array(['a'] * 8),
+                'shape': jax.ShapeDtypeStruct((8,), 'float32'),
+                'objects': np.array([None] * 8),
+            },
+            {},
+            f"""\
+local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
+  name: str is not an array
+  objects: object[8] is not an array
+  shape: float32[8] is not an array
+  text: <U1[8] is not an array
+{WHAT_TO_DO}""",
+        ),
+    ],
+)
+def test_data_that_does_not_fit(data, options, message):
+    with pytest.raises(DataError) as error:
+        HELPER.local_data_to_global_array(data, **options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ('subset', 'message'),
+    [
+        ('dat', "the mesh has no axis 'dat' (did you mean 'data'?)"),
+        (['tp', 'tp'], "mesh axes are named once each, got ('tp', 'tp')"),
+    ],
+)
+def test_axes_that_do_not_exist(subset, message):
+    with pytest.raises(MeshError) as error:
+        HELPER.local_data_to_global_array(np.zeros(8), mesh_axis_subset=subset)
+    assert str(error.value) == message
+
+
+def test_axes_of_different_types_do_not_shard_one_batch():
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(MeshError) as error:
+        helper.local_data_to_global_array(np.zeros(8))
+    assert str(error.value) == (
+        'the batch cannot be sharded over mesh axes of different types together (data is Auto, tp is '
+        'Explicit): choose axes of one type with mesh_axis_subset'
+    )

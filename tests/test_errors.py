@@ -1,0 +1,400 @@
+"""Whole messages, as somebody reads them at three in the morning, and errors as values.
+
+Those about meshes, trees of rules and host data are in test_mesh.py, test_prefix.py and test_data.py.
+"""
+
+import pickle
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax import errors
+from scalax.errors import MeshError, Problem, RuleError, ScalaxError, ShardingError, did_you_mean
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    NamedSharding,
+    PolicyShardingRule,
+    ShardingRule,
+    TreePathShardingRule,
+)
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+MIXED = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
+OTHER = MeshShardingHelper([8], ['data']).mesh
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, 'float32')
+
+
+class Tuples(ShardingRule):
+    def apply(self, pytree):
+        return jax.tree.map(lambda _: ('fsdp', None), pytree)
+
+
+def returns_three(path, x):
+    return 3
+
+
+def returns_text(path, x):
+    return 'fsdp' if path == 'w' else P()
+
+
+UNMATCHED = (
+    "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
+    'replicate what nothing matches.'
+)
+A_SPEC = "What to do: return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None)."
+DIVIDE = (
+    "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule, "
+    'or on the helper for bare specs, to leave such dimensions unsharded.'
+)
+
+
+@pytest.mark.parametrize(
+    ('rules', 'tree', 'message'),
+    [
+        pytest.param(
+            {'near': P('fdsp'), 'far': P('data')},
+            {'near': leaf(8), 'far': leaf(8)},
+            """\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  far: float32[8]
+    the mesh has no axis 'data' (known: 'fsdp', 'tp')
+    asked for: P('data',) from the spec given
+  near: float32[8]
+    the mesh has no axis 'fdsp' (did you mean 'fsdp'?)
+    asked for: P('fdsp',) from the spec given
+What to do: name only axes of the mesh, or build the mesh with that axis.""",
+            id='unknown axis',
+        ),
+        pytest.param(
+            TreePathShardingRule(('', P('fsdp', None, 'tp'))),
+            {'w': leaf(8, 8), 'b': leaf(8)},
+            """\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  b: float32[8]
+    the spec has 3 entries, the array 1 dimension
+    asked for: P('fsdp', None, 'tp') from TreePathShardingRule regex ''
+  w: float32[8, 8]
+    the spec has 3 entries, the array 2 dimensions
+    asked for: P('fsdp', None, 'tp') from TreePathShardingRule regex ''
+What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).""",
+            id='spec longer than the rank',
+        ),
+        pytest.param(
+            P('tp', 'fsdp'),
+            {'w': leaf(3, 5), 'v': leaf(4, 6)},
+            f"""\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  v: float32[4, 6]
+    dimension 1 of size 6 does not divide by 4 (fsdp=4)
+    asked for: P('tp', 'fsdp') from the spec given
+  w: float32[3, 5]
+    dimension 0 of size 3 does not divide by 2 (tp=2)
+    dimension 1 of size 5 does not divide by 4 (fsdp=4)
+    asked for: P('tp', 'fsdp') from the spec given
+{DIVIDE}""",
+            id='indivisible',
+        ),
+        pytest.param(
+            PolicyShardingRule(lambda path, x: P(('fsdp', 'tp'))),
+            leaf(12),
+            f"""\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  (the leaf itself): float32[12]
+    dimension 0 of size 12 does not divide by 8 (fsdp=4 x tp=2)
+    asked for: P(('fsdp', 'tp'),) from PolicyShardingRule(<lambda>)
+{DIVIDE}""",
+            id='indivisible by two axes',
+        ),
+        pytest.param(
+            P('fsdp', ('tp', 'fsdp')),
+            [leaf(8, 8)],
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  0: float32[8, 8]
+    mesh axis 'fsdp' is used more than once (dimensions 0, 1)
+    asked for: P('fsdp', ('tp', 'fsdp')) from the spec given
+What to do: use each mesh axis at most once in a spec.""",
+            id='axis used twice',
+        ),
+        pytest.param(
+            TreePathShardingRule(('kernal$', P()), ('scale', P())),
+            {'dense': {'kernel': leaf(8, 8), 'bias': leaf(8)}, 'step': leaf()},
+            f"""\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  dense/bias: float32[8]
+    no regex of the rule matches the path 'dense/bias'
+    rule: TreePathShardingRule with 2 regexes
+  dense/kernel: float32[8, 8]
+    no regex of the rule matches the path 'dense/kernel'; 'kernal$' comes near
+    rule: TreePathShardingRule with 2 regexes
+{UNMATCHED}""",
+            id='unmatched',
+        ),
+        pytest.param(
+            PolicyShardingRule(returns_text),
+            {'w': leaf(8), 'b': leaf(8)},
+            f"""\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  w: float32[8]
+    got 'fsdp' of type str, which is not a PartitionSpec
+    rule: PolicyShardingRule(returns_text)
+{A_SPEC}""",
+            id='policy returns something else',
+        ),
+        pytest.param(
+            Tuples(),
+            {'w': leaf(8)},
+            f"""\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  w: float32[8]
+    got ('fsdp', None) of type tuple, which is not a PartitionSpec
+    rule: Tuples.apply
+{A_SPEC}""",
+            id='apply returns something else',
+        ),
+        pytest.param(
+            FSDPShardingRule(),
+            {'name': 'adam', 'hook': len, 'table': np.array(['a', 'b']), 'w': leaf(8), 'l': list(range(2))},
+            """\
+3 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  hook: builtin_function_or_method
+    <built-in function len> is not an array
+  name: str
+    'adam' is not an array
+  table: <U1[2]
+    JAX has no arrays of dtype <U1
+What to do: shard trees of arrays; take other leaves out, or make such arguments static.""",
+            id='not arrays',
+        ),
+        pytest.param(
+            NamedSharding(OTHER, P('data')),
+            {'w': leaf(8)},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  w: float32[8]
+    the NamedSharding is of another mesh: Mesh('data': 8, axis_types=(Auto,))
+    the mesh has no axis 'data' (known: 'fsdp', 'tp')
+    asked for: P('data',) from the NamedSharding given
+What to do: give NamedShardings of the helper's own mesh, or PartitionSpecs.
+What to do: name only axes of the mesh, or build the mesh with that axis.""",
+            id='another mesh',
+        ),
+        pytest.param(
+            {'a': None, 'b': P(P.UNCONSTRAINED)},
+            {'a': leaf(8), 'b': leaf(8)},
+            """\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  a: float32[8]
+    the rule leaves this leaf to the compiler (None), but there is no compiler here
+  b: float32[8]
+    an UNCONSTRAINED dimension is not a place where an array can lie
+    asked for: P(UNCONSTRAINED,) from the spec given
+What to do: None is for sjit, constraints and annotations; give PartitionSpec() to replicate.
+What to do: UNCONSTRAINED is for constraints and annotations inside a compiled function.""",
+            id='nothing said',
+        ),
+        pytest.param(
+            {'a': TreePathShardingRule(('x', P())), 'b': PolicyShardingRule(returns_three), 'c': P('fsdp')},
+            {'a': {'w': leaf(8)}, 'b': leaf(8), 'c': leaf(3)},
+            f"""\
+3 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  a/w: float32[8]
+    no regex of the rule matches the path 'w'
+    rule: TreePathShardingRule with 1 regex
+  b: float32[8]
+    got 3 of type int, which is not a PartitionSpec
+    rule: PolicyShardingRule(returns_three)
+  c: float32[3]
+    dimension 0 of size 3 does not divide by 4 (fsdp=4)
+    asked for: P('fsdp',) from the spec given
+{UNMATCHED}
+{A_SPEC}
+{DIVIDE}""",
+            id='everything at once',
+        ),
+        pytest.param(
+            TreePathShardingRule(
+                ('p', PolicyShardingRule(returns_three)), ('t', TreePathShardingRule(('q', P())))
+            ),
+            {name: leaf(8) for name in 'ptw'},
+            f"""\
+3 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  p: float32[8]
+    got 3 of type int, which is not a PartitionSpec
+    rule: PolicyShardingRule(returns_three)
+  t: float32[8]
+    no regex of the rule matches the path 't'
+    rule: TreePathShardingRule with 1 regex
+  w: float32[8]
+    no regex of the rule matches the path 'w'
+    rule: TreePathShardingRule with 2 regexes
+{A_SPEC}
+{UNMATCHED}""",
+            id='nested rules',
+        ),
+    ],
+)
+def test_trees_that_cannot_be_sharded(rules, tree, message):
+    for call in (HELPER.match_sharding_rule, lambda rules, tree: HELPER.shard(tree, rules)):
+        with pytest.raises(ShardingError) as error:
+            call(rules, tree)
+        assert str(error.value) == message
+
+
+def test_axis_types_that_do_not_mix():
+    with pytest.raises(ShardingError) as error:
+        MIXED.match_sharding_rule([P(('fsdp', 'tp')), P('tp', unreduced={'fsdp'})], [leaf(8), leaf(8)])
+    assert [(problem.leaf, problem.detail, problem.hint) for problem in error.value.problems] == [
+        (
+            '0: float32[8]',
+            'dimension 0 mixes mesh axes of types Auto and Explicit',
+            'keep the axes of one dimension of one type (JAX would reorder them silently).',
+        ),
+        (
+            '1: float32[8]',
+            "unreduced or reduced axis 'fsdp' is of type Auto",
+            'unreduced and reduced axes need a mesh axis of type Explicit.',
+        ),
+    ]
+
+
+def test_ten_leaves_are_shown_and_the_rest_counted():
+    for count, rest in ((10, DIVIDE), (11, '  ... and 1 more leaf'), (14, '  ... and 4 more leaves')):
+        with pytest.raises(ShardingError) as error:
+            HELPER.match_sharding_rule(P('fsdp'), {f'w{i:02}': leaf(3) for i in range(count)})
+        lines = str(error.value).splitlines()
+        assert lines[0] == f'{count} leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):'
+        assert [line for line in lines if line.startswith('  w')] == [
+            f'  w{i:02}: float32[3]' for i in range(10)
+        ]
+        assert lines[-1 if count == 10 else -2] == rest
+        assert len(error.value.problems) == count
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (
+            lambda: TreePathShardingRule(('ok', P()), ('layers/(', P())),
+            "TreePathShardingRule, pair 1: invalid regex 'layers/(': missing ), unterminated subpattern "
+            '(position 7)',
+        ),
+        (
+            lambda: TreePathShardingRule(('w', ('fsdp', None))),
+            "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got "
+            "('fsdp', None); write PartitionSpec('fsdp', None)",
+        ),
+        (
+            lambda: TreePathShardingRule(('w', 'fsdp')),
+            "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got 'fsdp'",
+        ),
+        (
+            lambda: TreePathShardingRule([('w', P())]),
+            "TreePathShardingRule, pair 0: expected a pair (regex, PartitionSpec), got [('w', P())]",
+        ),
+        (
+            lambda: TreePathShardingRule((3, P())),
+            'TreePathShardingRule, pair 0: the regex is a string, got 3',
+        ),
+        (
+            lambda: TreePathShardingRule(('w', P()), on_indivisible='pad'),
+            "on_indivisible is 'error', 'replicate' or 'warn', got 'pad'",
+        ),
+        (lambda: PolicyShardingRule(P('fsdp')), "policy is a function of (path, leaf), got P('fsdp',)"),
+        (
+            lambda: MeshShardingHelper([8], ['fsdp'], on_indivisible='pad'),
+            "on_indivisible is 'error', 'replicate' or 'warn', got 'pad'",
+        ),
+        (
+            lambda: HELPER.match_sharding_rule(FSDPShardingRule('fdsp'), leaf(8)),
+            f"{FSDPShardingRule('fdsp')!r}: the mesh has no axis 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        (
+            lambda: HELPER.match_sharding_rule(FSDPShardingRule('fsdp', 8), leaf(8)),
+            f'{FSDPShardingRule("fsdp", 8)!r}: fsdp_axis_size is 8, but the mesh has 4 devices along '
+            "'fsdp'; leave fsdp_axis_size out: the helper knows its mesh",
+        ),
+        (
+            lambda: FSDPShardingRule(fsdp_axis_name=None),
+            'fsdp_axis_name is a mesh axis or a tuple of them, got None',
+        ),
+        (
+            lambda: FSDPShardingRule(fsdp_axis_name=('a', 1)),
+            "fsdp_axis_name is a mesh axis or a tuple of them, got ('a', 1)",
+        ),
+        *(
+            (
+                lambda size=size: FSDPShardingRule(fsdp_axis_size=size),
+                f'fsdp_axis_size is a positive integer or None, got {size!r}',
+            )
+            for size in (0, -1, '4', 4.0, True)
+        ),
+        *(
+            (
+                lambda size=size: FSDPShardingRule(min_fsdp_size=size),
+                f'min_fsdp_size is a number of elements, got {size!r}',
+            )
+            for size in (None, '1M')
+        ),
+    ],
+)
+def test_rules_that_are_wrong_in_themselves(make, message):
+    with pytest.raises(RuleError) as error:
+        make()
+    assert str(error.value) == message
+
+
+# --- Errors as values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'error',
+    [
+        ShardingError([Problem('kind', 'w: float32[8]', 'is wrong', 'P()', 'rule', 'hint')], 'a=8', 'x'),
+        ShardingError([], message='something about all leaves'),
+        MeshError('text'),
+    ],
+)
+def test_errors_survive_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    ('name', 'builtin'),
+    [
+        ('MeshError', ValueError),
+        ('RuleError', ValueError),
+        ('ShardingError', ValueError),
+        ('StructureError', ValueError),
+        ('ArgumentError', TypeError),
+        ('PlacementError', ValueError),
+        ('DataError', ValueError),
+        ('MissingDependencyError', ImportError),
+    ],
+)
+def test_errors_are_the_builtin_ones_as_well(name, builtin):
+    assert issubclass(getattr(errors, name), ScalaxError)
+    assert issubclass(getattr(errors, name), builtin)
+    assert f'{name} ' in errors.__doc__
+
+
+@pytest.mark.parametrize(
+    ('word', 'known', 'text'),
+    [
+        ('fdsp', ['fsdp', 'tp'], "did you mean 'fsdp'?"),
+        ('data1', ['data2', 'data3', 'tp'], "did you mean 'data3' or 'data2'?"),
+        ('x', ['fsdp', 'tp'], "known: 'fsdp', 'tp'"),
+        ('x', [], 'there are none'),
+        ('x', [str(i) for i in range(11)], "known: '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', ..."),
+    ],
+)
+def test_did_you_mean(word, known, text):
+    assert did_you_mean(word, known) == text

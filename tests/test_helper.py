@@ -1,0 +1,336 @@
+"""The front: placing and fetching trees, abstract trees, reports, helpers over abstract meshes."""
+
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax.errors import MeshError, RuleError, ShardingError, StructureError
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    PolicyShardingRule,
+    ShardingRule,
+    TreePathShardingRule,
+)
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+ABSTRACT = MeshShardingHelper.from_mesh(HELPER.mesh.abstract_mesh)
+EXPLICIT = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+MIXED = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=(AxisType.Explicit, AxisType.Auto))
+
+
+def make_tree():
+    return {
+        'kernel': np.arange(128, dtype=np.float32).reshape(8, 16),
+        'half': jnp.arange(8, dtype=jnp.bfloat16),
+        'rng': jax.random.split(jax.random.key(0), 8),
+        'count': 3,
+        'rate': 0.5,
+        'nothing': None,
+    }
+
+
+RULE = TreePathShardingRule(('kernel', P('fsdp', 'tp')), ('half', P('tp')), ('rng', P('fsdp')))
+
+
+@pytest.mark.parametrize(
+    ('helper', 'text'),
+    [
+        (HELPER, 'MeshShardingHelper(fsdp=4, tp=2)'),
+        (ABSTRACT, 'MeshShardingHelper(fsdp=4, tp=2)'),
+        (EXPLICIT, 'MeshShardingHelper(fsdp=4, tp=2; Explicit, Explicit)'),
+        (MIXED, 'MeshShardingHelper(fsdp=4, tp=2; Explicit, Auto)'),
+        (MeshShardingHelper([], [], devices=jax.devices()[:1]), 'MeshShardingHelper()'),
+    ],
+)
+def test_repr(helper, text):
+    assert repr(helper) == text
+
+
+# --- Placing and fetching -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('helper', [HELPER, EXPLICIT, MIXED], ids=repr)
+def test_shard_places_and_gather_fetches(helper):
+    tree = make_tree()
+    placed = helper.shard(tree, RULE)
+    shardings = helper.match_sharding_rule(RULE, tree)
+    assert jax.tree.map(lambda x: x.sharding, placed) == shardings
+    assert placed['kernel'].addressable_shards[0].data.shape == (2, 8)
+    assert placed['nothing'] is None
+    assert (placed['half'].dtype, placed['count'].dtype) == (jnp.bfloat16, np.int32)
+
+    back = helper.gather(placed)
+    assert {type(leaf) for name, leaf in back.items() if name not in ('rng', 'nothing')} == {np.ndarray}
+    assert back['rng'].dtype == tree['rng'].dtype
+    for name in ('kernel', 'half', 'count', 'rate'):
+        np.testing.assert_array_equal(back[name], tree[name])
+
+
+def test_gather_leaves_other_leaves_alone():
+    tree = {'x': HELPER.shard(np.arange(8), P('fsdp')), 'name': 'adam', 'host': np.ones(2), 'f': len}
+    back = HELPER.gather(tree)
+    assert all(back[name] is tree[name] for name in ('name', 'host', 'f'))
+    assert isinstance(back['x'], np.ndarray)
+
+
+def test_shard_moves_arrays_that_lie_elsewhere():
+    tree = make_tree()
+    there = HELPER.shard(HELPER.shard(tree, P()), RULE)
+    other = MeshShardingHelper([2], ['x'], devices=jax.devices()[6:])
+    back = other.shard(there['kernel'], P(None, 'x'))
+    assert back.sharding.device_set == set(jax.devices()[6:])
+    np.testing.assert_array_equal(back, tree['kernel'])
+
+
+def test_shard_transfers_the_tree_at_once_and_only_after_all_checks(monkeypatch):
+    calls = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, 'device_put', lambda *args: calls.append(args) or put(*args))
+    HELPER.shard(make_tree(), RULE)
+    assert len(calls) == 1
+    with pytest.raises(ShardingError):
+        HELPER.shard({'good': np.zeros(8), 'bad': np.zeros(3)}, P('fsdp'))
+    with pytest.raises(StructureError):
+        HELPER.shard({'good': np.zeros(8)}, {'other': P()})
+    assert len(calls) == 1
+
+
+def test_shapes_cannot_be_placed():
+    tree = {
+        'a': jax.ShapeDtypeStruct((8,), 'float32'),
+        'b': np.zeros(8),
+        'c': jax.ShapeDtypeStruct((), 'int8'),
+    }
+    with pytest.raises(ShardingError) as error:
+        HELPER.shard(tree, P())
+    assert str(error.value) == (
+        '2 leaves cannot be sharded as asked:\n'
+        '  a: float32[8]\n'
+        '    a ShapeDtypeStruct has no value that could be placed\n'
+        '  c: int8[]\n'
+        '    a ShapeDtypeStruct has no value that could be placed\n'
+        'What to do: shard arrays; for shapes with shardings use abstract(tree, rules), and to create the '
+        'arrays where they belong use sjit(init, out_shardings=rules).'
+    )
+
+
+def test_memory_kinds():
+    tree = {'w': np.ones(8, np.float32)}
+    host = NamedSharding(HELPER.mesh, P('fsdp'), memory_kind='pinned_host')
+    for rule in (host, TreePathShardingRule(('w', host)), PolicyShardingRule(lambda path, x: host)):
+        assert HELPER.shard(tree, rule)['w'].sharding == host
+    assert HELPER.explain(tree, host).rows[0].memory_kind == 'pinned_host'
+    default = NamedSharding(HELPER.mesh, P('fsdp'))
+    assert HELPER.match_sharding_rule(default, tree)['w'] is HELPER.match_sharding_rule(P('fsdp'), tree)['w']
+
+
+def test_functions_that_shard_and_gather():
+    tree = make_tree()
+    shard_fns, gather_fns = HELPER.make_shard_and_gather_fns(tree, RULE)
+    placed = HELPER.apply_shard_and_gather_fns(shard_fns, tree)
+    assert jax.tree.map(lambda x: x.sharding, placed) == HELPER.match_sharding_rule(RULE, tree)
+    one = shard_fns['kernel'](tree['kernel'])
+    assert one.sharding == placed['kernel'].sharding
+    back = MeshShardingHelper.apply_shard_and_gather_fns(gather_fns, placed)
+    assert isinstance(back['kernel'], np.ndarray)
+    np.testing.assert_array_equal(back['kernel'], tree['kernel'])
+
+
+def test_functions_for_another_tree():
+    functions, _ = HELPER.make_shard_and_gather_fns({'a': np.zeros(8)}, P())
+    with pytest.raises(StructureError) as error:
+        HELPER.apply_shard_and_gather_fns(functions, {'b': np.zeros(8)})
+    assert str(error.value) == (
+        "the functions have the structure PyTreeDef({'a': *}), the tree has PyTreeDef({'b': *}): make the "
+        'functions from a tree of the same structure'
+    )
+
+
+# --- Abstract trees and meshes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('helper', [HELPER, EXPLICIT, MIXED, ABSTRACT], ids=repr)
+def test_abstract(helper):
+    tree = make_tree()
+    abstract = helper.abstract(tree, RULE)
+    assert jax.tree.structure(abstract) == jax.tree.structure(tree)
+    assert {type(leaf) for leaf in jax.tree.leaves(abstract)} == {jax.ShapeDtypeStruct}
+    assert jax.tree.map(lambda x: x.sharding, abstract) == helper.match_sharding_rule(RULE, tree)
+    assert (abstract['count'].shape, abstract['count'].dtype) == ((), np.int32)
+    assert (abstract['rng'].shape, abstract['rng'].dtype) == ((8,), tree['rng'].dtype)
+    # What it makes it takes.
+    assert jax.tree.leaves(helper.abstract(abstract, RULE)) == jax.tree.leaves(abstract)
+
+
+def test_abstract_meshes_serve_for_all_that_needs_no_devices():
+    mesh = AbstractMesh((4096, 8), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
+    pod = MeshShardingHelper.from_mesh(mesh, on_indivisible='replicate')
+    tree = {'w': jax.ShapeDtypeStruct((8192, 64), 'float32'), 'v': jax.ShapeDtypeStruct((12, 4), 'float32')}
+    assert pod.match_sharding_rule(P('fsdp', 'tp'), tree)['w'].shard_shape((8192, 64)) == (2, 8)
+    assert pod.explain(tree, P('fsdp')).bytes_per_device == 2 * 64 * 4 + 12 * 4 * 4
+    assert pod.mesh == mesh
+    assert pod.on_indivisible == 'replicate'
+
+
+@pytest.mark.parametrize(
+    ('name', 'call'),
+    [
+        ('shard', lambda: ABSTRACT.shard(np.zeros(8), P())),
+        ('make_shard_and_gather_fns', lambda: ABSTRACT.make_shard_and_gather_fns(np.zeros(8), P())),
+        ('local_data_to_global_array', lambda: ABSTRACT.local_data_to_global_array(np.zeros(8))),
+    ],
+)
+def test_what_needs_devices_says_so(name, call):
+    with pytest.raises(MeshError) as error:
+        call()
+    assert str(error.value) == (
+        f'{name} needs devices to run on, and this helper was made from an AbstractMesh, which has none: use '
+        'a helper over a Mesh'
+    )
+
+
+# --- Reports --------------------------------------------------------------------------------------
+
+STATE = {
+    'dense': {'kernel': np.zeros((8, 16), np.float32), 'bias': np.zeros(16, np.float32)},
+    'odd': np.zeros((6, 4)),
+    'step': 0,
+}
+RULES = TreePathShardingRule(
+    ('kernel', P('fsdp', 'tp')),
+    ('dense/kernel', P()),
+    ('qkv', P('tp')),
+    ('odd', P('fsdp')),
+    ('step', P()),
+    ('', P('tp')),
+    on_indivisible='replicate',
+)
+
+
+def test_report_values():
+    report = HELPER.explain(STATE, RULES)
+    rows = {row.path: row for row in report.rows}
+    assert list(rows) == ['dense/bias', 'dense/kernel', 'odd', 'step']
+    kernel = rows['dense/kernel']
+    assert (kernel.shape, kernel.dtype, kernel.spec) == ((8, 16), 'float32', P('fsdp', 'tp'))
+    assert (kernel.rule, kernel.reason) == ("TreePathShardingRule regex 'kernel'", 'path matches')
+    assert (kernel.bytes, kernel.bytes_per_device, kernel.is_replicated) == (512, 64, False)
+    assert rows['odd'].reason == "path matches; asked for P('fsdp',), which does not divide"
+    assert rows['odd'].dtype == 'float32'  # what a float64 of numpy becomes on a device
+    assert (report.bytes, report.bytes_per_device) == (512 + 64 + 96 + 4, 64 + 32 + 96 + 4)
+    assert (report.replicated.paths, report.replicated.bytes) == (('odd', 'step'), 100)
+    assert (report.unused_rules, report.shadowed_rules) == (('qkv',), ('dense/kernel',))
+
+
+def test_report_text(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '100')
+    assert (
+        str(HELPER.explain(STATE, RULES))
+        == """\
+path          array          spec             bytes/device  rule
+----------------------------------------------------------------------------------------------------
+dense/bias    float32[16]    P('tp',)                 32 B  TreePathShardingRule regex '': path m...
+dense/kernel  float32[8,16]  P('fsdp', 'tp')          64 B  TreePathShardingRule regex 'kernel': ...
+odd           float32[6,4]   replicated               96 B  TreePathShardingRule regex 'odd': pat...
+step          int32[]        replicated                4 B  TreePathShardingRule: one element
+
+4 arrays, 676 B in all, 196 B on each device of the mesh (fsdp=4, tp=2)
+replicated: 2 arrays, 100 B on each device
+regexes that match nothing: 'qkv'
+regexes always shadowed by earlier ones: 'dense/kernel'"""
+    )
+
+
+def test_report_of_what_the_compiler_decides():
+    report = HELPER.explain(
+        {'a': np.zeros(8, np.int8), 'b': np.zeros((8, 8), np.int8)}, {'a': P('tp'), 'b': None}
+    )
+    assert [(row.spec, row.rule, row.reason) for row in report.rows] == [
+        (P('tp'), 'the spec given', ''),
+        (None, 'none', 'left to the compiler'),
+    ]
+    assert report.replicated.paths == ()
+
+
+def test_report_as_plain_values():
+    as_dict = HELPER.explain(STATE, RULES).to_dict()
+    assert json.loads(json.dumps(as_dict)) == as_dict
+    assert as_dict['mesh'] == {'fsdp': 4, 'tp': 2}
+    assert as_dict['rows'][1]['spec'] == ['fsdp', 'tp']
+    several = HELPER.explain(np.zeros((4, 8)), P(None, ('fsdp', 'tp'))).to_dict()['rows'][0]
+    assert (several['spec'], several['bytes_per_device']) == ([None, ['fsdp', 'tp']], 16)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({}, None),
+        ({'max_replicated_bytes': 100}, None),
+        (
+            {'max_replicated_bytes': 99},
+            '100 bytes are replicated on every device, allowed are 99:\n'
+            "  odd: 96 bytes (TreePathShardingRule regex 'odd': path matches; asked for P('fsdp',), which "
+            'does not divide)\n'
+            '  step: 4 bytes (TreePathShardingRule: one element)',
+        ),
+        (
+            {'no_unused_rules': True},
+            "rules that decide about no leaf:\n  'qkv' matches nothing\n  'dense/kernel' is always shadowed "
+            'by earlier ones',
+        ),
+    ],
+)
+def test_report_check(options, message):
+    report = HELPER.explain(STATE, RULES)
+    if message is None:
+        report.check(**options)
+        return
+    with pytest.raises(ShardingError) as error:
+        report.check(**options)
+    assert str(error.value) == str(pickle.loads(pickle.dumps(error.value))) == message
+
+
+def test_regexes_of_nested_rules_and_of_subtrees_are_counted():
+    inner = TreePathShardingRule(('^layer/w$', P('fsdp')), ('bias', P()), ('^layer/', P()))
+    outer = TreePathShardingRule(('layer', inner), ('step', P()))
+    tree = {'layer': {'w': np.zeros(8), 'b': np.zeros(8)}, 'step': 1}
+    for report in (HELPER.explain(tree, outer), HELPER.explain({'at': tree}, {'at': outer})):
+        assert (report.unused_rules, report.shadowed_rules) == (('bias',), ())
+
+
+def test_one_forgotten_rule_fails_the_check():
+    params = {f'layer{i}': {'w': np.zeros((64, 64), np.float32)} for i in range(4)}
+    HELPER.explain(params, FSDPShardingRule(min_fsdp_size=0)).check(max_replicated_bytes=0)
+    forgotten = TreePathShardingRule(('layer[0-2]', FSDPShardingRule(min_fsdp_size=0)), strict=False)
+    with pytest.raises(ShardingError, match=r'16,384 bytes are replicated .*\n  layer3/w: 16,384 bytes'):
+        HELPER.explain(params, forgotten).check(max_replicated_bytes=8192)
+
+
+# --- Call forms -----------------------------------------------------------------------------------
+
+
+def test_rules_of_users_serve_everywhere():
+    class Rows(ShardingRule):
+        def apply(self, pytree):
+            return jax.tree.map(lambda x: P('fsdp') if np.ndim(x) else P(), pytree)
+
+    tree = {'w': np.zeros((8, 2), np.float32), 'n': 1}
+    assert HELPER.shard(tree, Rows())['w'].sharding.spec == P('fsdp')
+    assert HELPER.abstract(tree, Rows())['w'].sharding.spec == P('fsdp')
+    assert [row.rule for row in HELPER.explain(tree, Rows()).rows] == ['Rows', 'Rows']
+
+
+def test_unknown_policies_are_found_at_construction():
+    for make in (
+        lambda: MeshShardingHelper([8], ['x'], on_indivisible='ignore'),
+        lambda: MeshShardingHelper.from_mesh(HELPER.mesh, on_indivisible='ignore'),
+    ):
+        with pytest.raises(RuleError):
+            make()

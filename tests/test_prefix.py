@@ -1,0 +1,204 @@
+"""Which part of a tree each rule of a tree of rules decides about; trees that do not fit."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._prefix import is_rule, key_of, split
+from scalax.errors import StructureError
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
+FSDP = FSDPShardingRule('data', min_fsdp_size=0)
+X = np.zeros((8, 8), np.float32)
+
+Pair = collections.namedtuple('Pair', ['a', 'b'])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Config:
+    w: object
+    name: str = dataclasses.field(default='', metadata={'static': True})
+
+
+@pytest.mark.parametrize(
+    ('rules', 'tree', 'parts'),
+    [
+        (P(), {'w': X}, [('', ['w'])]),
+        (None, [X, X], [('', ['0', '1'])]),
+        (FSDP, X, [('', [''])]),
+        ({'a': P(), 'b': FSDP}, {'a': {'w': X, 'v': X}, 'b': X}, [('a', ['v', 'w']), ('b', [''])]),
+        ([P(), None], [X, {'w': X}], [('0', ['']), ('1', ['w'])]),
+        ((P(), (FSDP, P())), (X, ([X], X)), [('0', ['']), ('1/0', ['0']), ('1/1', [''])]),
+        (Pair(P(), P('data')), Pair({'w': X}, X), [('a', ['w']), ('b', [''])]),
+        (Config(P()), Config({'k': X}), [('w', ['k'])]),
+        # A None of the tree holds no leaves, whatever the rule for it.
+        ({'a': P(), 'b': None}, {'a': None, 'b': None}, [('a', []), ('b', [])]),
+        ({}, {}, []),
+        ([], [], []),
+    ],
+)
+def test_each_rule_gets_its_subtree(rules, tree, parts):
+    found = split(rules, tree)
+    paths = [
+        [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
+        for leaves in (jax.tree_util.tree_leaves_with_path(part.subtree) for part in found)
+    ]
+    assert list(zip([part.at for part in found], paths, strict=True)) == parts
+
+
+def test_rules_see_paths_that_start_at_their_subtree():
+    tree = {'params': {'w': X}, 'opt': {'w': X}}
+    rules = {'params': TreePathShardingRule(('^w$', P('tp'))), 'opt': TreePathShardingRule(('^w', P('data')))}
+    shardings = HELPER.match_sharding_rule(rules, tree)
+    assert shardings['params']['w'].spec == P('tp')
+    assert shardings['opt']['w'].spec == P('data')
+
+
+@pytest.mark.parametrize(
+    ('value', 'expected'),
+    [
+        (P(), True),
+        (None, True),
+        (FSDP, True),
+        (NamedSharding(HELPER.mesh, P()), True),
+        ((P(), P()), False),
+        ({}, False),
+        ('data', False),
+        (SingleDeviceSharding(jax.devices()[0]), False),
+    ],
+)
+def test_what_counts_as_one_rule(value, expected):
+    assert is_rule(value) is expected
+
+
+def test_keys_of_equal_rules_are_equal():
+    def rules():
+        return {'a': P('data', None), 'b': (FSDPShardingRule('data'), None)}
+
+    assert key_of(rules()) == key_of(rules())
+    assert hash(key_of(rules())) == hash(key_of(rules()))
+    assert key_of(rules()) != key_of({'a': P('data', None), 'b': [FSDPShardingRule('data'), None]})
+    assert key_of(P()) == P()
+
+
+SAME_NODES = 'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+EACH = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedSharding or None'
+
+
+@pytest.mark.parametrize(
+    ('rules', 'tree', 'message'),
+    [
+        (
+            {'params': {'kernl': P()}},
+            {'params': {'kernel': X, 'bias': X}},
+            "the rules do not have the structure at 'params': there is no rule for 'bias', 'kernel'; the "
+            f"tree has nothing called 'kernl' (did you mean 'kernel'?). {EACH}",
+        ),
+        (
+            {'w': P()},
+            {'w': X, 'b': X},
+            f"the rules do not have the structure at its root: there is no rule for 'b'. {EACH}",
+        ),
+        (
+            {'w': P(), 'b': P()},
+            {'w': X},
+            "the rules do not have the structure at its root: the tree has nothing called 'b' (known: "
+            f"'w'). {EACH}",
+        ),
+        (
+            (P(), P()),
+            (X, X, X),
+            f"the rules do not have the structure at its root: there is no rule for '2'. {EACH}",
+        ),
+        (
+            {},
+            {str(number): X for number in range(12)},
+            "the rules do not have the structure at its root: there is no rule for '0', '1', '10', '11', "
+            f"'2', '3', '4', '5', '6', '7' and 2 more. {EACH}",
+        ),
+        (
+            {'a': {'x': P()}},
+            {'a': {}},
+            "the rules do not have the structure at 'a': the tree has nothing called 'x' (there are "
+            f'none). {EACH}',
+        ),
+        (
+            {'a': {'x': P()}},
+            {'a': None},
+            "the rules do not have the structure at 'a': the rules hold a dict with 1 child there, the "
+            f'tree holds None. {SAME_NODES}',
+        ),
+        (
+            {'a': {'x': P(), 'y': P()}},
+            {'a': X},
+            "the rules do not have the structure at 'a': the rules hold a dict with 2 children there, the "
+            f'tree holds a leaf. {SAME_NODES}',
+        ),
+        (
+            {'a': [{'x': [P()]}]},
+            {'a': [{'x': ()}]},
+            "the rules do not have the structure at 'a/0/x': the rules hold a list with 1 child there, "
+            f'the tree holds a tuple with 0 children. {SAME_NODES}',
+        ),
+        (
+            Pair(P(), P()),
+            (X, X),
+            'the rules do not have the structure at its root: the rules hold a Pair with 2 children '
+            f'there, the tree holds a tuple with 2 children. {SAME_NODES}',
+        ),
+        (
+            {'c': Config(P(), 'one')},
+            {'c': Config(X, 'two')},
+            "the rules do not have the structure at 'c': the Config there differs in its static fields. "
+            'Give one rule for the whole subtree.',
+        ),
+        (
+            {'a': 'data'},
+            {'a': X},
+            f"the rules hold 'data' of type str at 'a', {TAKEN}; write PartitionSpec('data')",
+        ),
+        (
+            ['data'],
+            [X],
+            f"the rules hold 'data' of type str at '0', {TAKEN}; write PartitionSpec('data')",
+        ),
+        (
+            3,
+            X,
+            f'the rules hold 3 of type int, {TAKEN}',
+        ),
+        (
+            {'w': X},
+            FSDP,
+            f"the rules hold float32[8, 8] of type ndarray at 'w', {TAKEN}; are the tree and the rules the "
+            'wrong way round?',
+        ),
+        (
+            SingleDeviceSharding(jax.devices()[0]),
+            X,
+            f'the rules hold {SingleDeviceSharding(jax.devices()[0])!r} of type SingleDeviceSharding, '
+            f"{TAKEN}; only NamedShardings of the helper's mesh are taken",
+        ),
+    ],
+)
+def test_trees_of_rules_that_do_not_fit(rules, tree, message):
+    with pytest.raises(StructureError) as error:
+        HELPER.match_sharding_rule(rules, tree)
+    assert str(error.value) == message
+
+
+def test_messages_say_which_tree_it_is():
+    with pytest.raises(StructureError) as error:
+        split({'w': P()}, {'v': X}, "argument 'state'")
+    assert str(error.value) == (
+        "the rules do not have the structure of argument 'state' at its root: there is no rule for 'v'; the "
+        f"tree has nothing called 'w' (known: 'v'). {EACH}"
+    )
