@@ -79,10 +79,10 @@ What to do: name only axes of the mesh, or build the mesh with that axis.""",
 2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
   b: float32[8]
     the spec has 3 entries, the array 1 dimension
-    asked for: P('fsdp', None, 'tp') from TreePathShardingRule regex ''
+    asked for: P('fsdp', None, 'tp') from regex ''
   w: float32[8, 8]
     the spec has 3 entries, the array 2 dimensions
-    asked for: P('fsdp', None, 'tp') from TreePathShardingRule regex ''
+    asked for: P('fsdp', None, 'tp') from regex ''
 What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).""",
             id='spec longer than the rank',
         ),

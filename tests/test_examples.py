@@ -177,7 +177,7 @@ def test_too_few_devices_are_said_to_be() -> None:
         (
             ['--width=36', '--heads=2', '--mesh=fsdp=8'],
             REFUSED,
-            "asked for: P(None, 'tp', 'fsdp') from TreePathShardingRule regex 'layers/(output|down)$'",
+            "asked for: P(None, 'tp', 'fsdp') from regex 'layers/(output|down)$'",
         ),
     ],
 )

@@ -220,9 +220,9 @@ def test_report_values():
     assert list(rows) == ['dense/bias', 'dense/kernel', 'odd', 'step']
     kernel = rows['dense/kernel']
     assert (kernel.shape, kernel.dtype, kernel.spec) == ((8, 16), 'float32', P('fsdp', 'tp'))
-    assert (kernel.rule, kernel.reason) == ("TreePathShardingRule regex 'kernel'", 'path matches')
+    assert (kernel.rule, kernel.reason) == ("regex 'kernel'", '')
     assert (kernel.bytes, kernel.bytes_per_device, kernel.is_replicated) == (512, 64, False)
-    assert rows['odd'].reason == "path matches; asked for P('fsdp',), which does not divide"
+    assert rows['odd'].reason == "asked for P('fsdp',), which does not divide"
     assert rows['odd'].dtype == 'float32'  # what a float64 of numpy becomes on a device
     assert (report.bytes, report.bytes_per_device) == (512 + 64 + 96 + 4, 64 + 32 + 96 + 4)
     assert (report.replicated.paths, report.replicated.bytes) == (('odd', 'step'), 100)
@@ -236,9 +236,9 @@ def test_report_text(monkeypatch):
         == """\
 path          array          spec             bytes/device  rule
 ----------------------------------------------------------------------------------------------------
-dense/bias    float32[16]    P('tp',)                 32 B  TreePathShardingRule regex '': path m...
-dense/kernel  float32[8,16]  P('fsdp', 'tp')          64 B  TreePathShardingRule regex 'kernel': ...
-odd           float32[6,4]   replicated               96 B  TreePathShardingRule regex 'odd': pat...
+dense/bias    float32[16]    P('tp',)                 32 B  regex ''
+dense/kernel  float32[8,16]  P('fsdp', 'tp')          64 B  regex 'kernel'
+odd           float32[6,4]   replicated               96 B  regex 'odd': asked for P('fsdp',), wh...
 step          int32[]        replicated                4 B  TreePathShardingRule: one element
 
 4 arrays, 676 B in all, 196 B on each device of the mesh (fsdp=4, tp=2)
@@ -254,7 +254,7 @@ def test_report_of_what_the_compiler_decides():
     )
     assert [(row.spec, row.rule, row.reason) for row in report.rows] == [
         (P('tp'), 'the spec given', ''),
-        (None, 'none', 'left to the compiler'),
+        (None, '', 'left to the compiler'),
     ]
     assert report.replicated.paths == ()
 
@@ -276,7 +276,7 @@ def test_report_as_plain_values():
         (
             {'max_replicated_bytes': 99},
             '100 bytes are replicated on every device, allowed are 99:\n'
-            "  odd: 96 bytes (TreePathShardingRule regex 'odd': path matches; asked for P('fsdp',), which "
+            "  odd: 96 bytes (regex 'odd': asked for P('fsdp',), which "
             'does not divide)\n'
             '  step: 4 bytes (TreePathShardingRule: one element)',
         ),

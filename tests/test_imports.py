@@ -159,8 +159,7 @@ def type_only_lines(tree: ast.Module) -> set[int]:
     return {
         line
         for node in ast.walk(tree)
-        if isinstance(node, ast.If)
-        and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
         for statement in node.body
         for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
     }

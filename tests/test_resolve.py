@@ -137,12 +137,12 @@ def test_every_decision_is_recorded():
         'x': None,
     }
     answers = resolve(rules, tree, HELPER.mesh, use=Use.BOUNDARY).answers
-    fsdp = "FSDPShardingRule(fsdp_axis_name='data', fsdp_axis_size=None, min_fsdp_size="
+    fsdp = "FSDPShardingRule('data'"
     assert [(answer.spec, answer.origin, answer.reason) for answer in answers] == [
-        (P(), f'{fsdp}1048576)', '8 elements < min_fsdp_size 1048576'),
+        (P(), f'{fsdp})', '8 elements < min_fsdp_size 1048576'),
         (
             P('data', None),
-            f"TreePathShardingRule regex '' -> {fsdp}0)",
+            f"regex '' -> {fsdp}, min_fsdp_size=0)",
             'dimension 0 of size 8 divides by 4',
         ),
         (None, '', ''),

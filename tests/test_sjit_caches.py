@@ -15,11 +15,13 @@ from scalax.errors import UnusedAnnotationWarning
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
-    PartitionSpec as P,
     get_global_annotation_shardings,
     get_global_mesh_helper,
     with_sharding_annotation,
     with_sharding_constraint,
+)
+from scalax.sharding import (
+    PartitionSpec as P,
 )
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from scalax.errors import ArgumentError, StructureError
-from scalax.sharding import MeshShardingHelper, PartitionSpec as P
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
 X = np.arange(16, dtype=np.float32).reshape(8, 2)
@@ -216,7 +217,7 @@ def test_bad_options(options, message):
         ),
         (
             (P(),),
-            'in_shardings of g has 1 entries, but the function takes 2 positional arguments that are '
+            'in_shardings of g has 1 entry, but the function takes 2 positional arguments that are '
             'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
             'dict by argument name',
         ),

@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax.errors import MeshError
 from scalax.sharding import (
     MeshShardingHelper,
-    PartitionSpec as P,
     with_sharding_annotation,
     with_sharding_constraint,
+)
+from scalax.sharding import (
+    PartitionSpec as P,
 )
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

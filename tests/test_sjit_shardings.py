@@ -14,11 +14,13 @@ from scalax.errors import ArgumentError, IndivisibleWarning, PlacementError, Sha
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
-    PartitionSpec as P,
     PolicyShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
+)
+from scalax.sharding import (
+    PartitionSpec as P,
 )
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])

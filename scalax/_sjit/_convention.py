@@ -252,9 +252,10 @@ class Convention:
         given = [i for i in places if row[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.slots[i].name for i in places) or 'none'
+            entries = '1 entry' if len(rules) == 1 else f'{len(rules)} entries'
             raise StructureError(
-                f'{what} of {self.name} has {len(rules)} entries, but the function takes '
-                f'{len(places)} positional arguments that are not static ({names}): give one entry '
+                f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
+                f'arguments that are not static ({names}): give one entry '
                 'each (None leaves an argument to the compiler), or a dict by argument name'
             )
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)

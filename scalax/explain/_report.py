@@ -47,6 +47,11 @@ class ReportRow:
     memory_kind: str | None = None
 
     @property
+    def why(self) -> str:
+        """The rule and its reason, as tables show them."""
+        return ': '.join(part for part in (self.rule, self.reason) if part)
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole array, as far as scalax decides."""
         return self.spec is not None and self.bytes == self.bytes_per_device
@@ -101,6 +106,14 @@ class ShardingReport:
     def __str__(self) -> str:
         return render_table(self)
 
+    def to_text(self, width: int | None = None) -> str:
+        """The report as a table.
+
+        Args:
+            width: the columns it may take; those of the terminal by default.
+        """
+        return render_table(self, width)
+
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
         return {
@@ -140,7 +153,7 @@ class ShardingReport:
             complaints.append(
                 f'{replicated.bytes:,} bytes are replicated on every device, allowed are '
                 f'{max_replicated_bytes:,}:\n'
-                + shown(f'{row.path}: {row.bytes:,} bytes ({row.rule}: {row.reason})' for row in largest)
+                + shown(f'{row.path}: {row.bytes:,} bytes ({row.why})' for row in largest)
             )
         if no_unused_rules and (self.unused_rules or self.shadowed_rules):
             complaints.append(
@@ -190,7 +203,7 @@ def _row(
         shape,
         str(dtype),
         spec,
-        answer.origin or 'none',
+        answer.origin,
         'left to the compiler' if spec is None else reason,
         math.prod(shape) * dtype.itemsize,
         math.prod(local) * dtype.itemsize,

@@ -39,9 +39,10 @@ def render_table(report: ShardingReport, width: int | None = None) -> str:
 
 def _cells(row: ReportRow) -> tuple[str, str, str, str, str]:
     spec = 'compiler' if row.spec is None else 'replicated' if row.is_replicated else str(row.spec)
+    if row.memory_kind is not None:
+        spec = f'{spec} in {row.memory_kind}'
     array = f'{row.dtype}[{",".join(map(str, row.shape))}]'
-    said = f'{row.rule}: {row.reason}' if row.reason else row.rule
-    return row.path or '(leaf)', array, spec, human_bytes(row.bytes_per_device), said
+    return row.path or '(leaf)', array, spec, human_bytes(row.bytes_per_device), row.why
 
 
 def _shrink(widths: list[int], room: int) -> None:
@@ -70,9 +71,9 @@ def _footer(report: ShardingReport) -> list[str]:
     replicated = report.replicated
     lines = [
         '',
-        f'{len(report.rows)} arrays, {human_bytes(report.bytes)} in all, '
+        f'{_arrays(len(report.rows))}, {human_bytes(report.bytes)} in all, '
         f'{human_bytes(report.bytes_per_device)} on each device of the mesh ({mesh})',
-        f'replicated: {len(replicated.paths)} arrays, {human_bytes(replicated.bytes)} on each device',
+        f'replicated: {_arrays(len(replicated.paths))}, {human_bytes(replicated.bytes)} on each device',
     ]
     if report.unused_rules:
         lines.append(f'regexes that match nothing: {", ".join(map(repr, report.unused_rules))}')
@@ -81,3 +82,7 @@ def _footer(report: ShardingReport) -> list[str]:
             f'regexes always shadowed by earlier ones: {", ".join(map(repr, report.shadowed_rules))}'
         )
     return lines
+
+
+def _arrays(count: int) -> str:
+    return '1 array' if count == 1 else f'{count} arrays'

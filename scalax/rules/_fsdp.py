@@ -14,7 +14,7 @@ from scalax.errors import Problem, RuleError, did_you_mean
 from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FSDPShardingRule(BuiltinRule):
     """Shards the largest dimension that divides by the FSDP axis; small arrays are replicated.
 
@@ -55,6 +55,14 @@ class FSDPShardingRule(BuiltinRule):
             raise RuleError(f'fsdp_axis_size is a positive integer or None, got {size!r}')
         if not _is_number(self.min_fsdp_size, numbers.Real):
             raise RuleError(f'min_fsdp_size is a number of elements, got {self.min_fsdp_size!r}')
+
+    def __repr__(self) -> str:
+        parts = [repr(self.fsdp_axis_name)]
+        if self.fsdp_axis_size is not None:
+            parts.append(f'fsdp_axis_size={self.fsdp_axis_size}')
+        if self.min_fsdp_size != 1048576:
+            parts.append(f'min_fsdp_size={self.min_fsdp_size}')
+        return f'{type(self).__name__}({", ".join(parts)})'
 
     @property
     def is_pure(self) -> bool:

@@ -135,11 +135,11 @@ class TreePathShardingRule(BuiltinRule):
 
     def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Answer:
         """The answer of a clause that decides by itself."""
-        origin = f'TreePathShardingRule regex {_pattern_text(self.rules[number][0])}'
-        return Answer.of(value, origin, 'path matches', self.on_indivisible, ((self, number),))
+        origin = f'regex {_pattern_text(self.rules[number][0])}'
+        return Answer.of(value, origin, '', self.on_indivisible, ((self, number),))
 
     def _by_clause(self, number: int, answer: Answer) -> Answer:
-        origin = f'TreePathShardingRule regex {_pattern_text(self.rules[number][0])}'
+        origin = f'regex {_pattern_text(self.rules[number][0])}'
         return dataclasses.replace(
             answer, origin=f'{origin} -> {answer.origin}', clauses=((self, number), *answer.clauses)
         )
