@@ -9,20 +9,32 @@ of whoever traced it first. It also makes the context local to a thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._prefix import RuleLike, key_of
+from scalax._prefix import RuleLike, is_rule, key_of
+from scalax.errors import StructureError
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
 
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
+
+
+class _Token:
+    """What JAX's caches hold of a context: they live long, and should keep no helper or rule alive."""
+
+    __slots__ = ('context',)
+
+    def __init__(self, context: Context) -> None:
+        self.context = weakref.ref(context)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +44,7 @@ class Context:
     Attributes:
         helper: the helper whose mesh constraints use.
         bindings: annotation name -> rules, of this context alone.
-        outer: the context in which this one was entered; its bindings are inherited.
+        outside: the context in which this one is entered, weakly; its bindings are inherited.
         used: the names of `bindings` that some trace has used. JAX may reuse an inner trace without
             running it again, but only under the same context, where its names are already here.
         asked: every name that some trace has asked for, bound or not.
@@ -40,9 +52,19 @@ class Context:
 
     helper: MeshShardingHelper
     bindings: Mapping[str, RuleLike]
-    outer: Context | None = None
+    outside: weakref.ref[Context] | None = None
     used: set[str] = dataclasses.field(default_factory=set)
     asked: set[str] = dataclasses.field(default_factory=set)
+
+    @functools.cached_property
+    def token(self) -> _Token:
+        """What stands for this context in JAX's caches."""
+        return _Token(self)
+
+    @property
+    def outer(self) -> Context | None:
+        """The context in which this one is entered. It is alive while anything runs in this one."""
+        return self.outside() if self.outside else None
 
     def bound(self, name: str) -> tuple[MeshShardingHelper, RuleLike] | None:
         """The helper and rules that *name* is bound to, here or outside; records the use."""
@@ -60,12 +82,13 @@ class Context:
 
 def current() -> Context | None:
     """The context that is active in this thread, or None."""
-    return _active.value
+    token = _active.value
+    return token.context() if token else None
 
 
 def entered(context: Context) -> Any:
-    """A context manager in which *context* is the active one."""
-    return _active(context)
+    """A context manager in which *context* is the active one; the caller keeps it alive meanwhile."""
+    return _active(context.token)
 
 
 class ContextCache:
@@ -76,15 +99,68 @@ class ContextCache:
     """
 
     def __init__(self, helper: MeshShardingHelper) -> None:
-        self._helper = helper
-        self._kept: dict[Any, Context] = {}
+        self._helper = weakref.ref(helper)
+        self._outermost: dict[Any, Context] = {}
+        self._inside: weakref.WeakKeyDictionary[Context, dict[Any, Context]] = weakref.WeakKeyDictionary()
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
         """The context of *bindings* inside the one that is active now."""
         outer = current()
-        key = (outer, tuple((name, key_of(rules)) for name, rules in sorted(bindings.items())))
-        # setdefault, so that threads that race for a new context agree on one.
-        return self._kept.get(key) or self._kept.setdefault(key, Context(self._helper, dict(bindings), outer))
+        kept = self._outermost if outer is None else self._inside.setdefault(outer, {})
+        key = tuple((name, _hashable(key_of(bindings[name]))) for name in sorted(bindings))
+        known = kept.get(key)
+        if known is None:
+            helper = self._helper()
+            assert helper is not None  # whoever owns this cache holds the helper
+            outside = None if outer is None else weakref.ref(outer)
+            # setdefault, so that threads that race for a new context agree on one.
+            known = kept.setdefault(key, Context(helper, dict(bindings), outside))
+        return known
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ByIdentity:
+    """Stands for a rule that cannot be hashed, such as a plain dataclass, in the key of a context."""
+
+    rules: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.rules is self.rules
+
+    def __hash__(self) -> int:
+        return id(self.rules)
+
+
+def _hashable(rules: Any) -> Any:
+    try:
+        hash(rules)
+    except TypeError:
+        return tuple(map(_hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+    return rules
+
+
+def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleLike]:
+    """The bindings of a context, checked.
+
+    Raises:
+        StructureError: not a dict of annotation name -> rule.
+    """
+    if bindings is None:
+        return {}
+    if is_rule(bindings) or not isinstance(bindings, Mapping):
+        raise StructureError(
+            f'annotation_shardings is a dict of annotation name -> rule, got {type(bindings).__name__}'
+        )
+    for name, rules in bindings.items():
+        if not isinstance(name, str):
+            raise StructureError(f'annotation names are strings, got {name!r} in annotation_shardings')
+        for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+            if not is_rule(rule):
+                raise StructureError(
+                    f'annotation_shardings[{name!r}] holds {rule!r}, which is not a rule: give a '
+                    'ShardingRule, a PartitionSpec, a NamedSharding or None'
+                )
+    return dict(bindings)
 
 
 class ActiveHelper:
@@ -101,17 +177,19 @@ class ActiveHelper:
         cache: ContextCache,
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:
+        self._bindings = checked_bindings(annotation_shardings)
         self.mesh_helper = mesh_helper
         self.annotation_shardings = annotation_shardings
         self._cache = cache
         self._entered = threading.local()
 
     def __enter__(self) -> ActiveHelper:
-        manager = entered(self._cache.get(self.annotation_shardings or {}))
+        context = self._cache.get(self._bindings)
+        manager = entered(context)
         manager.__enter__()
         if not hasattr(self._entered, 'stack'):
             self._entered.stack = []
-        self._entered.stack.append(manager)
+        self._entered.stack.append((manager, context))  # the context lives while it is entered
         return self
 
     def __exit__(
@@ -120,4 +198,5 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered.stack.pop().__exit__(kind, error, trace)
+        manager, _ = self._entered.stack.pop()
+        manager.__exit__(kind, error, trace)

@@ -181,7 +181,10 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        return self._resolutions.sharding_tree(sharding_rules, pytree, self._mesh, self._on_indivisible)
+        return jax.tree.unflatten(jax.tree.structure(pytree), self._shardings(sharding_rules, pytree))
+
+    def _shardings(self, rules: RuleLike, pytree: Any) -> list[Any]:
+        return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
 
     def abstract(self, pytree: Any, rules: RuleLike) -> Any:
         """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
@@ -221,7 +224,7 @@ class MeshShardingHelper:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self.match_sharding_rule(rules, pytree))
+        return _transfer.put(pytree, self._shardings(rules, pytree))
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.

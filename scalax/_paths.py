@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -106,11 +106,18 @@ class NamedTree:
     indices: Sequence[int] = ()
 
     @classmethod
-    def of(cls, pytree: Any, prefix: str = '') -> NamedTree:
-        """Flattens *pytree*. A leaf that is not an array gets the shape ``()``; see `strangers`."""
+    def of(cls, pytree: Any, prefix: str = '', as_leaf: Callable[[Any], Any] | None = None) -> NamedTree:
+        """Flattens *pytree*. A leaf that is not an array gets the shape ``()``.
+
+        Args:
+            pytree: the tree.
+            prefix: where it lies.
+            as_leaf: what rules see in place of each leaf. The tree itself is not rebuilt, because nodes
+                of other libraries may refuse to hold anything but arrays.
+        """
         flat, treedef = jax.tree_util.tree_flatten_with_path(pytree)
         paths = [path_string(path) for path, _ in flat]
-        leaves = [leaf for _, leaf in flat]
+        leaves = [leaf if as_leaf is None else as_leaf(leaf) for _, leaf in flat]
         try:
             shapes = [leaf.shape for leaf in leaves]
             if not {tuple}.issuperset(map(type, shapes)):

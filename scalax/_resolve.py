@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,11 +62,6 @@ class Resolution:
     treedef: Any
     seen: Sequence[str] = ()
 
-    @property
-    def sharding_tree(self) -> Any:
-        """The NamedShardings as a pytree of the tree's structure."""
-        return self.treedef.unflatten(self.shardings)
-
 
 def named_sharding(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
@@ -90,6 +85,7 @@ def resolve(
     where: str = '',
     at: str = '',
     on_indivisible: OnIndivisible = 'error',
+    as_leaf: Callable[[Any], Any] | None = None,
 ) -> Resolution:
     """Decides the sharding of every leaf of *pytree*.
 
@@ -101,6 +97,7 @@ def resolve(
         where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
         at: where the tree lies in something larger; prefixed to leaf paths in messages.
         on_indivisible: the policy of bare specs. Rules carry their own.
+        as_leaf: what rules see in place of each leaf.
 
     Raises:
         StructureError: *rules* is not a prefix of *pytree*.
@@ -109,7 +106,7 @@ def resolve(
     axes = MeshAxes.of(mesh)
     task = _Task(axes, mesh, use, where, on_indivisible)
     parts = split(rules, pytree, where)
-    trees = [NamedTree.of(part.subtree, join(at, part.at)) for part in parts]
+    trees = [NamedTree.of(part.subtree, join(at, part.at), as_leaf) for part in parts]
     for tree in trees:
         task.reject_strangers(tree)
     if task.problems:
@@ -351,29 +348,29 @@ class ResolutionCache:
         self._size = size
         self._entries: tuple[tuple[Any, Any, list[Any], list[NamedSharding | None]], ...] = ()
 
-    def sharding_tree(
+    def shardings(
         self,
         rules: RuleLike,
         pytree: Any,
         mesh: Mesh | AbstractMesh,
         on_indivisible: OnIndivisible,
-    ) -> Any:
-        """`Resolution.sharding_tree`, from memory where rules, structure, shapes and dtypes are known."""
+    ) -> list[NamedSharding | None]:
+        """`Resolution.shardings`, from memory where rules, structure, shapes and dtypes are known."""
         leaves, treedef = jax.tree.flatten(pytree)
         try:
             signature = list(map(_SHAPE_AND_DTYPE, leaves))
         except AttributeError:  # Python scalars, or leaves that are not arrays
-            return resolve(rules, pytree, mesh, on_indivisible=on_indivisible).sharding_tree
+            return resolve(rules, pytree, mesh, on_indivisible=on_indivisible).shardings
         rules_key = key_of(rules)
         for kept_rules, kept_treedef, kept_signature, shardings in self._entries:
             if kept_rules == rules_key and kept_treedef == treedef and kept_signature == signature:
-                return jax.tree.unflatten(treedef, shardings)
+                return shardings
         resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
         if on_indivisible != 'warn' and _is_pure(rules):
             # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
             entry = (rules_key, treedef, signature, resolution.shardings)
             self._entries = (entry, *self._entries[: self._size - 1])
-        return resolution.sharding_tree
+        return resolution.shardings
 
 
 _SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')

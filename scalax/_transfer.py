@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,13 @@ from scalax._paths import NamedTree
 from scalax.errors import Problem, ShardingError, StructureError
 
 
-def put(pytree: Any, shardings: Any) -> Any:
-    """Places a tree of arrays as a tree of NamedShardings says, in one ``jax.device_put``.
+def put(pytree: Any, shardings: Sequence[Any]) -> Any:
+    """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
 
     Raises:
         ShardingError: some leaves are abstract; all of them are named.
     """
-    leaves = jax.tree.leaves(pytree)
+    leaves, treedef = jax.tree.flatten(pytree)
     if jax.ShapeDtypeStruct in set(map(type, leaves)):
         tree = NamedTree.of(pytree)
         raise ShardingError(
@@ -36,7 +36,7 @@ def put(pytree: Any, shardings: Any) -> Any:
                 if isinstance(leaf, jax.ShapeDtypeStruct)
             ]
         )
-    return jax.device_put(pytree, shardings)
+    return jax.tree.unflatten(treedef, jax.device_put(leaves, list(shardings)))
 
 
 def to_host(pytree: Any) -> Any:

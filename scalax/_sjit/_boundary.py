@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -32,6 +32,27 @@ class Options:
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
     jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a traced function returns: the types of the leaves, and the structure.
+
+    They stay apart until a rule needs the tree: nodes of other libraries may refuse to hold types.
+    """
+
+    leaves: Sequence[jax.ShapeDtypeStruct]
+    treedef: Any
+
+    @classmethod
+    def of(cls, traced: Any) -> Outputs:
+        """The outputs of what ``jit(...).trace(...)`` returned."""
+        return cls(list(map(_struct_of, traced.jaxpr.out_avals)), traced.out_tree)
+
+    @property
+    def tree(self) -> Any:
+        """The outputs as a tree of ShapeDtypeStruct."""
+        return self.treedef.unflatten(self.leaves)
 
 
 class Boundary:
@@ -69,12 +90,13 @@ class Boundary:
             try:
                 shardings[slot] = resolve(
                     by_slot[slot],
-                    jax.tree.map(_as_struct, row[slot]),
+                    row[slot],
                     self._helper.mesh,
                     use=use,
                     where=where,
                     at=slot_path(layout, slot, ''),
                     on_indivisible=self._helper.on_indivisible,
+                    as_leaf=_as_struct,
                 ).shardings
             except ShardingError as error:
                 problems.extend(error.problems)
@@ -83,14 +105,9 @@ class Boundary:
             raise ShardingError(problems, mesh, where)
         return shardings
 
-    def must_see_outputs(self, layout: Layout) -> bool:
-        """Whether the shardings of the outputs depend on what the outputs are."""
-        has_rules = self._options.out_shardings is not None
-        return has_rules or bool(layout.donated) or self.any_explicit
-
     def outputs(
         self,
-        out_info: Any,
+        outputs: Outputs,
         layout: Layout,
         row: Sequence[Any],
         arguments: Mapping[int, Shardings],
@@ -98,7 +115,7 @@ class Boundary:
         """The shardings of the outputs, leaf by leaf: what the rules say, then what donation asks for.
 
         Args:
-            out_info: the outputs as ShapeDtypeStructs.
+            outputs: what the function returns.
             layout: the slots.
             row: the call.
             arguments: what `arguments` gave.
@@ -106,20 +123,22 @@ class Boundary:
         Raises:
             ShardingError, StructureError: as for `arguments`.
         """
-        shardings = resolve(
-            self._options.out_shardings,
-            out_info,
-            self._helper.mesh,
-            use=Use.BOUNDARY,
-            where=f'the outputs of {self._convention.name!r} (out_shardings)',
-            on_indivisible=self._helper.on_indivisible,
-        ).shardings
-        donated = [(jax.tree.map(_as_struct, row[slot]), arguments[slot]) for slot in layout.donated]
-        shardings = donated_shardings(out_info, shardings, donated)
+        shardings: list[NamedSharding | None] = [None] * len(outputs.leaves)
+        if self._options.out_shardings is not None:
+            shardings = resolve(
+                self._options.out_shardings,
+                outputs.tree,
+                self._helper.mesh,
+                use=Use.BOUNDARY,
+                where=f'the outputs of {self._convention.name!r} (out_shardings)',
+                on_indivisible=self._helper.on_indivisible,
+            ).shardings
+        donated = [(row[slot], arguments[slot]) for slot in layout.donated]
+        if any(any(wanted) for _, wanted in donated):
+            shardings = donated_shardings(outputs, shardings, donated)
         if self._types_decide(arguments):
             shardings = [
-                given or self._by_type(leaf)
-                for given, leaf in zip(shardings, jax.tree.leaves(out_info), strict=True)
+                given or self._by_type(leaf) for given, leaf in zip(shardings, outputs.leaves, strict=True)
             ]
         return shardings
 
@@ -142,27 +161,31 @@ class Boundary:
 
 
 def donated_shardings(
-    output: Any,
+    outputs: Outputs,
     given: Sequence[NamedSharding | None],
     donated: Sequence[tuple[Any, Shardings]],
 ) -> list[NamedSharding | None]:
     """Gives outputs that nobody spoke about the shardings of donated arguments.
 
-    An output, or a top-level element of it, with exactly the structure, shapes and dtypes of a donated
-    argument takes that argument's shardings: only then can XLA reuse the buffers.
+    The whole output, or a top-level element of it, with exactly the structure, shapes and dtypes of a
+    donated argument takes that argument's shardings: only then can XLA reuse the buffers.
 
     Args:
-        output: the outputs, as ShapeDtypeStructs.
+        outputs: what the function returns.
         given: the shardings asked for, leaf by leaf.
         donated: each donated argument with the shardings of its leaves.
     """
     result = list(given)
-    free = [(_kind_of(tree), shardings) for tree, shardings in donated if any(shardings)]
-    for start, element in _elements(output):
-        kind = _kind_of(element)
-        stop = start + kind[0].num_leaves
+    free = []
+    for tree, shardings in donated:
+        leaves, treedef = jax.tree.flatten(tree)
+        if any(shardings):
+            free.append(((treedef, _types(map(_as_struct, leaves))), shardings))
+    for start, treedef in _elements(outputs.treedef):
+        stop = start + treedef.num_leaves
         if start == stop or any(result[start:stop]):
             continue
+        kind = treedef, _types(outputs.leaves[start:stop])
         match = next((pair for pair in free if pair[0] == kind), None)
         if match:
             free.remove(match)
@@ -170,27 +193,31 @@ def donated_shardings(
     return result
 
 
-def _kind_of(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
-
-
-def _elements(output: Any) -> list[tuple[int, Any]]:
-    """The whole output, then its top-level elements, each with the number of its first leaf."""
-    elements = [(0, output)]
-    children = jax.tree.leaves(output, is_leaf=lambda node: node is not output)
-    if len(children) == 1 and children[0] is output:
-        return elements
+def _elements(treedef: Any) -> list[tuple[int, Any]]:
+    """A structure and its top-level elements, each with the number of its first leaf."""
+    elements = [(0, treedef)]
     start = 0
-    for child in children:
+    for child in treedef.children():
         elements.append((start, child))
-        start += len(jax.tree.leaves(child))
+        start += child.num_leaves
     return elements
 
 
-def _as_struct(leaf: Any) -> Any:
+def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
+    return [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """A leaf without its data: rules see shapes and dtypes only."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract value as a ShapeDtypeStruct, with its sharding where its type has one."""
+    sharding = getattr(aval, 'sharding', None)
+    if sharding is None or sharding.mesh.empty:
+        sharding = None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

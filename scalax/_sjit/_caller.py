@@ -73,7 +73,7 @@ def _row(convention: Convention) -> str:
     if convention.varargs:
         parts.append(f'*{convention.varargs}')
     parts.extend(convention.keyword_only)
-    if convention.keywords and convention.static_keywords:
+    if convention.keywords and (convention.static_keywords or convention.donated_keywords):
         parts.append(f'*_scalax_split({convention.keywords})')
     elif convention.keywords:
         parts.append(convention.keywords)

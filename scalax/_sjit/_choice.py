@@ -8,7 +8,6 @@ may be wrong for a signature that is not known yet: the program itself notices (
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,8 @@ from scalax._sjit._signature import Signature
 Look = Callable[[Sequence[Any]], Hashable]
 Case = tuple[Layout, Signature, Program]
 
-_MOST_CASES = 32  # beyond that every look would be needed, and the full signature is as good
+_MOST_CASES = 256  # beyond these limits finding good looks costs more than they save
+_MOST_CANDIDATES = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,52 +35,78 @@ class Probe:
 
 
 class Chooser:
-    """Calls the program that a call most probably needs.
+    """Calls the program that a call most probably needs; raises Missed if there is none.
 
     Args:
         cases: the known signatures with their programs, of which there are at least two.
         exact: the full look, by which all signatures differ.
+        missed: makes the exception to raise.
     """
 
-    def __init__(self, cases: Sequence[Case], exact: Look) -> None:
+    def __init__(self, cases: Sequence[Case], exact: Look, missed: Callable[[], Exception]) -> None:
         probes = _enough(_candidates(cases), cases)
         if probes is None:
             probes = [Probe(exact, tuple(signature for _, signature, _ in cases))]
         self._looks = [probe.look for probe in probes]
+        self._missed = missed
         keys = zip(*(probe.seen for probe in probes), strict=True)
         self._table: Mapping[tuple[Hashable, ...], Program] = {
             key: case[2] for key, case in zip(keys, cases, strict=True)
         }
-        self._default = cases[-1][2]
 
-    def program(self, row: Sequence[Any]) -> Program:
-        """The program for a call; some program for a call of another kind."""
+    def program(self, row: Sequence[Any]) -> Program | None:
+        """The program for a call; None for a call of a kind that is not known."""
         try:
-            return self._table[tuple([look(row) for look in self._looks])]
+            return self._table.get(tuple([look(row) for look in self._looks]))
         except Exception:  # a look may fail in any way at arguments of another structure
-            return self._default
+            return None
 
     def __call__(self, *row: Any) -> Any:
         """Runs the program on the row."""
-        return self.program(row).call(*row)  # type: ignore[misc]  # known programs are compiled
+        program = self.program(row)
+        if program is None or program.call is None:
+            raise self._missed()
+        return program.call(*row)
 
 
 def _enough(candidates: Sequence[Probe], cases: Sequence[Case]) -> list[Probe] | None:
-    """The fewest probes, greedily, by which signatures of different programs differ."""
-    programs = [program for _, _, program in cases]
-    left = {(i, j) for i, j in itertools.combinations(range(len(cases)), 2) if programs[i] is not programs[j]}
+    """The fewest probes, greedily, by which signatures of different programs differ; None if too many.
+
+    Cases that the chosen probes see alike form a group; a group is settled if all its cases have one
+    program.
+    """
     if len(cases) > _MOST_CASES:
         return None
-    chosen = []
-    while left:
-        told = [sum(probe.seen[i] != probe.seen[j] for i, j in left) for probe in candidates]
-        best = max(range(len(candidates)), key=lambda k: told[k], default=None)
-        if best is None or not told[best]:
+    chosen: list[Probe] = []
+    groups = [list(range(len(cases)))]
+    while groups := [group for group in groups if len({id(cases[i][2]) for i in group}) > 1]:
+        best = min(
+            candidates,
+            key=lambda probe: _unsettled(_divided(groups, probe), cases),
+            default=None,
+        )
+        divided = groups if best is None else _divided(groups, best)
+        if best is None or len(divided) == len(groups):
             return None
-        probe = candidates[best]
-        chosen.append(probe)
-        left = {(i, j) for i, j in left if probe.seen[i] == probe.seen[j]}
+        chosen.append(best)
+        groups = divided
     return chosen
+
+
+def _divided(groups: Sequence[list[int]], probe: Probe) -> list[list[int]]:
+    """The groups, divided by what a probe sees."""
+    parts: list[list[int]] = []
+    for group in groups:
+        by_seen: dict[Hashable, list[int]] = {}
+        for i in group:
+            by_seen.setdefault(probe.seen[i], []).append(i)
+        parts.extend(by_seen.values())
+    return parts
+
+
+def _unsettled(groups: Sequence[list[int]], cases: Sequence[Case]) -> int:
+    """How many cases are in groups of more than one program."""
+    return sum(len(group) for group in groups if len({id(cases[i][2]) for i in group}) > 1)
 
 
 def _candidates(cases: Sequence[Case]) -> list[Probe]:
@@ -98,7 +124,7 @@ def _candidates(cases: Sequence[Case]) -> list[Probe]:
                 tuple(signature.static[position] for signature in signatures),
             )
         )
-    probes += _leaf_probes(layout, signatures)
+    probes += _leaf_probes(layout, signatures)[:_MOST_CANDIDATES]
     for position, slot in enumerate(layout.dynamic):
         probes.append(
             Probe(

@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from scalax._prefix import RuleLike, is_rule
 from scalax.errors import ArgumentError, StructureError, did_you_mean
@@ -105,12 +107,12 @@ class Convention:
         self.keyword_only = [p.name for p in self.parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         self.varargs = _name_of(self.parameters, inspect.Parameter.VAR_POSITIONAL)
         self.keywords = _name_of(self.parameters, inspect.Parameter.VAR_KEYWORD)
+        self.hints = _names_behind(fun)
         self._static = self._selection('static', static_argnums, static_argnames)
         self._donated = self._selection('donate', donate_argnums, donate_argnames)
-        # Static names among the extra keywords need a slot of their own: the rest of those is data.
-        self.static_keywords = tuple(
-            sorted(n for n in self._static[1] if n not in self.positional + self.keyword_only)
-        )
+        # Static and donated names among the extra keywords need slots of their own.
+        self.static_keywords = self._extra_keywords(self._static[1])
+        self.donated_keywords = self._extra_keywords(self._donated[1])
         self._layouts: dict[int, Layout] = {}
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             self.layout(0)
@@ -119,7 +121,7 @@ class Convention:
         self, what: str, numbers: int | Iterable[int] | None, names: str | Iterable[str] | None
     ) -> tuple[tuple[int, ...], frozenset[str]]:
         """The positions and the names of an option such as static_argnums, checked."""
-        nums = _sequence(numbers, int)
+        nums = tuple(map(operator.index, _sequence(numbers, int | np.integer)))
         given = frozenset(_sequence(names, str))
         count = len(self.positional)
         for number in nums:
@@ -128,14 +130,21 @@ class Convention:
                     f'{what}_argnums={number}: {self.name} takes {count} positional '
                     f'argument{"" if count == 1 else "s"} ({", ".join(self.positional) or "none"})'
                 )
-        known = self.positional + self.keyword_only
+        known = list(dict.fromkeys([*self.positional, *self.keyword_only, *self.hints]))
         for name in sorted(given):
             if name not in known and self.keywords is None:
                 raise ArgumentError(
                     f'{what}_argnames={name!r}: {self.name} has no such argument '
                     f'({did_you_mean(name, known)})'
                 )
-        return nums, given
+        # Behind a wrapper of (*args, **kwargs), what has a position may also come by its name.
+        behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
+        return nums, given | behind
+
+    def _extra_keywords(self, names: Iterable[str]) -> tuple[str, ...]:
+        if self.keywords is None:
+            return ()
+        return tuple(sorted(n for n in names if n not in self.positional + self.keyword_only))
 
     def layout(self, extras: int) -> Layout:
         """The layout of calls with so many extra positional arguments."""
@@ -145,7 +154,10 @@ class Convention:
         return known
 
     def _lay_out(self, extras: int) -> Layout:
-        names = [*self.positional, *(f'{self.varargs}[{i}]' for i in range(extras))]
+        count = len(self.positional)
+        extra = [f'{self.varargs}[{i}]' for i in range(extras)]
+        extra[: len(self.hints[count:])] = self.hints[count : count + extras]
+        names = [*self.positional, *extra]
         total = len(names)
         static = {n % total for n in self._static[0] if -total <= n < total}
         donated = {n % total for n in self._donated[0] if -total <= n < total}
@@ -160,6 +172,8 @@ class Convention:
         slots += [Slot(name, name in self._static[1], name in self._donated[1]) for name in self.keyword_only]
         if self.static_keywords:
             slots.append(Slot('static keywords', static=True))
+        if self.donated_keywords:
+            slots.append(Slot(EXTRA_KEYWORDS, donated=True))
         if self.keywords:
             slots.append(Slot(EXTRA_KEYWORDS))
         both = [slot.name for slot in slots if slot.static and slot.donated]
@@ -181,12 +195,15 @@ class Convention:
     def extras_of(self, row: Sequence[Any]) -> int:
         """How many extra positional arguments a row of slots holds."""
         fixed = len(self.positional) + len(self.keyword_only)
-        return len(row) - fixed - bool(self.static_keywords) - bool(self.keywords)
+        own = (self.static_keywords, self.donated_keywords, self.keywords)
+        return len(row) - fixed - sum(map(bool, own))
 
     def restore(self, row: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments and keywords with which to call the function."""
         rest = list(row)
         keywords: dict[str, Any] = dict(rest.pop()) if self.keywords else {}
+        if self.donated_keywords:
+            keywords.update(rest.pop())
         if self.static_keywords:
             keywords.update(rest.pop())
         positional = len(self.positional) + self.extras_of(row)
@@ -216,11 +233,14 @@ class Convention:
         return tuple(row)
 
     def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
-        """The last slots of a row: the static keywords, if there can be any, and the others."""
-        if not self.static_keywords:
-            return [dict(keywords)]
-        static = tuple((n, keywords[n]) for n in self.static_keywords if n in keywords)
-        return [static, {n: v for n, v in keywords.items() if n not in self.static_keywords}]
+        """The last slots of a row: the static and donated keywords, if there can be any, and the others."""
+        rest = dict(keywords)
+        slots: list[Any] = []
+        if self.static_keywords:
+            slots.append(tuple((n, rest.pop(n)) for n in self.static_keywords if n in keywords))
+        if self.donated_keywords:
+            slots.append({n: rest.pop(n) for n in self.donated_keywords if n in keywords})
+        return [*slots, rest]
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -272,7 +292,7 @@ class Convention:
             if name == EXTRA_KEYWORDS:
                 by_slot[i] = {key: rules.get(key) for key in row[i]} or None
             elif len(self.positional) <= i < layout.positional:
-                by_slot[i] = rules.get(self.varargs or '')
+                by_slot[i] = rules.get(name, rules.get(self.varargs or ''))
             else:
                 by_slot[i] = rules.get(name)
         return by_slot
@@ -283,6 +303,7 @@ class Convention:
             return
         static = {slot.name for slot in self.layout(0).slots if slot.static}
         known = [*self.positional, *self.keyword_only, *([self.varargs] if self.varargs else [])]
+        known += [name for name in self.hints if name not in known]
         for name in rules:
             if name in static or name in self.static_keywords:
                 raise StructureError(f'{what} of {self.name}: {name!r} is static, it has no sharding')
@@ -293,8 +314,9 @@ class Convention:
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters with which *fun* itself is called: not those of a function that it wraps."""
     try:
-        return list(inspect.signature(fun).parameters.values())
+        return list(inspect.signature(fun, follow_wrapped=False).parameters.values())
     except (ValueError, TypeError):  # some built-ins tell nothing about themselves
         return [
             inspect.Parameter('args', inspect.Parameter.VAR_POSITIONAL),
@@ -302,9 +324,18 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         ]
 
 
+def _names_behind(fun: Callable[..., Any]) -> list[str]:
+    """The positional parameters of the function that *fun* wraps, by which users name arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+
+
 def _name_of(parameters: Iterable[inspect.Parameter], kind: Any) -> str | None:
     return next((parameter.name for parameter in parameters if parameter.kind is kind), None)
 
 
-def _sequence(value: Any, kind: type) -> tuple[Any, ...]:
+def _sequence(value: Any, kind: Any) -> tuple[Any, ...]:
     return () if value is None else (value,) if isinstance(value, kind) else tuple(value)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
 
-from scalax._prefix import RuleLike, is_rule
+from scalax._context import checked_bindings
+from scalax._prefix import RuleLike
 from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._placement import Shardings
 from scalax._sjit._state import State
-from scalax.errors import ArgumentError, StructureError, did_you_mean
+from scalax.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -34,23 +35,23 @@ class SjitFunction(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function."""
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
 
-    def shardings_for(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
 
         The inputs are one tree for each argument given that is not static, in the order of the
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
 
-    def get_jitted_function_by_args(self, *args: Any, **kwargs: Any) -> Any:
+    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
 
     def clear_cache(self) -> None:
@@ -90,7 +91,7 @@ def sjit(
         in_shardings,
         out_shardings,
         args_sharding_constraint,
-        _checked_annotations(annotation_shardings),
+        checked_bindings(annotation_shardings),
         on_mismatch,
         _checked_jit_kwargs(jit_kwargs),
     )
@@ -115,30 +116,28 @@ class _Methods:
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
         return resolved.program.jitted.lower(*row)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
         return resolved.program.jitted.trace(*row)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
         return resolved.program.jitted.eval_shape(*row)
 
-    def shardings_for(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
         inputs = tuple(
             _tree_of(shardings, row[slot])
             for slot, shardings in resolved.arguments.items()
             if row[slot] is not OMITTED
         )
-        treedef: Any = jax.tree.structure(resolved.out_info)
-        outputs = resolved.out_shardings or [None] * treedef.num_leaves
-        return inputs, treedef.unflatten(outputs)
+        return inputs, resolved.outputs.treedef.unflatten(resolved.out_shardings)
 
-    def get_jitted_function_by_args(self, *args: Any, **kwargs: Any) -> Any:
+    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         convention = self._state.convention
         row = convention.row(args, kwargs)
         resolved, _ = self._state.resolve(row)
@@ -150,9 +149,8 @@ class _Methods:
         def by_convention(*args: Any, **kwargs: Any) -> Any:
             return jitted(*convention.row(args, kwargs))
 
-        by_convention.lower = lambda *a, **k: jitted.lower(  # type: ignore[attr-defined]
-            *convention.row(a, k)
-        )
+        for name in ('lower', 'trace', 'eval_shape'):
+            setattr(by_convention, name, _by_row(getattr(jitted, name), convention))
         return by_convention
 
     def clear_cache(self) -> None:
@@ -162,21 +160,12 @@ class _Methods:
         self._state.clear()
 
 
+def _by_row(method: Callable[..., Any], convention: Convention) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(*convention.row(args, kwargs))
+
+
 def _tree_of(shardings: Shardings, tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), shardings)
-
-
-def _checked_annotations(
-    annotation_shardings: Mapping[str, RuleLike] | None,
-) -> dict[str, RuleLike]:
-    if annotation_shardings is None:
-        return {}
-    if is_rule(annotation_shardings) or not isinstance(annotation_shardings, Mapping):
-        raise StructureError(
-            'annotation_shardings is a dict of annotation name -> rule, got '
-            f'{type(annotation_shardings).__name__}'
-        )
-    return dict(annotation_shardings)
 
 
 def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:

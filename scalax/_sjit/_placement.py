@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._paths import describe_leaf, path_string
 from scalax._sjit._convention import Convention, Layout
@@ -58,20 +58,26 @@ def place(
     placed = list(row)
     for slot, wanted in shardings.items():
         leaves, treedef = jax.tree.flatten(row[slot])
-        if everything:
-            leaves = [_typed(leaf, s) for leaf, s in zip(leaves, wanted, strict=True)]
-            placed[slot] = jax.tree.unflatten(treedef, leaves)
-        moves = [
-            _moves(leaf, sharding, everything or layout.slots[slot].donated, mismatched)
-            for leaf, sharding in zip(leaves, wanted, strict=True)
+        host_data = everything or layout.slots[slot].donated
+        chosen = [
+            i
+            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True))
+            if _moves(leaf, sharding, host_data, mismatched)
         ]
-        if any(moves):
-            # One device_put for all leaves: one for each costs a dispatch a leaf.
-            chosen = [i for i, move in enumerate(moves) if move]
-            moved = move([leaves[i] for i in chosen], [wanted[i] for i in chosen])  # type: ignore[misc]
-            for i, leaf in zip(chosen, moved, strict=True):
-                leaves[i] = leaf
+        if everything:
+            leaves = [_typed(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
+        elif not chosen:
+            continue
+        # One move for all leaves: one for each costs a dispatch a leaf.
+        moved = move([leaves[i] for i in chosen], [wanted[i] for i in chosen])  # type: ignore[misc]
+        for i, leaf in zip(chosen, moved, strict=True):
+            leaves[i] = leaf
+        try:
             placed[slot] = jax.tree.unflatten(treedef, leaves)
+        except Exception:
+            if move is not as_moved:
+                raise
+            # A node that refuses to hold types is traced with the arrays that it has.
     return placed
 
 
@@ -94,7 +100,7 @@ def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
 def _moves(leaf: Any, sharding: NamedSharding | None, host_data: bool, mismatched: bool) -> bool:
     if sharding is None or isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
-    if not sharding.is_fully_addressable:
+    if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
         return False  # other processes hold a part: JAX decides what may be moved, and how
     if not isinstance(leaf, jax.Array):
         return host_data
@@ -112,6 +118,8 @@ def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bo
 
 def _mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
     if sharding is None or not is_concrete(leaf) or not leaf.committed:
+        return False
+    if isinstance(sharding.mesh, AbstractMesh):
         return False
     return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 

@@ -22,16 +22,23 @@ import jax
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings, reject_deleted
 from scalax._sjit._signature import Signature
+from scalax.errors import ArgumentError, StructureError
 
 # Up to this version a deleted argument ends the process with a segmentation fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
-class Missed(Exception):
-    """A program was tried for a call that it is not right for. Never seen by users."""
+class Missed(ArgumentError):
+    """A program was tried for a call that it is not right for.
 
-    def __init__(self, owner: Any) -> None:
-        super().__init__('this call needs another program')
+    Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__(
+            f'this compiled program of {name} was asked for with other arguments (another tree, other '
+            f'shapes, dtypes or static values): call {name} itself, which has a program for each'
+        )
         self.owner = owner
 
 
@@ -66,10 +73,17 @@ def collapsed(treedef: Any, shardings: Shardings) -> Any:
 
 def expanded(form: Any) -> Any:
     """The tree that jax.jit takes, of what `collapsed` made."""
-    if isinstance(form, tuple):
-        treedef, shardings = form
+    if not isinstance(form, tuple):
+        return form
+    treedef, shardings = form
+    try:
         return treedef.unflatten(shardings)
-    return form
+    except Exception as error:
+        raise StructureError(
+            f'a node of the tree refuses to hold shardings in place of arrays ({type(error).__name__}: '
+            f'{error}), so its leaves cannot be given different ones: give one sharding for the whole '
+            'node, or None'
+        ) from error
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,7 +1,8 @@
 """When do two calls need the same shardings? The signature of a call.
 
 A signature is the tree structure of the arguments with the shape, dtype and weak type of each leaf, and
-the static values with their types. Where the arguments lie is no part of it.
+the static values with their types. Where the arguments lie is no part of it, but what their types say is:
+the type of an array on a mesh with Explicit axes holds its sharding over those.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax._paths import describe_leaf, join, path_string
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
+from scalax._spec import entries as spec_entries
+from scalax._spec import entry_axes, replaced
 from scalax.errors import ArgumentError, shown
 
-LeafType = tuple[tuple[int, ...], Any, bool]
+LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Signature:
 
     Attributes:
         treedef: the structure of the dynamic slots.
-        types: (shape, dtype, weak type) of every leaf.
+        types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
     """
 
@@ -35,15 +39,32 @@ class Signature:
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """The (shape, dtype, weak type) of a leaf, as JAX will see it.
+    """The (shape, dtype, weak type, spec over Explicit axes or None) of a leaf, as JAX will see it.
 
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, leaf.dtype, bool(leaf.weak_type)
-    aval = jax.typeof(leaf)
-    return aval.shape, aval.dtype, bool(getattr(aval, 'weak_type', False))
+    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    spec = _explicit_spec(getattr(kind, 'sharding', None))
+    return kind.shape, kind.dtype, bool(getattr(kind, 'weak_type', False)), spec
+
+
+def _explicit_spec(sharding: Any) -> PartitionSpec | None:
+    """The part of a sharding that is in the type of an array; None without Explicit axes."""
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    entries = [
+        tuple(axis for axis in entry_axes(entry) if types[axis] is AxisType.Explicit)
+        for entry in spec_entries(sharding.spec)
+    ]
+    return replaced(sharding.spec, entries)
+
+
+def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What else the types of leaves say, which no rule depends on and a traced function may."""
+    avals = map(jax.typeof, leaves)
+    return tuple((type(aval).__name__, getattr(aval, 'memory_space', None)) for aval in avals)
 
 
 def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:

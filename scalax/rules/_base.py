@@ -107,7 +107,8 @@ class ShardingRule(abc.ABC):
             indices = [whole.indices[i] for i in indices]
             whole = whole.parent
         name = type(self).__name__
-        applied = self.apply(whole.tree)
+        with jax.ensure_compile_time_eval():  # a rule may compute with shapes, also while JAX traces
+            applied = self.apply(whole.tree)
         try:
             values = whole.treedef.flatten_up_to(applied)
         except ValueError:

@@ -169,7 +169,7 @@ def _checked_pair(number: int, rule: Any) -> tuple[str | re.Pattern[str], Value]
     if not isinstance(rule, tuple | list) or len(rule) != 2:
         raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {rule!r}')
     pattern, value = rule
-    if not isinstance(pattern, str | re.Pattern):
+    if not isinstance(getattr(pattern, 'pattern', pattern), str):
         raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
     try:
         re.compile(pattern)
