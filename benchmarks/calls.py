@@ -46,31 +46,21 @@ def cached_calls(rounds: int) -> list[Row]:
 
 
 def alternating_calls(rounds: int) -> list[Row]:
-    """Three signatures in turn against three jits that the caller tells apart by hand."""
+    """Three shapes in turn against three jits that the caller tells apart by hand."""
     rows = []
-    for leaves in (1, 500):
-        helper = MeshShardingHelper([-1], ['data'])
-        spec = PartitionSpec('data')
-        sharding = NamedSharding(helper.mesh, spec)
+    helper = MeshShardingHelper([-1], ['data'])
+    spec = PartitionSpec('data')
+    sharding = NamedSharding(helper.mesh, spec)
+    for leaves, outputs in ((1, spec), (1, None), (500, spec)):
         trees = [jax.device_put(_tree(leaves, size), sharding) for size in (8, 16, 24)]
-        ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=spec)
-        jits = [
-            jax.jit(lambda tree: _bump(tree), in_shardings=(sharding,), out_shardings=sharding) for _ in trees
-        ]
-
-        def all_ours(ours=ours, trees=trees):
-            for tree in trees:
-                ours(tree)
-
-        def all_theirs(jits=jits, trees=trees):
-            for jit, tree in zip(jits, trees, strict=True):
-                jit(tree)
-
+        ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=outputs)
+        hand = {} if outputs is None else {'out_shardings': sharding}
+        jits = [jax.jit(lambda tree: _bump(tree), in_shardings=(sharding,), **hand) for _ in trees]
         rows.append(
             compare(
-                f'three shapes in turn, {leaves} leaves',
-                all_ours,
-                all_theirs,
+                f'three shapes in turn, {leaves} leaves' + ('' if outputs else ', no out_shardings'),
+                lambda ours=ours, trees=trees: [ours(tree) for tree in trees],
+                lambda jits=jits, trees=trees: [j(t) for j, t in zip(jits, trees, strict=True)],
                 max(rounds // (2 if leaves == 1 else 10), 50),
                 '1.15' if leaves == 1 else '1.05',
             )

@@ -181,9 +181,10 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        return jax.tree.unflatten(jax.tree.structure(pytree), self._shardings(sharding_rules, pytree))
+        shardings, treedef = self._shardings(sharding_rules, pytree)
+        return jax.tree.unflatten(treedef, shardings)
 
-    def _shardings(self, rules: RuleLike, pytree: Any) -> list[Any]:
+    def _shardings(self, rules: RuleLike, pytree: Any) -> tuple[list[Any], Any]:
         return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
 
     def abstract(self, pytree: Any, rules: RuleLike) -> Any:
@@ -224,13 +225,12 @@ class MeshShardingHelper:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree))
+        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
-        Args:
-            pytree: jax.Arrays; other leaves are returned as they are.
+        Leaves of other kinds are returned as they are.
         """
         return _transfer.to_host(pytree)
 
@@ -394,10 +394,7 @@ class MeshShardingHelper:
         """The rows of global arrays that this process's devices hold, as numpy arrays (keys: as keys).
 
         Args:
-            pytree: global jax.Arrays, sharded along *batch_axis* only.
+            pytree: global jax.Arrays; an array that is sharded along another axis is a DataError.
             batch_axis: the axis of the rows; may be negative.
-
-        Raises:
-            DataError: an array is also sharded along another axis.
         """
         return _data.global_array_to_local_data(pytree, batch_axis)

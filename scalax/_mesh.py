@@ -42,6 +42,7 @@ def build_mesh(
         raise MeshError('devices holds a device more than once')
     sizes = _inferred(dims, names, len(at_hand))
     if dcn_axis_dims is None:
+        _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
     else:
         array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
@@ -167,6 +168,17 @@ def _divisors(count: int) -> list[int]:
 
 def _listed(numbers: list[int]) -> str:
     return ', '.join(map(str, numbers[:16])) + (', ...' if len(numbers) > 16 else '')
+
+
+def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
+    """Raises if TPU devices of several slices would be laid out as if they were of one."""
+    slices = {getattr(device, 'slice_index', 0) for device in devices}
+    if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
+        raise MeshError(
+            f'these devices lie in {len(slices)} slices: say with dcn_axis_dims how many slices lie along '
+            f'each of the axes ({", ".join(names)}), so that only those axes communicate between slices; '
+            'or pass mesh_axis_splitting=True to use the devices in the order given'
+        )
 
 
 def _one_slice(sizes: tuple[int, ...], devices: list[Any], split: bool) -> np.ndarray:

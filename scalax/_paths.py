@@ -41,6 +41,14 @@ def path_string(path: Sequence[Any], separator: str = '/') -> str:
     return separator.join([str(key.key) if type(key) is DictKey else key_string(key) for key in path])
 
 
+def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
+    """`path_string` of each path; several times faster where all keys are those of dicts, and strings."""
+    try:
+        return ['/'.join([key.key for key in path]) for path in paths]
+    except (AttributeError, TypeError):
+        return [path_string(path) for path in paths]
+
+
 def join(prefix: str, path: str) -> str:
     """The path of a leaf whose subtree lies at *prefix*."""
     return f'{prefix}/{path}' if prefix and path else prefix or path
@@ -116,7 +124,7 @@ class NamedTree:
                 of other libraries may refuse to hold anything but arrays.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(pytree)
-        paths = [path_string(path) for path, _ in flat]
+        paths = _path_strings([path for path, _ in flat])
         leaves = [leaf if as_leaf is None else as_leaf(leaf) for _, leaf in flat]
         try:
             shapes = [leaf.shape for leaf in leaves]

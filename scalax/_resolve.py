@@ -354,23 +354,31 @@ class ResolutionCache:
         pytree: Any,
         mesh: Mesh | AbstractMesh,
         on_indivisible: OnIndivisible,
-    ) -> list[NamedSharding | None]:
-        """`Resolution.shardings`, from memory where rules, structure, shapes and dtypes are known."""
-        leaves, treedef = jax.tree.flatten(pytree)
-        try:
-            signature = list(map(_SHAPE_AND_DTYPE, leaves))
-        except AttributeError:  # Python scalars, or leaves that are not arrays
-            return resolve(rules, pytree, mesh, on_indivisible=on_indivisible).shardings
+    ) -> tuple[list[NamedSharding | None], Any]:
+        """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
         rules_key = key_of(rules)
-        for kept_rules, kept_treedef, kept_signature, shardings in self._entries:
-            if kept_rules == rules_key and kept_treedef == treedef and kept_signature == signature:
-                return shardings
+        entries = [entry for entry in self._entries if entry[0] == rules_key]
+        if entries:
+            leaves, treedef = jax.tree.flatten(pytree)
+            signature = _signature(leaves)
+            for _, kept_treedef, kept_signature, shardings in entries:
+                if kept_treedef == treedef and kept_signature == signature:
+                    return shardings, treedef
         resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
-        if on_indivisible != 'warn' and _is_pure(rules):
+        signature = _signature(resolution.tree.leaves)
+        if signature is not None and on_indivisible != 'warn' and _is_pure(rules):
             # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
-            entry = (rules_key, treedef, signature, resolution.shardings)
+            entry = (rules_key, resolution.treedef, signature, resolution.shardings)
             self._entries = (entry, *self._entries[: self._size - 1])
-        return resolution.shardings
+        return resolution.shardings, resolution.treedef
+
+
+def _signature(leaves: Sequence[Any]) -> list[Any] | None:
+    """The shapes and dtypes of leaves; None where some have none, as Python scalars."""
+    try:
+        return list(map(_SHAPE_AND_DTYPE, leaves))
+    except AttributeError:
+        return None
 
 
 _SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')

@@ -46,16 +46,19 @@ def to_host(pytree: Any) -> Any:
     is in device memory whole. Typed PRNG keys, which numpy does not know, stay jax.Arrays.
     """
     leaves, treedef = jax.tree.flatten(pytree)
-    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    here = [i for i in arrays if leaves[i].is_fully_addressable]
-    fetched = dict(zip(here, jax.device_get([leaves[i] for i in here]), strict=True))
-    for i in arrays:
-        leaves[i] = fetched[i] if i in fetched else _fetch(leaves[i])
+    # Asked once a type: isinstance() costs much for a class with registered subclasses.
+    array_types = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+    arrays = [
+        i for i, leaf in enumerate(leaves) if type(leaf) in array_types and isinstance(leaf.dtype, np.dtype)
+    ]
+    alone = jax.process_count() == 1
+    here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
+    for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
+        leaves[i] = value
+    for i in arrays if not alone else ():
+        if isinstance(leaves[i], jax.Array):
+            leaves[i] = _fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype)
 
 
 def _fetch(leaf: jax.Array) -> np.ndarray:

@@ -387,3 +387,16 @@ def test_a_mesh_of_mock_devices_resolves():
     helper = MeshShardingHelper.from_mesh(mesh)
     sharding = helper.match_sharding_rule(P('data', 'tp'), jax.ShapeDtypeStruct((8, 8), 'float32'))
     assert sharding.shard_shape((8, 8)) == (2, 2)
+
+
+def test_several_slices_need_to_be_told_apart():
+    devices = [device for n in range(4) for device in tpu_slice(2, 2, 2, slice_index=n)]
+    with pytest.raises(MeshError) as error:
+        _mesh.build_mesh((2, 16), ('data', 'tp'), devices=devices)
+    assert str(error.value) == (
+        'these devices lie in 4 slices: say with dcn_axis_dims how many slices lie along each of the axes '
+        '(data, tp), so that only those axes communicate between slices; or pass mesh_axis_splitting=True '
+        'to use the devices in the order given'
+    )
+    split = _mesh.build_mesh((2, 16), ('data', 'tp'), devices=devices, split_physical_axes=True)
+    assert list(split.devices.flat) == devices

@@ -13,14 +13,15 @@ from typing import Any
 
 from scalax._sjit._convention import OMITTED, Convention
 
-_HEAD = 'def call({parameters}):'
-# `hot` is read once: another thread may replace it between the call and the look at the error.
+_HEAD = 'def {name}({parameters}):'
+# The program is a global, which Python reads faster than an attribute; and it is read once, because
+# another thread may replace it between the call and the look at the error.
 _BODY = """
-    _scalax_hot = _scalax_state.hot
+    _scalax_tried = _scalax_hot
     try:
-        return _scalax_hot({row})
+        return _scalax_tried({row})
     except Exception as _scalax_error:
-        if not _scalax_state.missed(_scalax_error, _scalax_hot, ({tuple})):
+        if not _scalax_state.missed(_scalax_error, _scalax_tried, ({tuple})):
             raise
     return _scalax_state.slow(({tuple}))
 """
@@ -31,11 +32,14 @@ def generate_caller(convention: Convention, state: Any) -> FunctionType:
 
     Args:
         convention: how the user's function is called.
-        state: has ``hot``, the compiled program that the last calls used; ``missed(error, hot, row)``,
-            whether an error means that another program is needed; and ``slow(row)``.
+        state: has ``missed(error, tried, row)``, whether an error means that another program is needed;
+            ``slow(row)``; and ``keep_hot_in(namespace, name)``, told here where to keep the program that
+            calls try first.
     """
     row = _row(convention)
-    source = _HEAD.format(parameters=', '.join(_declarations(convention)))
+    # Named in the source: Python calls a function faster whose code was never replaced.
+    name = convention.name if convention.name.isidentifier() else 'sjit_function'
+    source = _HEAD.format(name=name, parameters=', '.join(_declarations(convention)))
     source += _BODY.format(row=row, tuple=f'{row},' if row else '')
     namespace: dict[str, Any] = {
         '__name__': __name__,
@@ -43,8 +47,9 @@ def generate_caller(convention: Convention, state: Any) -> FunctionType:
         '_scalax_omitted': OMITTED,
         '_scalax_split': convention.split_keywords,
     }
+    state.keep_hot_in(namespace, '_scalax_hot')
     exec(compile(source, f'<scalax sjit of {convention.name}>', 'exec'), namespace)
-    return namespace['call']
+    return namespace[name]
 
 
 def _declarations(convention: Convention) -> list[str]:
@@ -82,8 +87,6 @@ def _row(convention: Convention) -> str:
 
 def dressed(call: FunctionType, fun: Callable[..., Any], name: str) -> FunctionType:
     """Gives the generated function the name, documentation and signature of the user's function."""
-    code_name = name if name.isidentifier() else 'sjit_function'
-    call.__code__ = call.__code__.replace(co_name=code_name, co_qualname=code_name)
     for attribute in ('__module__', '__name__', '__qualname__', '__doc__', '__annotations__'):
         try:
             setattr(call, attribute, getattr(fun, attribute))

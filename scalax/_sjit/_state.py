@@ -76,6 +76,7 @@ class State:
         self.contexts = _context.ContextCache(helper)
         self._warned = False
         self._placing = _Placing()
+        self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
         self.clear()
 
     def clear(self) -> None:
@@ -84,7 +85,23 @@ class State:
         self.programs: dict[Shape, Program] = {}
         self.recordings = Recordings()
         self._arguments: dict[Signature, Mapping[int, Shardings]] = {}
-        self.hot: Callable[..., Any] = self._nothing_yet
+        self.hot = self._nothing_yet
+
+    def keep_hot_in(self, namespace: dict[str, Any], name: str) -> None:
+        """Says where the caller looks for the program to try."""
+        self._hot_is = namespace, name
+        self.hot = self._nothing_yet
+
+    @property
+    def hot(self) -> Callable[..., Any]:
+        """What calls try first: the program that the last ones used, or one that chooses."""
+        namespace, name = self._hot_is
+        return namespace[name]
+
+    @hot.setter
+    def hot(self, call: Callable[..., Any]) -> None:
+        namespace, name = self._hot_is
+        namespace[name] = call
 
     def _nothing_yet(self, *row: Any) -> Any:
         raise self._miss()
