@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 _ATTRIBUTE: dict[type, str] = {
@@ -102,7 +103,8 @@ class NamedTree:
 
     Rules see a tree in this form. ``prefix`` is where the tree lies in the tree that the user gave
     (for messages only: rules never see it). ``parent`` and ``indices`` are set on a selection of
-    leaves, which has no structure of its own.
+    leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that another
+    rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see others.
     """
 
     paths: Sequence[str]
@@ -112,6 +114,8 @@ class NamedTree:
     prefix: str = ''
     parent: NamedTree | None = None
     indices: Sequence[int] = ()
+    taken: Sequence[PartitionSpec] = ()
+    shown: Sequence[Any] = ()
 
     @classmethod
     def of(cls, pytree: Any, prefix: str = '', as_leaf: Callable[[Any], Any] | None = None) -> NamedTree:
@@ -139,19 +143,47 @@ class NamedTree:
 
     def select(self, indices: Sequence[int]) -> NamedTree:
         """The leaves at *indices*, as the part of a tree that a nested rule decides about."""
+
+        def rows(column: Sequence[Any]) -> list[Any]:
+            return [column[i] for i in indices] if column else []
+
         return NamedTree(
-            [self.paths[i] for i in indices],
-            [self.leaves[i] for i in indices],
-            [self.shapes[i] for i in indices],
+            rows(self.paths),
+            rows(self.leaves),
+            rows(self.shapes),
             None,
             self.prefix,
             self,
             indices,
+            rows(self.taken),
+            rows(self.shown),
+        )
+
+    def with_taken(self, taken: Sequence[PartitionSpec]) -> NamedTree:
+        """The same leaves, of each of which another rule has sharded some dimensions already."""
+        return dataclasses.replace(self, taken=taken)
+
+    def without_first(self, dims: int) -> NamedTree:
+        """The same leaves without their first dimensions, which are stacks of layers."""
+        shapes = [shape[dims:] for shape in self.shapes]
+        return NamedTree(
+            self.paths,
+            [
+                jax.ShapeDtypeStruct(shape, leaf.dtype) if hasattr(leaf, 'dtype') else leaf
+                for leaf, shape in zip(self.leaves, shapes, strict=True)
+            ],
+            shapes,
+            self.treedef,
+            self.prefix,
+            self.parent and self.parent.without_first(dims),
+            self.indices,
+            [PartitionSpec(*spec[dims:]) for spec in self.taken],
+            self.shown or self.leaves,
         )
 
     def describe(self, index: int) -> str:
         """Leaf number *index* as error messages show it."""
-        return describe_leaf(join(self.prefix, self.paths[index]), self.leaves[index])
+        return describe_leaf(join(self.prefix, self.paths[index]), (self.shown or self.leaves)[index])
 
     @functools.cached_property
     def tree(self) -> Any:

@@ -245,6 +245,6 @@ def _tree_path_rules(rules: Sequence[Any]) -> list[TreePathShardingRule]:
     for rule in rules:
         if isinstance(rule, TreePathShardingRule):
             found.append(rule)
-            nested = [value for _, value in rule.rules if isinstance(value, ShardingRule)]
-            found.extend(_tree_path_rules(nested))
+        if isinstance(rule, ShardingRule):
+            found.extend(_tree_path_rules(rule.parts))
     return list(dict.fromkeys(found))

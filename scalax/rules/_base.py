@@ -137,6 +137,56 @@ class ShardingRule(abc.ABC):
         """Whether a result may be reused: the same answers and no warnings for equal shapes, for ever."""
         return False
 
+    @property
+    def parts(self) -> tuple[ShardingRule, ...]:
+        """The rules that this one is made of."""
+        return ()
+
+    # The classes behind the operators are built on this one, hence the imports inside.
+
+    def __or__(self, other: Any) -> ShardingRule:
+        """``a | b``: for each leaf the first that answers."""
+        from scalax.rules._compose import FirstAnswer, as_rule
+
+        rule = as_rule(other)
+        return NotImplemented if rule is None else FirstAnswer.of(self, rule)
+
+    def __ror__(self, other: Any) -> ShardingRule:
+        from scalax.rules._compose import FirstAnswer, as_rule
+
+        rule = as_rule(other)
+        return NotImplemented if rule is None else FirstAnswer.of(rule, self)
+
+    def __and__(self, other: Any) -> ShardingRule:
+        """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use."""
+        from scalax.rules._compose import Overlay, as_rule
+
+        rule = as_rule(other)
+        return NotImplemented if rule is None else Overlay(self, rule)
+
+    def __rand__(self, other: Any) -> ShardingRule:
+        from scalax.rules._compose import Overlay, as_rule
+
+        rule = as_rule(other)
+        return NotImplemented if rule is None else Overlay(rule, self)
+
+    def stacked(self, dims: int = 1) -> ShardingRule:
+        """This rule for layers that are stacked, as for ``jax.lax.scan``.
+
+        Args:
+            dims: how many first dimensions are stacks; they are never sharded, and the rule sees the
+                arrays without them.
+        """
+        from scalax.rules._compose import Stacked
+
+        return Stacked(self, dims)
+
+    def with_memory_kind(self, memory_kind: str) -> ShardingRule:
+        """The same specs, in another memory, such as ``'pinned_host'``."""
+        from scalax.rules._compose import InMemory
+
+        return InMemory(self, memory_kind)
+
 
 class BuiltinRule(ShardingRule):
     """A rule that answers leaf by leaf; `apply` follows from its answers."""

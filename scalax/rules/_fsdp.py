@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._paths import NamedTree
-from scalax._spec import entry_axes
+from scalax._spec import entries, entry_axes, spec_axes
 from scalax.errors import Problem, RuleError, did_you_mean
 from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 
@@ -72,8 +73,9 @@ class FSDPShardingRule(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         size = self._axis_size(axis_sizes)
-        chosen = {shape: self._answer(shape, size) for shape in dict.fromkeys(tree.shapes)}
-        return [chosen[shape] for shape in tree.shapes]
+        keys = list(zip(tree.shapes, tree.taken or [REPLICATED] * len(tree), strict=True))
+        chosen = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
+        return [chosen[key] for key in keys]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """Arrays that are too small, or of which no dimension divides, are replicated."""
@@ -84,10 +86,12 @@ class FSDPShardingRule(BuiltinRule):
             reason = f'no dimension divides by {self._axis_size(axis_sizes) or "a power of two"}'
         return Answer(REPLICATED, repr(self), reason)
 
-    def _answer(self, shape: tuple[int, ...], size: int | None) -> Answer | None:
+    def _answer(self, shape: tuple[int, ...], taken: PartitionSpec, size: int | None) -> Answer | None:
         if math.prod(shape) < self.min_fsdp_size:
             return None
-        dim = _largest_divisible(shape, size)
+        if not set(entry_axes(self.fsdp_axis_name)).isdisjoint(spec_axes(taken)):
+            return None
+        dim = _largest_divisible(shape, entries(taken), size)
         if dim is None:
             return None
         spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
@@ -115,12 +119,13 @@ def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _largest_divisible(shape: tuple[int, ...], size: int | None) -> int | None:
-    """The first of the largest dimensions that divide by *size* (None: by a power of two)."""
+def _largest_divisible(shape: tuple[int, ...], taken: tuple[Any, ...], size: int | None) -> int | None:
+    """The first of the largest free dimensions that divide by *size* (None: by a power of two)."""
     if size is None:
         score = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
         allowed = [dim for dim, power in enumerate(score) if power > 1]
     else:
         score = list(shape)
         allowed = [dim for dim, n in enumerate(shape) if n and n % size == 0]
-    return max(allowed, key=lambda dim: score[dim], default=None)
+    free = [dim for dim in allowed if dim >= len(taken) or taken[dim] is None]
+    return max(free, key=lambda dim: score[dim], default=None)

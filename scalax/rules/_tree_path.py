@@ -80,8 +80,12 @@ class TreePathShardingRule(BuiltinRule):
     @property
     def is_pure(self) -> bool:
         """See `ShardingRule.is_pure`."""
-        nested = (value for _, value in self.rules if isinstance(value, ShardingRule))
-        return self.on_indivisible != 'warn' and all(map(is_pure, nested))
+        return self.on_indivisible != 'warn' and all(map(is_pure, self.parts))
+
+    @property
+    def parts(self) -> tuple[ShardingRule, ...]:
+        """See `ShardingRule.parts`."""
+        return tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
