@@ -14,15 +14,27 @@ import threading
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from scalax._prefix import RuleLike, is_rule, key_of
+from scalax._spec import OnIndivisible
 from scalax.errors import StructureError
 
-if TYPE_CHECKING:
-    from scalax._helper import MeshShardingHelper
+
+class MeshOwner(Protocol):
+    """What the layers below `MeshShardingHelper` need of it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh; an AbstractMesh is possible."""
+
+    @property
+    def on_indivisible(self) -> OnIndivisible:
+        """The policy of bare specs."""
+
 
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
@@ -50,7 +62,7 @@ class Context:
         asked: every name that some trace has asked for, bound or not.
     """
 
-    helper: MeshShardingHelper
+    helper: MeshOwner
     bindings: Mapping[str, RuleLike]
     outside: weakref.ref[Context] | None = None
     used: set[str] = dataclasses.field(default_factory=set)
@@ -66,7 +78,7 @@ class Context:
         """The context in which this one is entered. It is alive while anything runs in this one."""
         return self.outside() if self.outside else None
 
-    def bound(self, name: str) -> tuple[MeshShardingHelper, RuleLike] | None:
+    def bound(self, name: str) -> tuple[MeshOwner, RuleLike] | None:
         """The helper and rules that *name* is bound to, here or outside; records the use."""
         self.asked.add(name)
         if name in self.bindings:
@@ -98,7 +110,7 @@ class ContextCache:
     everything again.
     """
 
-    def __init__(self, helper: MeshShardingHelper) -> None:
+    def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._outermost: dict[Any, Context] = {}
         self._inside: weakref.WeakKeyDictionary[Context, dict[Any, Context]] = weakref.WeakKeyDictionary()
@@ -173,7 +185,7 @@ class ActiveHelper:
 
     def __init__(
         self,
-        mesh_helper: MeshShardingHelper,
+        mesh_helper: MeshOwner,
         cache: ContextCache,
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:

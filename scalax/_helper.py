@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -339,7 +339,7 @@ class MeshShardingHelper:
     def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
         """The helper that is active in this thread, or None."""
         context = _context.current()
-        return context.helper if context else None
+        return cast(MeshShardingHelper, context.helper) if context else None
 
     @classmethod
     def get_global_mesh(cls) -> Mesh | None:

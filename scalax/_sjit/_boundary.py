@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from scalax._context import MeshOwner
 from scalax._prefix import RuleLike
 from scalax._resolve import Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
 from scalax._sjit._signature import slot_path
 from scalax.errors import Problem, ShardingError
-
-if TYPE_CHECKING:
-    from scalax._helper import MeshShardingHelper
 
 OnMismatch = Literal['error', 'reshard']
 
@@ -58,7 +56,7 @@ class Outputs:
 class Boundary:
     """Resolves the rules of one sjit function for its arguments and outputs."""
 
-    def __init__(self, helper: MeshShardingHelper, convention: Convention, options: Options) -> None:
+    def __init__(self, helper: MeshOwner, convention: Convention, options: Options) -> None:
         self._helper, self._convention, self._options = helper, convention, options
         self.any_explicit = AxisType.Explicit in helper.mesh.axis_types
 

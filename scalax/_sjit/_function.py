@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 
-from scalax._context import checked_bindings
+from scalax._context import MeshOwner, checked_bindings
 from scalax._prefix import RuleLike
 from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
@@ -17,9 +17,6 @@ from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._placement import Shardings
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, did_you_mean
-
-if TYPE_CHECKING:
-    from scalax._helper import MeshShardingHelper
 
 
 class SjitFunction(Protocol):
@@ -59,7 +56,7 @@ class SjitFunction(Protocol):
 
 
 def sjit(
-    helper: MeshShardingHelper,
+    helper: MeshOwner,
     fun: Callable[..., Any],
     *,
     in_shardings: RuleLike = None,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -22,9 +22,6 @@ from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, dynamic_leaves, placement_kinds, signature_of
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
-
-if TYPE_CHECKING:
-    from scalax._helper import MeshShardingHelper
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class State:
 
     def __init__(
         self,
-        helper: MeshShardingHelper,
+        helper: _context.MeshOwner,
         fun: Callable[..., Any],
         convention: Convention,
         options: Options,
