@@ -33,6 +33,9 @@ EXTRAS = {
         *EXAMPLES,
         'build',
         'flatbuffers',
+        # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
+        'flax>=0.12',
+        'haliax==1.4.dev453',
         'hypothesis',
         'mypy',
         'pytest>=8',

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,16 @@ def _bump(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: leaf + 1 for name, leaf in tree.items()}
 
 
+def _another_bump() -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
+    """A function object of its own, with a cache of its own in JAX."""
+    return lambda tree: _bump(tree)
+
+
+def _in_turn(functions: Sequence[Callable[..., Any]], trees: Sequence[Any]) -> None:
+    for function, tree in zip(functions, trees, strict=True):
+        function(tree)
+
+
 def cached_calls(rounds: int) -> list[Row]:
     """One signature, its arguments in place: what a training step is."""
     rows = []
@@ -36,8 +48,8 @@ def cached_calls(rounds: int) -> list[Row]:
         rows.append(
             compare(
                 f'cached call, {leaves} leaves, {devices} devices',
-                lambda ours=ours, tree=tree: ours(tree),
-                lambda theirs=theirs, tree=tree: theirs(tree),
+                functools.partial(ours, tree),
+                functools.partial(theirs, tree),
                 count,
                 '1.02',
             )
@@ -54,13 +66,13 @@ def alternating_calls(rounds: int) -> list[Row]:
     for leaves, outputs in ((1, spec), (1, None), (500, spec)):
         trees = [jax.device_put(_tree(leaves, size), sharding) for size in (8, 16, 24)]
         ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=outputs)
-        hand = {} if outputs is None else {'out_shardings': sharding}
-        jits = [jax.jit(lambda tree: _bump(tree), in_shardings=(sharding,), **hand) for _ in trees]
+        hand: dict[str, Any] = {} if outputs is None else {'out_shardings': sharding}
+        jits = [jax.jit(_another_bump(), in_shardings=(sharding,), **hand) for _ in trees]
         rows.append(
             compare(
                 f'three shapes in turn, {leaves} leaves' + ('' if outputs else ', no out_shardings'),
-                lambda ours=ours, trees=trees: [ours(tree) for tree in trees],
-                lambda jits=jits, trees=trees: [j(t) for j, t in zip(jits, trees, strict=True)],
+                functools.partial(_in_turn, [ours] * len(trees), trees),
+                functools.partial(_in_turn, jits, trees),
                 max(rounds // (2 if leaves == 1 else 10), 50),
                 '1.15' if leaves == 1 else '1.05',
             )
@@ -82,12 +94,12 @@ def alternating_programs(rounds: int) -> list[Row]:
         jits = []
         for tree in trees:
             shardings = helper.match_sharding_rule(rule, tree)
-            jits.append(jax.jit(lambda tree: _bump(tree), in_shardings=(shardings,), out_shardings=shardings))
+            jits.append(jax.jit(_another_bump(), in_shardings=(shardings,), out_shardings=shardings))
         rows.append(
             compare(
                 f'three structures in turn, {leaves} leaves',
-                lambda ours=ours, trees=trees: [ours(tree) for tree in trees],
-                lambda jits=jits, trees=trees: [j(t) for j, t in zip(jits, trees, strict=True)],
+                functools.partial(_in_turn, [ours] * len(trees), trees),
+                functools.partial(_in_turn, jits, trees),
                 max(rounds // (2 if leaves == 1 else 10), 50),
                 '1.15' if leaves == 1 else '1.05',
             )
@@ -101,7 +113,7 @@ def traces_per_signature() -> list[Row]:
     helper = MeshShardingHelper([-1], ['data'])
     spec = PartitionSpec('data')
     sharding = NamedSharding(helper.mesh, spec)
-    for name, options in {
+    cases: dict[str, dict[str, Any]] = {
         'no rules': {},
         'in_shardings': {'in_shardings': spec},
         'in, out and constraint': {
@@ -109,9 +121,10 @@ def traces_per_signature() -> list[Row]:
             'out_shardings': spec,
             'args_sharding_constraint': spec,
         },
-    }.items():
+    }
+    for name, options in cases.items():
         counts = {'ours': 0, 'theirs': 0}
-        hand = {key: sharding for key in options if key != 'args_sharding_constraint'}
+        hand: dict[str, Any] = {key: sharding for key in options if key != 'args_sharding_constraint'}
         ours = helper.sjit(_counted(counts, 'ours'), **options)
         theirs = jax.jit(_counted(counts, 'theirs'), **hand)
         data = np.ones(8, np.float32)

@@ -6,6 +6,7 @@ every leaf and records why. The layers, from the bottom; imports point down only
 
     errors                    which errors there are, and what each means
     _paths, _spec             what a leaf is called; what a PartitionSpec may say
+    interop                   names and boxes in the trees of other libraries
     rules                     WHAT: shapes and paths -> PartitionSpecs
     _mesh                     WHERE: dimensions and names -> a mesh
     _prefix, _resolve         the one place where rules meet a tree and a mesh

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax import _context, _spec
 from scalax._prefix import RuleLike, split
 from scalax._resolve import Use, resolve, with_types
-from scalax.errors import MeshError
+from scalax.errors import ArgumentError, MeshError
 
 
 def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
@@ -86,6 +86,11 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
         >>> compiled(jnp.ones(16)).sharding.spec
         P('data',)
     """
+    if not isinstance(sharding_name, str):
+        raise ArgumentError(
+            'with_sharding_annotation(pytree, name): the name is a string, got '
+            f'{type(sharding_name).__name__}'
+        )
     context = _context.current()
     found = context.bound(sharding_name) if context else None
     if found is None:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax import _mesh
 from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._resolve import named_sharding
+from scalax._transfer import reject_tracers
 from scalax.errors import DataError, MeshError, shown
 
 
@@ -29,7 +30,12 @@ def local_data_to_global_array(
             f'the batch cannot be sharded over mesh axes of different types together ({listed}): choose '
             'axes of one type with mesh_axis_subset'
         )
+    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int | np.integer):
+        raise DataError(
+            f'batch_axis is a whole number, got {batch_axis!r} (mesh axes go to mesh_axis_subset)'
+        )
     tree = NamedTree.of(pytree)
+    reject_tracers(tree.leaves, 'local_data_to_global_array')
     faults = [_fault(mesh, tree, i, batch_axis, axes) for i in range(len(tree))]
     if any(faults):
         sizes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())

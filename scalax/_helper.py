@@ -13,10 +13,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax import _constrain, _context, _data, _mesh, _sjit, _transfer
+from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
-from scalax.errors import MeshError
 from scalax.explain import ShardingReport, make_report
 
 
@@ -88,10 +88,8 @@ class MeshShardingHelper:
         Raises:
             MeshError: *mesh* is neither.
         """
-        if not isinstance(mesh, Mesh | AbstractMesh):
-            raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
         helper = cls.__new__(cls)
-        helper._set_up(mesh, on_indivisible)
+        helper._set_up(_mesh.checked_mesh(mesh), on_indivisible)
         return helper
 
     @classmethod
@@ -197,7 +195,7 @@ class MeshShardingHelper:
 
         def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
-            return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
 
         return jax.tree.map(struct, pytree, self.match_sharding_rule(rules, pytree))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -113,8 +113,10 @@ def checked_types(
     if axis_types is None:
         return (AxisType.Auto,) * len(names)
     if isinstance(axis_types, AxisType):
-        return (axis_types,) * len(names)
-    types = () if isinstance(axis_types, str) else tuple(axis_types)
+        axis_types = (axis_types,) * len(names)
+    types = tuple(axis_types) if isinstance(axis_types, Iterable) else ()
+    if AxisType.Manual in types:
+        raise MeshError('axes of type Manual exist inside shard_map only: use Auto or Explicit')
     if len(types) != len(names) or not all(isinstance(kind, AxisType) for kind in types):
         raise MeshError(
             f'axis_types is one jax.sharding.AxisType for all axes or one for each of {names}, '
@@ -151,7 +153,8 @@ def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
         others = math.prod(dim for i, dim in enumerate(dims) if i != axis)
         if count % others == 0:
             fitted = [str(count // others if i == axis else dim) for i, dim in enumerate(dims)]
-            fixes.append(f'({", ".join(fitted)}), with {name!r} changed')
+            listed = ', '.join(fitted) + (',' if len(fitted) == 1 else '')
+            fixes.append(f'({listed}), with {name!r} changed')
     needed = math.prod(dims)
     if needed < count:
         fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
@@ -249,12 +252,28 @@ def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, w
     return dcn
 
 
+def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
+    """A mesh that a helper can be made of.
+
+    Raises:
+        MeshError: it is no mesh, is empty, or has axes of type Manual.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
+    if mesh.empty:
+        raise MeshError('from_mesh got the empty mesh, which JAX has where no mesh is set')
+    checked_types(tuple(mesh.axis_types), tuple(mesh.axis_names))
+    return mesh
+
+
 def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Checks a selection of mesh axes and returns it as a tuple, in the order given.
 
     Raises:
         MeshError: a name that the mesh does not have, or a repeated one.
     """
+    if not isinstance(names, Iterable):
+        raise MeshError(f'mesh axes are named by a string or a sequence of them, got {names!r}')
     chosen = (names,) if isinstance(names, str) else tuple(names)
     for name in chosen:
         if name not in known:

@@ -78,6 +78,11 @@ def has_foreign_dtype(leaf: Any) -> bool:
     return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
 
 
+def canonical_dtype(dtype: Any) -> Any:
+    """The dtype that an array of *dtype* has on the devices: without x64, float64 is float32."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def describe_leaf(path: str, leaf: Any) -> str:
     """A leaf as error messages show it: ``params/w: float32[8, 16]``.
 
@@ -187,5 +192,10 @@ class NamedTree:
 
     @functools.cached_property
     def tree(self) -> Any:
-        """The pytree itself."""
-        return self.treedef.unflatten(self.leaves)
+        """The pytree itself, with structs for Python scalars: every leaf has a shape and a dtype."""
+        return self.treedef.unflatten(
+            [
+                leaf if hasattr(leaf, 'shape') else jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf))
+                for leaf in self.leaves
+            ]
+        )

@@ -17,13 +17,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _spec
-from scalax._paths import NamedTree, has_foreign_dtype, join, leaf_shape
+from scalax._paths import NamedTree, join
 from scalax._prefix import RuleLike, is_rule, key_of, split
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
-from scalax.rules._base import Answer, ShardingRule, is_pure, settled
-
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
+from scalax.rules._base import Answer, ShardingRule, is_pure, settled, strangers
 
 
 class Use(enum.Enum):
@@ -105,7 +103,7 @@ def resolve(
     """
     axes = MeshAxes.of(mesh)
     task = _Task(axes, mesh, use, where, on_indivisible)
-    parts = split(rules, pytree, where)
+    parts = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
     trees = [NamedTree.of(part.subtree, join(at, part.at), as_leaf) for part in parts]
     for tree in trees:
         task.reject_strangers(tree)
@@ -149,21 +147,7 @@ class _Task:
 
     def reject_strangers(self, tree: NamedTree) -> None:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
-        if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
-            return
-        for index, leaf in enumerate(tree.leaves):
-            if leaf_shape(leaf) is not None and not has_foreign_dtype(leaf):
-                continue
-            self.problems.append(
-                Problem(
-                    'not-an-array',
-                    tree.describe(index),
-                    f'{_short(leaf)} is not an array'
-                    if leaf_shape(leaf) is None
-                    else f'JAX has no arrays of dtype {leaf.dtype}',
-                    hint='shard trees of arrays; take other leaves out, or make such arguments static.',
-                )
-            )
+        self.problems.extend(strangers(tree))
 
     def ask(self, rule: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree) -> list[Answer]:
         """What *rule* says about every leaf of *tree*; nothing where it is wrong about some leaves."""
@@ -332,11 +316,6 @@ def _other_mesh(mesh: Any) -> _spec.Fault:
     )
 
 
-def _short(leaf: Any) -> str:
-    text = repr(leaf)
-    return text if len(text) <= 60 else f'{text[:57]}...'
-
-
 class ResolutionCache:
     """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
 
@@ -356,6 +335,11 @@ class ResolutionCache:
         on_indivisible: OnIndivisible,
     ) -> tuple[list[NamedSharding | None], Any]:
         """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
+        leaves = [rules] if is_rule(rules) else jax.tree.leaves(rules, is_leaf=is_rule)
+        if not all(map(is_rule, leaves)):
+            # Compared with nothing: `resolve` says what is wrong with them.
+            resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
+            return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)
         entries = [entry for entry in self._entries if entry[0] == rules_key]
         if entries:

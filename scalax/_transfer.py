@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from scalax._paths import NamedTree
-from scalax.errors import Problem, ShardingError, StructureError
+from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
 
 def put(pytree: Any, shardings: Sequence[Any]) -> Any:
@@ -21,6 +21,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
         ShardingError: some leaves are abstract; all of them are named.
     """
     leaves, treedef = jax.tree.flatten(pytree)
+    reject_tracers(leaves, 'shard')
     if jax.ShapeDtypeStruct in set(map(type, leaves)):
         tree = NamedTree.of(pytree)
         raise ShardingError(
@@ -37,6 +38,15 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
             ]
         )
     return jax.tree.unflatten(treedef, jax.device_put(leaves, list(shardings)))
+
+
+def reject_tracers(leaves: Sequence[Any], what: str) -> None:
+    """Raises ArgumentError inside a traced function, where a transfer binds the compiler to nothing."""
+    if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
+        raise ArgumentError(
+            f'{what} moves arrays, and this is a value inside a function that JAX traces, where the '
+            'compiler may ignore such a move: use with_sharding_constraint there'
+        )
 
 
 def to_host(pytree: Any) -> Any:

@@ -8,6 +8,8 @@ from scalax._sjit import SjitFunction
 from scalax.explain import ShardingReport
 from scalax.rules import (
     FSDPShardingRule,
+    LogicalAxisShardingRule,
+    OptimizerStateShardingRule,
     PolicyShardingRule,
     ShardingRule,
     TreePathShardingRule,
@@ -20,9 +22,11 @@ get_global_annotation_shardings = MeshShardingHelper.get_global_annotation_shard
 __all__ = [
     'AxisType',
     'FSDPShardingRule',
+    'LogicalAxisShardingRule',
     'Mesh',
     'MeshShardingHelper',
     'NamedSharding',
+    'OptimizerStateShardingRule',
     'PartitionSpec',
     'PolicyShardingRule',
     'ShardingReport',

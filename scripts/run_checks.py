@@ -150,7 +150,7 @@ def static_steps(python: str) -> list[Step]:
     return [
         Step('format', [python, '-m', 'ruff', 'format', '--check', '.']),
         Step('lint', [python, '-m', 'ruff', 'check', '.']),
-        Step('types', [python, '-m', 'mypy', 'scalax']),
+        Step('types', [python, '-m', 'mypy', 'scalax', 'benchmarks']),
     ]
 
 

@@ -293,11 +293,13 @@ def test_ten_leaves_are_shown_and_the_rest_counted():
         ),
         (
             lambda: TreePathShardingRule(('w', 'fsdp')),
-            "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got 'fsdp'",
+            "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got "
+            "'fsdp'; write PartitionSpec('fsdp')",
         ),
         (
             lambda: TreePathShardingRule([('w', P())]),
-            "TreePathShardingRule, pair 0: expected a pair (regex, PartitionSpec), got [('w', P())]",
+            "TreePathShardingRule, pair 0: expected a pair (regex, PartitionSpec), got [('w', P())]; "
+            'pairs are arguments of their own: TreePathShardingRule(*pairs)',
         ),
         (
             lambda: TreePathShardingRule((3, P())),

@@ -295,7 +295,7 @@ def test_axis_subsets_that_are_wrong(given, message):
         (
             (3,),
             ('data',),
-            "mesh (data=3) needs 3 devices, there are 8; what would fit: (8), with 'data' changed; or "
+            "mesh (data=3) needs 3 devices, there are 8; what would fit: (8,), with 'data' changed; or "
             'these dimensions over 3 of the devices, as devices=jax.devices()[:3]',
         ),
         (
@@ -372,7 +372,7 @@ def test_one_device_too_few_is_said_in_good_english():
     with pytest.raises(MeshError) as error:
         MeshShardingHelper([2], ['data'], devices=jax.devices()[:1])
     assert str(error.value) == (
-        "mesh (data=2) needs 2 devices, there is 1; what would fit: (1), with 'data' changed"
+        "mesh (data=2) needs 2 devices, there is 1; what would fit: (1,), with 'data' changed"
     )
 
 

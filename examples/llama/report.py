@@ -119,4 +119,5 @@ def format_sample(prompts: np.ndarray, written: np.ndarray, shown: int = 2) -> s
 
 def decode(tokens: np.ndarray) -> str:
     """Returns the text of `tokens`; a model of bytes may write some that are no text."""
-    return tokens.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
+    text = tokens.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
+    return ''.join(letter if letter.isprintable() or letter == '\n' else '\ufffd' for letter in text)

@@ -49,9 +49,8 @@ def main(argv: Sequence[str]) -> int:
     with Interrupt() as interrupt:
         results, sample = run(trainer, corpus, options, interrupt)
         report = trainer.helper.explain(trainer.abstract_state(), trainer.strategy.state)
-        sharding = report.to_text(width=110)
-        write_report(output, results, sample, sharding)
-    print(f'\n{sharding}\n\n{sample}\n{results.summary()}\n')
+        write_report(output, results, sample, report.to_text(width=160))
+    print(f'\n{report}\n\n{sample}\n{results.summary()}\n')
     print(f'The loss curve, the sample, this table and the numbers are in {output}/')
     return INTERRUPTED if results.interrupted else 0
 

@@ -10,12 +10,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
+from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike
 from scalax._resolve import Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
 from scalax._sjit._signature import slot_path
-from scalax.errors import Problem, ShardingError
+from scalax.errors import Problem, ShardingError, StructureError
 
 OnMismatch = Literal['error', 'reshard']
 
@@ -83,6 +84,7 @@ class Boundary:
         by_slot = self._convention.rules_by_slot(rules, row, what)
         shardings: dict[int, Shardings] = {}
         problems: list[Problem] = []
+        misfits: list[str] = []
         where, mesh = f'the arguments of {self._convention.name!r} ({what})', ''
         for slot in layout.dynamic:
             try:
@@ -99,6 +101,10 @@ class Boundary:
             except ShardingError as error:
                 problems.extend(error.problems)
                 mesh = error.mesh
+            except StructureError as error:
+                misfits.append(str(error))
+        if misfits:
+            raise StructureError('\n'.join(misfits))
         if problems:
             raise ShardingError(problems, mesh, where)
         return shardings
@@ -207,10 +213,8 @@ def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
 
 def _as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """A leaf without its data: rules see shapes and dtypes only."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype))
 
 
 def _struct_of(aval: Any) -> jax.ShapeDtypeStruct:

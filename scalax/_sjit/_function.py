@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import jax
+from jax.sharding import AbstractMesh
 
 from scalax._context import MeshOwner, checked_bindings
 from scalax._prefix import RuleLike
@@ -16,7 +17,7 @@ from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._placement import Shardings
 from scalax._sjit._state import State
-from scalax.errors import ArgumentError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, did_you_mean
 
 
 class SjitFunction(Protocol):
@@ -114,6 +115,11 @@ class _Methods:
         self._state = state
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self._state.helper.mesh, AbstractMesh):
+            raise MeshError(
+                'lower() needs devices, and this helper was made from an AbstractMesh: '
+                "use .trace(...).lower(lowering_platforms=('tpu',))"
+            )
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
         return resolved.program.jitted.lower(*row)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._paths import describe_leaf, join, path_string
+from scalax._paths import canonical_dtype, describe_leaf, join, path_string
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
@@ -46,7 +46,7 @@ def leaf_type(leaf: Any) -> LeafType:
     """
     kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     spec = _explicit_spec(getattr(kind, 'sharding', None))
-    return kind.shape, kind.dtype, bool(getattr(kind, 'weak_type', False)), spec
+    return kind.shape, canonical_dtype(kind.dtype), bool(getattr(kind, 'weak_type', False)), spec
 
 
 def _explicit_spec(sharding: Any) -> PartitionSpec | None:

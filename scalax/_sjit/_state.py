@@ -314,7 +314,7 @@ class State:
             recording = self.recordings.find(signature, trace, kinds)
             # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
             # the user's lines should run.
-            if recording is not None and not any(map(_placement.is_concrete, leaves)):
+            if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 return recording.replay(leaves)
             constrained = list(row)
             for slot, shardings in constraints.items():
@@ -329,6 +329,8 @@ class State:
         On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
         """
         ambient, mesh = jax.sharding.get_abstract_mesh(), self.helper.mesh
+        if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
+            return contextlib.nullcontext()
         if ambient.manual_axes or (ambient.empty and not self.boundary.any_explicit):
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:

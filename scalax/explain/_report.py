@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax import _spec
+from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution
 from scalax.errors import ShardingError, shown
@@ -187,9 +188,7 @@ def _row(
     mesh: Mapping[str, int],
 ) -> ReportRow:
     # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
-    dtype: Any = jax.dtypes.canonicalize_dtype(
-        leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf), allow_extended_dtype=True
-    )
+    dtype: Any = canonical_dtype(leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf))
     spec = None if sharding is None else sharding.spec
     entries = () if spec is None else _spec.entries(spec)
     shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in entries]

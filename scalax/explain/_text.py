@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from scalax.explain._report import ReportRow, ShardingReport
 
 _HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
+_RULE = 4  # the column of the rules
+_LEAST_RULE = 24
 
 
 def human_bytes(count: int) -> str:
@@ -27,14 +29,24 @@ def human_bytes(count: int) -> str:
 
 
 def render_table(report: ShardingReport, width: int | None = None) -> str:
-    """The report as text, no line wider than *width* columns (default: the terminal's)."""
+    """The report as text, no line wider than *width* columns (default: the terminal's).
+
+    The column of rules is left out where too little of it would be seen.
+    """
     width = max(60, width or shutil.get_terminal_size((120, 24)).columns)
     cells = [_HEADS, *(_cells(row) for row in report.rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
-    _shrink(widths, width - 2 * (len(widths) - 1))
+    room = width - sum(widths[:_RULE] + [2] * _RULE)
+    note = []
+    if room >= min(_LEAST_RULE, widths[_RULE]):
+        widths[_RULE] = min(room, widths[_RULE])
+    else:
+        widths.pop()
+        _shrink(widths, width - 2 * (len(widths) - 1))
+        note = [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
     lines = [_line(line, widths) for line in cells]
     lines.insert(1, '-' * min(width, sum(widths) + 2 * (len(widths) - 1)))
-    return '\n'.join([*lines, *_footer(report)])
+    return '\n'.join([*lines, *_footer(report), *note])
 
 
 def _cells(row: ReportRow) -> tuple[str, str, str, str, str]:
@@ -46,19 +58,19 @@ def _cells(row: ReportRow) -> tuple[str, str, str, str, str]:
 
 
 def _shrink(widths: list[int], room: int) -> None:
-    """Takes columns from the rule first, then from whichever is widest, until the table fits."""
-    least = [12, 10, 8, 10, 8]
+    """Takes columns from whichever is widest, until the table fits."""
+    least = [12, 10, 8, 10]
     while sum(widths) > room:
         over = [(w - m, column) for column, (w, m) in enumerate(zip(widths, least, strict=True))]
-        column = 4 if over[4][0] > 0 else max(over)[1]
-        if widths[column] <= least[column]:
+        spare, column = max(over)
+        if spare <= 0:
             return
         widths[column] -= 1
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     texts = []
-    for column, (text, width) in enumerate(zip(cells, widths, strict=True)):
+    for column, (text, width) in enumerate(zip(cells, widths, strict=False)):
         if len(text) > width:
             # The end of a path tells leaves apart; of everything else the beginning says more.
             text = f'...{text[len(text) - width + 3 :]}' if column == 0 else f'{text[: width - 3]}...'

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._paths import NamedTree
+from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._spec import OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 
@@ -201,6 +201,8 @@ class BuiltinRule(ShardingRule):
             ShardingError: some leaves have no spec; all of them are named.
         """
         tree = NamedTree.of(pytree)
+        if problems := strangers(tree):
+            raise ShardingError(problems)
         answers = filled(self, self.answers(tree, None), tree, None)
         return tree.treedef.unflatten([answer.spec for answer in answers])
 
@@ -249,6 +251,32 @@ def filled(
     if problems:
         raise ShardingError(problems)
     return answers  # type: ignore[return-value]  # every None was filled, every Problem raised about
+
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
+
+
+def strangers(tree: NamedTree) -> list[Problem]:
+    """A problem for each leaf that JAX does not take as an array."""
+    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
+        return []
+    return [
+        Problem(
+            'not-an-array',
+            tree.describe(index),
+            f'{_short(leaf)} is not an array'
+            if leaf_shape(leaf) is None
+            else f'JAX has no arrays of dtype {leaf.dtype}',
+            hint='shard trees of arrays; take other leaves out, or make such arguments static.',
+        )
+        for index, leaf in enumerate(tree.leaves)
+        if leaf_shape(leaf) is None or has_foreign_dtype(leaf)
+    ]
+
+
+def _short(leaf: Any) -> str:
+    text = repr(leaf)
+    return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:

@@ -11,14 +11,18 @@ None (leave to the compiler)    None                         None
 no answer (FSDP: too small)     what *b* says                what *b* says
 strict, and no regex matches    what *b* says                an error
 ==============================  ===========================  =======================================
+
+Where *b* has no answer, or says None, ``a & b`` leaves a spec of *a* as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax import _spec
 from scalax._paths import NamedTree
@@ -34,17 +38,18 @@ from scalax.rules._base import (
     is_pure,
 )
 
-_STRICTEST: tuple[_spec.OnIndivisible | None, ...] = ('error', 'warn', 'replicate', None)
+# None is the helper's, which is 'error' unless the user said otherwise.
+_STRICTEST: tuple[_spec.OnIndivisible | None, ...] = ('error', None, 'warn', 'replicate')
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Everywhere(BuiltinRule):
-    """A PartitionSpec where a rule is wanted: it answers every leaf."""
+    """A PartitionSpec, a NamedSharding or None where a rule is wanted: it answers every leaf."""
 
-    spec: PartitionSpec
+    value: PartitionSpec | NamedSharding | None
 
     def __repr__(self) -> str:
-        return f'Partition{_call(self.spec)}'
+        return repr(self.value)
 
     @property
     def is_pure(self) -> bool:
@@ -53,16 +58,14 @@ class Everywhere(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
-        return [Answer(self.spec, 'the spec given')] * len(tree)
-
-
-def _call(spec: PartitionSpec) -> str:
-    return f'Spec({", ".join(map(repr, _spec.entries(spec)))})'
+        names = {type(None): 'the None given', NamedSharding: 'the NamedSharding given'}
+        origin = names.get(type(self.value), 'the spec given')
+        return [Answer.of(self.value, origin, '', None)] * len(tree)
 
 
 def as_rule(value: Any) -> ShardingRule | None:
     """What stands beside an operator, as a rule; None for what is none."""
-    if isinstance(value, PartitionSpec):
+    if value is None or isinstance(value, PartitionSpec | NamedSharding):
         return Everywhere(value)
     return value if isinstance(value, ShardingRule) else None
 
@@ -82,7 +85,15 @@ class FirstAnswer(BuiltinRule):
         return cls(tuple(flat))
 
     def __repr__(self) -> str:
-        return f'({" | ".join(map(repr, self.rules))})'
+        # Specs have no `|` of their own: each of those in front stands beside a rule in brackets.
+        specs = 0
+        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], Everywhere):
+            specs += 1
+        first = max(specs - 1, 0)
+        text = f'({" | ".join(map(repr, self.rules[first:]))})'
+        for spec in reversed(self.rules[:first]):
+            text = f'({spec!r} | {text})'
+        return text
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
@@ -144,11 +155,31 @@ class Overlay(BuiltinRule):
                 # No answer of a strict rule is its error; of any other it leaves the leaf to `second`.
                 below[i] = default if isinstance(default, Problem) else None
         open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
-        taken = [_spec_of(below[i]) for i in open_]
-        above = ask(self.second, tree.select(open_).with_taken(taken), axis_sizes)
+        part = tree.select(open_)
+        mine = [_spec_of(below[i]) for i in open_]
+        if part.taken:  # by a rule further out
+            mine = [
+                fill(outer, spec, len(shape))
+                for outer, spec, shape in zip(part.taken, mine, part.shapes, strict=True)
+            ]
+        taken = [PartitionSpec(*_spec.entries(spec)) for spec in mine]
+        above = ask(self.second, part.with_taken(taken), axis_sizes)
+        merged = list(below)
+        # One answer for equal leaves, as each rule gives: what is equal is then validated once.
+        memo: dict[Any, Answer] = {}
         for i, said in zip(open_, above, strict=True):
-            below[i] = _merged(below[i], said, len(tree.shapes[i]))
-        return below
+            first = below[i]
+            if not isinstance(first, Answer) or isinstance(said, Problem):
+                merged[i] = said
+            elif said is not None and said.spec is not None:
+                if None not in (first.mesh, said.mesh) and first.mesh != said.mesh:
+                    merged[i] = _two_meshes(tree, i, first, said)
+                    continue
+                key = id(first), id(said), tree.shapes[i]
+                if key not in memo:
+                    memo[key] = _merged(first, said, tree.shapes[i], axis_sizes or {})
+                merged[i] = memo[key]
+        return merged
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the second rule: the first one had no answer either."""
@@ -164,25 +195,53 @@ def _is_open(said: Said) -> bool:
     return not (isinstance(said, Answer) and said.spec is None)
 
 
-def _merged(below: Said, above: Said, rank: int) -> Said:
-    """What two rules say together about one leaf."""
-    if not isinstance(below, Answer):
-        return above
-    if not isinstance(above, Answer) or above.spec is None:
-        return above if isinstance(above, Problem) else below
-    assert below.spec is not None
-    filled = fill(below.spec, above.spec, rank)
-    if filled == below.spec:
-        return dataclasses.replace(below, clauses=below.clauses + above.clauses)
-    policies = (below.on_indivisible, above.on_indivisible)
-    return Answer(
-        filled,
-        f'{below.origin} & {above.origin}',
-        '; '.join(part for part in (below.reason, above.reason) if part),
-        min(policies, key=_STRICTEST.index),
-        below.memory_kind or above.memory_kind,
-        below.clauses + above.clauses,
-        below.mesh or above.mesh,
+def _two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Problem:
+    return Problem(
+        'other-mesh',
+        tree.describe(index),
+        f'the NamedShardings are of two meshes: {below.mesh} and {above.mesh}',
+        rule=f'{below.origin} & {above.origin}',
+        hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
+    )
+
+
+def _merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
+    """What two answers with specs say together about a leaf of this shape."""
+    assert below.spec is not None and above.spec is not None
+    merged = dataclasses.replace(
+        below,
+        memory_kind=below.memory_kind or above.memory_kind,
+        clauses=below.clauses + above.clauses,
+        mesh=below.mesh or above.mesh,
+    )
+    filled = fill(below.spec, above.spec, len(shape))
+    if filled == _spec.canonical(below.spec):
+        return merged
+    own = _spec.entries(below.spec)
+    added = [
+        None if dim < len(own) and own[dim] is not None else entry
+        for dim, entry in enumerate(_spec.entries(filled))
+    ]
+    # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
+    policies = [
+        answer.on_indivisible
+        for answer, entries in ((below, own), (above, added))
+        if not _divides(shape, entries, axis_sizes)
+    ]
+    return dataclasses.replace(
+        merged,
+        spec=filled,
+        origin=f'{below.origin} & {above.origin}',
+        reason='; '.join(part for part in (below.reason, above.reason) if part),
+        on_indivisible=min(policies or [below.on_indivisible], key=_STRICTEST.index),
+    )
+
+
+def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSizes) -> bool:
+    """Whether every dimension divides by its axes, as far as these are known."""
+    return not any(
+        n % math.prod(axis_sizes.get(axis, 1) for axis in _spec.entry_axes(entry))
+        for n, entry in zip(shape, entries, strict=False)
     )
 
 
@@ -190,10 +249,10 @@ def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec
     """A spec whose free dimensions are filled from another, with axes that it does not use yet.
 
     Example:
-        >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'fsdp'), 2)
+        >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
         P('fsdp', 'tp')
     """
-    used = set(_spec.spec_axes(below))
+    used = {*_spec.spec_axes(below), *below.unreduced, *below.reduced}
     first, second = _spec.entries(below), _spec.entries(above)
     entries: list[Any] = []
     # A spec that is longer than the array stays so: validation names the leaf.
@@ -202,10 +261,14 @@ def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec
         if entry is None and dim < len(second):
             entry = second[dim]
             if entry is not _spec.UNCONSTRAINED:
+                # An axis that `above` uses twice stays so too, and is reported as its mistake.
                 entry = tuple(axis for axis in _spec.entry_axes(entry) if axis not in used)
-                used.update(entry)
         entries.append(entry)
-    return _spec.replaced(below, entries)
+    filled = _spec.replaced(below, entries)
+    unreduced, reduced = above.unreduced - used, above.reduced - used
+    if unreduced or reduced:
+        filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
+    return filled
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -240,7 +303,9 @@ class Stacked(BuiltinRule):
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the rule for one layer."""
-        default = self.rule.fallback(self._layer(tree), index, axis_sizes)
+        # This leaf alone: the whole tree once for each leaf would take the square of its size.
+        one = dataclasses.replace(tree.select([index]), parent=None)
+        default = self.rule.fallback(self._layer(one), 0, axis_sizes)
         restacked = self._restacked(default, tree.shapes[index], {})
         assert restacked is not None
         return restacked
@@ -250,7 +315,8 @@ class Stacked(BuiltinRule):
         if not isinstance(said, Answer) or said.spec is None:
             return said
         if len(shape) < self.dims:
-            return Answer(REPLICATED, said.origin, f'fewer than {self.dims} dimensions: no stack')
+            reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
+            return dataclasses.replace(said, spec=REPLICATED, reason=reason)
         if id(said) not in memo:
             spec = _spec.replaced(said.spec, [*[None] * self.dims, *_spec.entries(said.spec)])
             memo[id(said)] = dataclasses.replace(said, spec=spec)
@@ -267,6 +333,10 @@ class InMemory(BuiltinRule):
 
     rule: ShardingRule
     memory_kind: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.memory_kind, str) or not self.memory_kind:
+            raise RuleError(f"a memory kind is a name such as 'pinned_host', got {self.memory_kind!r}")
 
     def __repr__(self) -> str:
         return f'{self.rule!r}.with_memory_kind({self.memory_kind!r})'

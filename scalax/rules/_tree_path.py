@@ -168,10 +168,18 @@ def _pattern_text(pattern: str | re.Pattern[str]) -> str:
     return repr(pattern)
 
 
+def _axes(value: Any) -> tuple[Any, ...]:
+    """The entries of what somebody wrote in place of a PartitionSpec; empty for anything else."""
+    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+
+
 def _checked_pair(number: int, rule: Any) -> tuple[str | re.Pattern[str], Value]:
     where = f'TreePathShardingRule, pair {number}'
     if not isinstance(rule, tuple | list) or len(rule) != 2:
-        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {rule!r}')
+        hint = ''
+        if isinstance(rule, tuple | list) and rule and isinstance(rule[0], tuple | list):
+            hint = '; pairs are arguments of their own: TreePathShardingRule(*pairs)'
+        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {rule!r}{hint}')
     pattern, value = rule
     if not isinstance(getattr(pattern, 'pattern', pattern), str):
         raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
@@ -180,7 +188,7 @@ def _checked_pair(number: int, rule: Any) -> tuple[str | re.Pattern[str], Value]
     except re.error as error:
         raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
     if value is not None and not isinstance(value, PartitionSpec | ShardingRule | NamedSharding):
-        hint = f'; write PartitionSpec{value!r}' if isinstance(value, tuple) else ''
+        hint = f'; write PartitionSpec({", ".join(map(repr, _axes(value)))})' if _axes(value) else ''
         raise RuleError(
             f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}{hint}'
         )

@@ -1,0 +1,124 @@
+"""Which nodes of a tree are boxes of other libraries, and how do they name the dimensions of an array?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from scalax._paths import NamedTree
+
+DimensionNames = tuple[str | tuple[str, ...] | None, ...]
+"""One entry a dimension: its name, the names that it fuses, or None."""
+
+
+def axis_names(tree: Any) -> dict[str, DimensionNames]:
+    """The names of dimensions that a tree holds itself, by leaf path; leaves without names are left out.
+
+    Args:
+        tree: may hold flax linen boxes, flax nnx variables and haliax NamedArrays.
+
+    Example:
+        >>> import pytest
+        >>> nn = pytest.importorskip('flax.linen', reason='flax is not installed')
+        >>> import numpy as np
+        >>> kernel = nn.Partitioned(np.zeros((4, 8)), names=('embed', 'mlp'))
+        >>> axis_names({'params': {'kernel': kernel, 'bias': np.zeros(8)}})
+        {'params/kernel/value': ('embed', 'mlp')}
+    """
+    named = zip(NamedTree.of(tree).paths, names_by_leaf(tree), strict=True)
+    return {path: names for path, names in named if names is not None}
+
+
+def unbox(tree: Any) -> Any:
+    """The same tree with the values in place of their boxes.
+
+    Leaf paths lose the key of the box: ``params/kernel/value`` becomes ``params/kernel``. No sharding
+    constraint is applied, which flax's own ``unbox`` does under a mesh.
+
+    Args:
+        tree: may hold flax linen boxes, flax nnx variables and haliax NamedArrays.
+
+    Example:
+        >>> import pytest
+        >>> nn = pytest.importorskip('flax.linen', reason='flax is not installed')
+        >>> unbox({'kernel': nn.Partitioned(1.0, names=()), 'bias': 2.0})
+        {'bias': 2.0, 'kernel': 1.0}
+    """
+    return jax.tree.map(lambda node: unbox(_content(node)) if is_box(node) else node, tree, is_leaf=is_box)
+
+
+def names_by_leaf(tree: Any) -> list[DimensionNames | None]:
+    """The names of the dimensions of every leaf, in tree order; None for leaves that have none."""
+    found: list[DimensionNames | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_box):
+        if is_box(node):
+            names = _names(node)
+            found.extend(names if inner is None else inner for inner in names_by_leaf(_content(node)))
+        else:
+            found.append(None)
+    return found
+
+
+def is_box(node: Any) -> bool:
+    """Whether a node of a tree is another library's box around an array."""
+    kind: Any = type(node)  # to mypy, a class of unknown metaclass is not hashable
+    return _reader(kind) is not None
+
+
+def _content(box: Any) -> Any:
+    # The libraries disagree about the attribute, and each has changed it; JAX knows the one child.
+    (content,) = jax.tree.leaves(box, is_leaf=lambda node: node is not box)
+    return content
+
+
+def _names(box: Any) -> DimensionNames | None:
+    kind: Any = type(box)
+    reader = _reader(kind)
+    assert reader is not None
+    names = reader(box)
+    names = getattr(names, 'spec', names)  # nnx takes a NamedSharding too
+    # flax takes a variable with empty names for one without.
+    return tuple(map(_entry, names)) if names else None
+
+
+def _entry(entry: Any) -> str | tuple[str, ...] | None:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return None
+    return tuple(entry) if isinstance(entry, tuple | list) else str(entry)
+
+
+def _linen_names(box: Any) -> Any:
+    return getattr(box, 'names', None)  # a box of the user's own class may have none
+
+
+def _nnx_names(variable: Any) -> Any:
+    metadata = variable.get_metadata()
+    # The first is flax's name for it today; the others are what older versions keep it under.
+    keys = ('out_sharding', 'sharding_names', 'sharding')
+    return next((metadata[key] for key in keys if metadata.get(key)), None)
+
+
+def _haliax_names(array: Any) -> Any:
+    return [axis.name for axis in array.axes]
+
+
+# By library and class. Where in the library a class is defined is not written down: that changes.
+_READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ('flax', 'AxisMetadata'): _linen_names,
+    ('flax', 'Variable'): _nnx_names,
+    ('flax', 'VariableState'): _nnx_names,
+    ('haliax', 'NamedArray'): _haliax_names,
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _reader(kind: type) -> Callable[[Any], Any] | None:
+    for base in kind.__mro__:
+        reader = _READERS.get((base.__module__.partition('.')[0], base.__qualname__))
+        if reader is not None:
+            return reader
+    return None

@@ -1,0 +1,395 @@
+"""Which spec does each leaf of an optimizer's state get, given the specs of the parameters?
+
+Optimizers map over the parameters, so the path of a statistic ends with its parameter's path
+(``0/mu/layers/0/w``); its shape says which dimensions of the parameter it keeps. That is all this rule
+looks at: it knows no optimizer library.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from scalax import _spec
+from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, join, key_string, leaf_shape
+from scalax.errors import Problem, RuleError, StructureError
+from scalax.rules._base import (
+    REPLICATED,
+    Answer,
+    AxisSizes,
+    BuiltinRule,
+    Said,
+    ShardingRule,
+    ask,
+    is_pure,
+)
+from scalax.rules._compose import as_rule
+from scalax.rules._kept_dimensions import Dimensions, kept_dimensions
+
+_NAME = 'OptimizerStateShardingRule'
+_HINT = (
+    'give the params that the state was made for, with the same paths (abstract ones are enough); for '
+    'leaves of another kind put a rule in front: TreePathShardingRule((regex, spec)) | '
+    'OptimizerStateShardingRule(...).'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """The part of the parameters that one rule decides about, with shapes in place of the arrays."""
+
+    rule: ShardingRule
+    at: str
+    treedef: Any
+    # Hashed are structure and rule only: the hash of a large model's shapes would cost at every look-up.
+    leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
+
+    def tree(self) -> NamedTree:
+        """The parameters, as the rule sees them."""
+        return NamedTree(
+            [path for path, _, _ in self.leaves],
+            [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in self.leaves],
+            [shape for _, shape, _ in self.leaves],
+            self.treedef,
+            self.at,
+        )
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class OptimizerStateShardingRule(BuiltinRule):
+    """Gives the leaves of an optimizer's state the specs of the parameters that they belong to.
+
+    A leaf belongs to the parameter whose whole path its own path ends with. Where several do, as ``w``
+    and ``mu/w`` for the leaf ``0/mu/w``, the one counts in whose place most parameters are found; of
+    equals the longest. What it gets depends on its shape:
+
+    ==========================================  ====================================================
+    a leaf                                      gets
+    ==========================================  ====================================================
+    of its parameter's shape (moments,          the parameter's spec
+    averages, the parameters themselves)
+    with dimensions left out or of size 1       the specs of the dimensions it keeps. ``v_row`` and
+    (factored statistics)                       ``v_col`` leave out the largest and the second
+                                                largest, as in optax. Where several dimensions have
+                                                that size and their specs differ: replicated
+    with dimensions in front (histories)        those unsharded, then the parameter's spec
+    with at most one element (counters)         replicated
+    below a parameter (``w/q``, ``w/scale``,    the same; and where the rank is the parameter's, the
+    ``w/lora_a``)                               specs of the dimensions whose sizes agree
+    any other below or beside the parameters    no answer; alone: replicated
+    of any other shape at a parameter's path    an error that names the leaf
+    ==========================================  ====================================================
+
+    If no parameter has a leaf in the state, though it holds arrays of floats, that is an error too.
+
+    A parameter that *param_rule* does not answer counts with the default of that rule, so that what
+    mirrors a parameter always lies as it does. The params may be part of the tree: a whole train state
+    takes this one rule.
+
+    Args:
+        param_rule: what the parameters are sharded by: a rule, a PartitionSpec, or a pytree prefix of
+            these.
+        params: the parameters that the optimizer was initialised with; ``jax.ShapeDtypeStruct`` leaves
+            are enough, and only paths, shapes and dtypes are kept.
+
+    Raises:
+        RuleError: `param_rule` is not a rule, or `params` holds no arrays, or something else.
+        StructureError: the tree of rules is not a prefix of `params`.
+
+    Example:
+        >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> params = {'w': np.zeros((8, 16)), 'b': np.zeros(16)}
+        >>> rule = OptimizerStateShardingRule({'w': P('fsdp', 'tp'), 'b': P()}, params)
+        >>> factored = {'v_row': {'w': np.zeros(8)}, 'v_col': {'w': np.zeros(16)}}
+        >>> rule.apply({'count': 0, 'mu': params, **factored})
+        {'count': P(), 'mu': {'b': P(), 'w': P('fsdp', 'tp')},
+         'v_col': {'w': P('tp',)}, 'v_row': {'w': P('fsdp',)}}
+
+        ZeRO-1, parameters replicated and the state sharded, is
+        ``OptimizerStateShardingRule(P(), params) & FSDPShardingRule('data')``.
+
+    Source: Shazeer and Stern, "Adafactor", ICML 2018 (arXiv:1804.04235), for factored statistics;
+    Rajbhandari et al., "ZeRO", SC 2020 (arXiv:1910.02054), for sharding the state further.
+    """
+
+    sections: tuple[_Section, ...]
+
+    def __init__(self, param_rule: Any, params: Any) -> None:
+        object.__setattr__(self, 'sections', tuple(_sections(param_rule, params)))
+
+    def __repr__(self) -> str:
+        # The shapes of a large model would bury every message; equality compares them.
+        rules = [section.rule for section in self.sections]
+        shapes = [shape for section in self.sections for _, shape, _ in section.leaves]
+        text = repr(rules[0]) if len(rules) == 1 else f'<{len(rules)} rules>'
+        count = f'{len(shapes)} parameter{"" if len(shapes) == 1 else "s"}'
+        return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
+
+    @property
+    def is_pure(self) -> bool:
+        """See `ShardingRule.is_pure`."""
+        return all(map(is_pure, self.parts))
+
+    @property
+    def parts(self) -> tuple[ShardingRule, ...]:
+        """See `ShardingRule.parts`."""
+        return tuple(section.rule for section in self.sections)
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+        """See `ShardingRule.answers`."""
+        # A selection shows too little of a state to tell where its parameters lie.
+        whole, indices = tree, list(range(len(tree)))
+        while whole.parent is not None:
+            indices = [whole.indices[i] for i in indices]
+            whole = whole.parent
+        params = _Params(self.sections, axis_sizes)
+        places = _places(whole, params)
+        said = [params.answer(whole, i, place) for i, place in enumerate(places)]
+        if not any(one and place for one, place in zip(said, places, strict=True)):
+            for i, one in enumerate(said):
+                said[i] = one or _stranger(whole, i, params, places[i])
+        return [said[i] for i in indices]
+
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+        """What belongs to no parameter is replicated."""
+        return _NO_PARAMETER
+
+
+_NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
+_SMALL = Answer(REPLICATED, _NAME, 'at most one element')
+
+
+def _sections(param_rule: Any, params: Any) -> Iterator[_Section]:
+    """Lays the rules over the parameters, and forgets the arrays."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(
+        param_rule, is_leaf=lambda node: as_rule(node) is not None
+    )
+    rules: list[tuple[str, ShardingRule]] = []
+    for path, value in flat:
+        at = '/'.join(map(key_string, path))
+        rule = as_rule(value)
+        if rule is None:
+            got = repr(value) if leaf_shape(value) is None else describe_leaf('', value).partition(': ')[2]
+            raise RuleError(
+                f'{_NAME}: param_rule holds {got} of type {type(value).__name__}'
+                f'{f" at {at!r}" if at else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
+                'or a pytree prefix of these, and the params second'
+            )
+        rules.append((at, rule))
+    treedef: Any = structure
+    try:
+        subtrees = treedef.flatten_up_to(params)
+    except ValueError:
+        raise _not_a_prefix([at for at, _ in rules], NamedTree.of(params).paths) from None
+    trees = [NamedTree.of(subtree, at) for (at, _), subtree in zip(rules, subtrees, strict=True)]
+    if not any(map(len, trees)):
+        raise RuleError(f'{_NAME}: params has no leaves, so no state can be its')
+    for (at, rule), tree in zip(rules, trees, strict=True):
+        for i, leaf in enumerate(tree.leaves):
+            if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
+                raise RuleError(
+                    f'{_NAME}: params holds {describe_leaf(join(at, tree.paths[i]), leaf)}, which is not an '
+                    'array; give what the optimizer was initialised with'
+                )
+        dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
+        leaves = tuple(zip(tree.paths, map(tuple, tree.shapes), dtypes, strict=True))
+        yield _Section(rule, at, tree.treedef, leaves)
+
+
+def _not_a_prefix(rules: Sequence[str], params: Sequence[str]) -> StructureError:
+    """Says where the rules at the paths *rules* and the parameters part ways."""
+    missing = [path for path in params if not any(f'{path}/'.startswith(f'{at}/') for at in rules)]
+    extra = [at for at in rules if not any(f'{path}/'.startswith(f'{at}/') for path in params)]
+    parts = []
+    if missing:
+        parts.append(f'there is no rule for {_listed(missing)}')
+    if extra:
+        parts.append(f'params has nothing at {_listed(extra)}')
+    return StructureError(
+        f'{_NAME}: param_rule does not have the structure of params: '
+        f'{"; ".join(parts) or "their nodes are of different types"}. '
+        'Give one rule for all parameters, or a tree of rules with the same nodes.'
+    )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f' and {len(paths) - 10} more' if len(paths) > 10 else ''
+    return ', '.join(map(repr, paths[:10])) + more
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies: below *before*, at the parameter number *param* or, if *inside*, below it."""
+
+    before: str
+    param: int
+    inside: bool = False
+
+
+class _Params:
+    """The parameters in one resolve: found by path; their answers, asked for once."""
+
+    def __init__(self, sections: Sequence[_Section], axis_sizes: AxisSizes | None) -> None:
+        self._axis_sizes = axis_sizes
+        self._rows: list[tuple[_Section, NamedTree, int]] = []
+        self._said: list[Said] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.paths: list[str] = []
+        for section in sections:
+            tree = section.tree()
+            self._rows.extend((section, tree, i) for i in range(len(tree)))
+            self.shapes.extend(tree.shapes)
+            self.paths.extend(join(section.at, path) for path in tree.paths)
+            self._said.extend(ask(section.rule, tree, axis_sizes))
+        self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
+        self.lengths = set(map(len, self.paths))
+        self._memo: dict[Any, Answer | None] = {}
+
+    def is_weak(self, param: int) -> bool:
+        """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
+        return not self.paths[param] or self.paths[param].isdigit()
+
+    def answer(self, state: NamedTree, index: int, place: _Place | None) -> Said:
+        """What a leaf of the state gets."""
+        shape = state.shapes[index]
+        if place is None:
+            return _SMALL if _is_small(shape) else None
+        said = self._of_parameter(place.param)
+        if isinstance(said, Problem):
+            detail = f'its parameter {self.paths[place.param]!r}: {said.detail}'
+            return dataclasses.replace(said, leaf=state.describe(index), detail=detail)
+        own = self.shapes[place.param]
+        last = place.before.rpartition('/')[2]
+        role = last if last in ('v_row', 'v_col') else ''
+        key = (id(said), own, shape, role, place.inside)
+        if key not in self._memo:
+            self._memo[key] = _derived(said, own, shape, role, place.inside)
+        derived = self._memo[key]
+        if derived is not None or place.inside or self.is_weak(place.param):
+            return derived
+        return Problem(
+            'params-mismatch',
+            state.describe(index),
+            f'the parameter {self.paths[place.param]!r} has shape {list(own)}: this is no copy, no stack of '
+            'copies, and not some of its dimensions',
+            rule=_NAME,
+            hint=_HINT,
+        )
+
+    def _of_parameter(self, param: int) -> Answer | Problem:
+        said = self._said[param]
+        if said is None:
+            section, tree, i = self._rows[param]
+            said = self._said[param] = section.rule.fallback(tree, i, self._axis_sizes)
+        return said
+
+
+def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
+    """The place of every leaf of the state; None for what lies beside the parameters."""
+    found = [list(_ending(path, params)) for path in state.paths]
+    if any(len(places) > 1 for places in found):
+        votes = collections.Counter(place.before for places in found for place in places)
+
+    def choose(i: int, places: list[_Place]) -> _Place | None:
+        if len(places) > 1:
+            return max(
+                places,
+                key=lambda place: (
+                    votes[place.before],
+                    params.shapes[place.param] == state.shapes[i],
+                    len(params.paths[place.param]),
+                ),
+            )
+        return places[0] if places else _containing(state.paths[i], params)
+
+    return [choose(i, places) for i, places in enumerate(found)]
+
+
+def _ending(path: str, params: _Params) -> Iterator[_Place]:
+    """The parameters whose path *path* ends with, on whole keys; the shortest first."""
+    index, lengths = params.index, params.lengths
+    if '' in index:
+        yield _Place(path, index[''])
+    end = len(path)
+    start, longest = end + 1, max(lengths)
+    while start > 0 and end - start < longest:
+        start = path.rfind('/', 0, start - 1) + 1
+        # Asking for the length first saves most of the slices.
+        if end - start in lengths and end > start:
+            param = index.get(path[start:])
+            if param is not None:
+                yield _Place(path[: max(start - 1, 0)], param)
+
+
+def _containing(path: str, params: _Params) -> _Place | None:
+    """The parameter that a leaf lies below: the deepest one, of those the longest."""
+    end = path.rfind('/')
+    while end > 0:
+        places = [p for p in _ending(path[:end], params) if not params.is_weak(p.param)]
+        if places:
+            return places[-1]._replace(inside=True)
+        end = path.rfind('/', 0, end)
+    return None
+
+
+def _derived(
+    said: Answer, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
+) -> Answer | None:
+    """The answer for a leaf of *shape*, given its parameter's; None where the shapes do not fit."""
+    origin = f'{_NAME} -> {said.origin}'
+    if shape == own:
+        reason = ': '.join(part for part in ('as its parameter', said.reason) if part)
+        return dataclasses.replace(said, origin=origin, reason=reason)
+    if _is_small(shape):
+        return _SMALL
+    choices = kept_dimensions(own, shape, role, inside)
+    if not choices:
+        return None
+    if said.spec is None:
+        return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
+    entries = (*_spec.entries(said.spec), *[None] * len(own))
+    specs = dict.fromkeys(
+        _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
+    )
+    if len(specs) > 1:
+        # Any of them would be a guess.
+        several = ' or '.join(map(_dimensions, choices))
+        return dataclasses.replace(
+            said, spec=REPLICATED, origin=origin, reason=f'keeps {several} of its parameter: ambiguous'
+        )
+    kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
+    reason = f'{kept} of its parameter'
+    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason)
+
+
+def _dimensions(dims: Dimensions) -> str:
+    kept = [str(dim) for dim in dims if dim is not None]
+    return f'dimension{"" if len(kept) == 1 else "s"} {" and ".join(kept)}'
+
+
+def _is_small(shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) <= 1  # counters; placeholders, also those of size zero
+
+
+def _stranger(state: NamedTree, index: int, params: _Params, place: _Place | None) -> Problem | None:
+    """What is wrong with a leaf of a state in which no parameter has a leaf.
+
+    Arrays of integers may be keys and counters, which an optimizer without statistics has too.
+    """
+    dtype = getattr(state.leaves[index], 'dtype', None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, np.inexact):
+        return None
+    if place is None:
+        tail = state.paths[index].rpartition('/')[2]
+        near = next((name for name in params.paths if name.rpartition('/')[2] == tail), params.paths[0])
+        detail = f'its path ends with no parameter path; there is {near!r}'
+    else:
+        name = params.paths[place.param] or 'itself'
+        detail = f'it has no shape that belongs to the parameter {name!r}: {list(params.shapes[place.param])}'
+    return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)

@@ -1,0 +1,139 @@
+"""How are the dimensions of an array written down? ``'batch (heads head_dim) embed'``, as in einops.
+
+einops' own parser is not used: it says what is wrong, not where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+from scalax.errors import RuleError
+
+Part = str | int | None
+"""Of what a dimension is made: a name, a size without a name, or nothing known."""
+
+Dimension = tuple[Part, ...]
+"""The parts of one dimension, the outermost first; none for a dimension of size 1."""
+
+_TOKEN = re.compile(r'\.\.\.|\w+|\S')
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """The dimensions that a pattern names.
+
+    Attributes:
+        dimensions: one entry a dimension, without the ellipsis.
+        ellipsis: how many dimensions come before the ellipsis; None without one.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    ellipsis: int | None = None
+
+    def of_rank(self, rank: int) -> tuple[Dimension, ...] | None:
+        """One entry for each of *rank* dimensions; None where the pattern is for another rank."""
+        more = rank - len(self.dimensions)
+        if self.ellipsis is None:
+            return None if more else self.dimensions
+        if more < 0:
+            return None
+        return (*self.dimensions[: self.ellipsis], *[(None,)] * more, *self.dimensions[self.ellipsis :])
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Pattern:
+    """Reads a pattern.
+
+    Args:
+        text: names separated by spaces, one a dimension. ``(a b)`` is one dimension, *a* outermost;
+            ``_`` is a dimension without a name, a number one of that size; ``...`` stands for any
+            number of dimensions.
+
+    Raises:
+        RuleError: it is not one; the message points at the place.
+
+    Example:
+        >>> parse('_ (heads head_dim) 1').dimensions
+        ((None,), ('heads', 'head_dim'), ())
+        >>> parse('... embed').of_rank(3)
+        ((None,), (None,), ('embed',))
+    """
+    dimensions: list[Dimension] = []
+    ellipsis: int | None = None
+    group: list[Part] | None = None
+    opened = 0
+    seen: set[str] = set()
+    for token in _TOKEN.finditer(text):
+        word, at = token.group(), token.start()
+        if word == '(':
+            if group is not None:
+                raise pattern_error(text, at, 'a group inside a group')
+            group, opened = [], at
+        elif word == ')':
+            if group is None:
+                raise pattern_error(text, at, "a ')' without a '('")
+            dimensions.append(tuple(group))
+            group = None
+        elif word == '...':
+            if group is not None:
+                raise pattern_error(text, at, "a '...' inside a group")
+            if ellipsis is not None:
+                raise pattern_error(text, at, "a second '...'")
+            ellipsis = len(dimensions)
+        else:
+            parts = _parts(word, seen, lambda why, at=at: pattern_error(text, at, why))  # type: ignore[misc]
+            if group is None:
+                dimensions.append(parts)
+            else:
+                group.extend(parts)
+    if group is not None:
+        raise pattern_error(text, opened, "a '(' that is never closed")
+    return Pattern(tuple(dimensions), ellipsis)
+
+
+def _parts(word: str, seen: set[str], error: Callable[[str], RuleError]) -> Dimension:
+    """A name or a number, as a dimension of its own."""
+    if word.isdecimal():
+        if int(word) == 0:
+            raise error('a dimension of size 0')
+        return () if int(word) == 1 else (int(word),)
+    if word == '_':
+        return (None,)
+    if not word.isidentifier():
+        raise error(f'{word!r} is not a name')
+    if word in seen:
+        raise error(f'{word!r} stands twice')
+    seen.add(word)
+    return (word,)
+
+
+def pattern_error(text: str, at: int, why: str) -> RuleError:
+    """The error about a place in a pattern, with a caret under it."""
+    shown = re.sub(r'\s', ' ', text)
+    return RuleError(f'invalid pattern {text!r}: {why}\n  {shown}\n  {" " * at}^')
+
+
+def names_in(text: str) -> list[tuple[str, int]]:
+    """The names of a valid pattern with their places."""
+    words = [(token.group(), token.start()) for token in _TOKEN.finditer(text)]
+    return [(word, at) for word, at in words if word.isidentifier() and word != '_']
+
+
+def as_text(dimensions: tuple[Dimension, ...]) -> str:
+    """Dimensions as a pattern.
+
+    Example:
+        >>> as_text((('batch',), ('heads', 'head_dim'), (None,), ()))
+        'batch (heads head_dim) _ 1'
+    """
+    return ' '.join(_dimension_text(dimension) for dimension in dimensions)
+
+
+def _dimension_text(dimension: Dimension) -> str:
+    words = ['_' if part is None else str(part) for part in dimension]
+    if len(words) == 1:
+        return words[0]
+    return f'({" ".join(words)})' if words else '1'

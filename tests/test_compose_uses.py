@@ -1,0 +1,392 @@
+"""Composed rules in use: in trees, stacks of layers, memories, messages, reports, sjit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._paths import NamedTree
+from scalax.errors import ShardingError
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    PolicyShardingRule,
+    ShardingRule,
+    TreePathShardingRule,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+
+U = P.UNCONSTRAINED
+FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
+MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*', P()))
+STRICT_MISS = TreePathShardingRule(('elsewhere', P('tp')))
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, 'float32')
+
+
+@pytest.fixture(scope='module')
+def helper():
+    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def specs(helper, rule, tree):
+    return jax.tree.map(lambda sharding: sharding.spec, helper.match_sharding_rule(rule, tree))
+
+
+def last_on_tp(path, leaf):
+    return P(*[None] * (len(leaf.shape) - 1), 'tp')
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOnTp(ShardingRule):
+    """A user's rule: it answers every leaf, and sees the whole tree."""
+
+    def apply(self, pytree):
+        return jax.tree.map(lambda leaf: P('tp'), pytree)
+
+
+class Inherited(TreePathShardingRule):
+    """As in programs for 0.2.5: a subclass of a built-in rule, with an `apply` of its own."""
+
+    def apply(self, pytree):
+        return jax.tree.map(lambda leaf: P(*[None] * (len(leaf.shape) - 1), 'tp'), pytree)
+
+
+# --- In trees of rules, and one inside another -----------------------------------------------------
+
+
+LAYERS = {'up': leaf(16, 64), 'down': leaf(64, 16), 'norm': leaf(16)}
+EXPECTED = {'up': P('fsdp', 'tp'), 'down': P('tp', 'fsdp'), 'norm': P()}
+
+
+@pytest.mark.parametrize(
+    'rule',
+    [
+        MEGATRON & FSDP,
+        TreePathShardingRule(('.*', MEGATRON & FSDP)),
+        PolicyShardingRule(lambda path, leaf: MEGATRON & FSDP),
+        {'up': P(None, 'tp') & FSDP, 'down': P('tp') & FSDP, 'norm': P()},
+        {'up': P(None, 'tp') & FSDP, 'down': STRICT_MISS | P('tp', 'fsdp'), 'norm': STRICT_MISS | P()},
+        TreePathShardingRule(('up|down', MEGATRON & FSDP)) | P(),
+        (TreePathShardingRule(('up', P(None, 'tp'))) | TreePathShardingRule(('down', P('tp'))) | P()) & FSDP,
+        (STRICT_MISS | (MEGATRON & FSDP)) & (FSDP | STRICT_MISS | P()),
+        TreePathShardingRule(('up', Inherited(('x', P())) & FSDP)) | (MEGATRON & FSDP),
+    ],
+)
+def test_fsdp_over_megatron_however_it_is_written(helper, rule):
+    assert specs(helper, rule, LAYERS) == EXPECTED
+
+
+def test_a_subclass_sees_the_whole_tree_inside_a_composition(helper):
+    class LargestOnly(ShardingRule):
+        def apply(self, pytree):
+            largest = max(leaf.size for leaf in jax.tree.leaves(pytree))
+            return jax.tree.map(lambda leaf: P('tp') if leaf.size == largest else P(), pytree)
+
+    tree = {'a': leaf(8, 8), 'b': leaf(64, 8)}
+    only_a = TreePathShardingRule(('a', LargestOnly() & FSDP)) | P(None, 'tp')
+    assert specs(helper, only_a, tree) == {'a': P('fsdp'), 'b': P(None, 'tp')}
+    assert specs(helper, LargestOnly() & FSDP, tree) == {'a': P('fsdp'), 'b': P('tp', 'fsdp')}
+
+
+# --- Stacked layers -------------------------------------------------------------------------------
+
+
+class FirstIfMatrix(ShardingRule):
+    def apply(self, pytree):
+        return jax.tree.map(lambda leaf: P('tp') if np.ndim(leaf) == 2 else P(), pytree)
+
+
+@pytest.mark.parametrize(
+    ('rule', 'expected'),
+    [
+        (P('fsdp', 'tp'), P(None, 'fsdp', 'tp')),
+        (FSDP, P(None, 'fsdp')),  # 80 is the largest dimension, and divides
+        (P('tp') & FSDP, P(None, 'tp', 'fsdp')),
+        (FirstIfMatrix(), P(None, 'tp')),
+        (FirstIfMatrix() & FSDP, P(None, 'tp', 'fsdp')),
+        (PolicyShardingRule(last_on_tp), P(None, None, 'tp')),
+        (Inherited(('x', P())), P(None, None, 'tp')),
+        (TreePathShardingRule(('w', FirstIfMatrix())), P(None, 'tp')),
+        (PolicyShardingRule(lambda path, leaf: FirstIfMatrix()), P(None, 'tp')),
+    ],
+)
+def test_layers_are_never_sharded(helper, rule, expected):
+    stacked = (rule if isinstance(rule, ShardingRule) else STRICT_MISS | rule).stacked()
+    assert specs(helper, stacked, {'w': leaf(80, 64, 32)}) == {'w': expected}
+    assert stacked.apply({'w': leaf(80, 64, 32)})['w'][:1] in ((None,), P(None))
+    inside = TreePathShardingRule(('layers', stacked), ('.*', P()))
+    assert specs(helper, inside, {'layers': {'w': leaf(80, 64, 32)}, 'w': leaf(80)}) == {
+        'layers': {'w': expected},
+        'w': P(),
+    }
+
+
+def test_two_stacked_dimensions(helper):
+    for rule in (FSDP.stacked(2), FSDP.stacked().stacked()):
+        assert specs(helper, rule, {'w': leaf(80, 64, 32, 8)}) == {'w': P(None, None, 'fsdp')}
+
+
+def test_stacks_beside_operators(helper):
+    tree = {'w': leaf(8, 64, 32)}
+    assert specs(helper, P('fsdp') & FSDP.stacked(), tree) == {'w': P('fsdp')}
+    assert specs(helper, P('tp') & FSDP.stacked(), tree) == {'w': P('tp', 'fsdp')}
+    assert specs(helper, P(None, 'tp') & FSDP.stacked(), tree) == {'w': P(None, 'tp', 'fsdp')}
+    assert specs(helper, FSDP.stacked() & P('tp'), tree) == {'w': P('tp', 'fsdp')}
+    assert specs(helper, FSDP.stacked() | P('tp'), {'w': leaf(8, 3, 3)}) == {'w': P('tp')}
+
+
+@pytest.mark.parametrize('rule', [FSDP, FirstIfMatrix(), MEGATRON, FSDP & MEGATRON])
+def test_leaves_without_the_stack_are_replicated(helper, rule):
+    tree = {'up': leaf(), 'down': leaf(8), 'step': 3}
+    assert specs(helper, rule.stacked(2), tree) == {'up': P(), 'down': P(), 'step': P()}
+
+
+def test_a_leaf_without_the_stack_keeps_its_memory_and_its_clause(helper):
+    rule = TreePathShardingRule(('step', P())) | PolicyShardingRule(lambda *_: P())
+    pinned = rule.with_memory_kind('pinned_host').stacked(1)
+    report = helper.explain({'step': leaf(), 'other': leaf()}, pinned)
+    assert [row.memory_kind for row in report.rows] == ['pinned_host'] * 2
+    assert report.rows[0].reason == 'fewer than 1 dimension: no stack'
+
+
+def test_defaults_of_a_large_stack_cost_one_look_each(helper, monkeypatch):
+    seen, original = [], NamedTree.without_first
+    monkeypatch.setattr(
+        NamedTree, 'without_first', lambda tree, dims: seen.append(len(tree)) or original(tree, dims)
+    )
+    tree = {f'w{i}': leaf(4, 2) for i in range(100)}
+    assert set(specs(helper, FSDP.stacked(), tree).values()) == {P()}
+    assert sum(seen) == 200  # the whole tree once, then each leaf by itself
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_kinds(helper):
+    tree = {'up': np.ones((16, 64), np.float32), 'norm': np.ones(16, np.float32), 'step': 3}
+    rule = (MEGATRON & FSDP).with_memory_kind('pinned_host')
+    placed = helper.shard(tree, rule)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(placed)} == {'pinned_host'}
+    assert placed['up'].sharding.spec == P('fsdp', 'tp')
+    jax.tree.map(np.testing.assert_array_equal, helper.gather(placed), tree)
+    assert specs(helper, rule, tree) == specs(helper, MEGATRON & FSDP, tree)
+    back = helper.shard(placed, MEGATRON & FSDP)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(back)} == {'device'}
+    struct = helper.abstract(tree, rule)['up'].sharding
+    assert (struct.spec, struct.memory_kind) == (P('fsdp', 'tp'), 'pinned_host')
+
+
+@pytest.mark.parametrize(
+    ('rule', 'expected'),
+    [
+        (lambda pinned: pinned & P('tp'), 'pinned_host'),
+        (lambda pinned: P('tp') & pinned, 'pinned_host'),
+        (
+            lambda pinned: P('tp', 'fsdp') & (P() & pinned.parts[0]).with_memory_kind('pinned_host'),
+            'pinned_host',
+        ),
+        (lambda pinned: P('tp', 'fsdp') & pinned, None),  # FSDP has no answer: no dimension is free
+        (lambda pinned: P('tp') | pinned, None),
+        (lambda pinned: STRICT_MISS | pinned, 'pinned_host'),
+        (lambda pinned: pinned.stacked(), 'pinned_host'),
+        (lambda pinned: pinned.with_memory_kind('device'), 'device'),
+        (lambda pinned: P() & pinned.with_memory_kind('device') & pinned, 'device'),
+    ],
+)
+def test_which_memory_counts(helper, rule, expected):
+    row = helper.explain({'w': leaf(16, 64)}, rule(FSDP.with_memory_kind('pinned_host'))).rows[0]
+    assert row.memory_kind == expected
+
+
+def test_memory_through_sjit(helper):
+    rule = MEGATRON & FSDP
+    pinned = rule.with_memory_kind('pinned_host')
+    step = helper.sjit(
+        lambda state: jax.tree.map(lambda x: x + 1, state), in_shardings=(pinned,), out_shardings=pinned
+    )
+    tree = {'up': np.ones((16, 64), np.float32)}
+    given, returned = step.shardings_for(tree)
+    kinds = {sharding.memory_kind for sharding in jax.tree.leaves((given, returned))}
+    assert kinds == {'pinned_host'}
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+def message_of(helper, rule, tree):
+    with pytest.raises(ShardingError) as caught:
+        helper.match_sharding_rule(rule, tree)
+    return str(caught.value)
+
+
+def test_a_strict_rule_before_and_names_every_leaf(helper):
+    rule = TreePathShardingRule(('up', P(None, 'tp'))) & FSDP
+    assert message_of(helper, rule, {'b': leaf(8), 'up': leaf(8, 8), 'c': {'d': leaf(64, 64)}}) == (
+        '2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  b: float32[8]\n'
+        "    no regex of the rule matches the path 'b'\n"
+        '    rule: TreePathShardingRule with 1 regex\n'
+        '  c/d: float32[64, 64]\n'
+        "    no regex of the rule matches the path 'c/d'\n"
+        '    rule: TreePathShardingRule with 1 regex\n'
+        "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
+        'to replicate what nothing matches.'
+    )
+
+
+def test_a_contradiction_names_both_rules(helper):
+    rule = TreePathShardingRule(('w', P(None, 'tp'))) & TreePathShardingRule(('.*', P('fsdp')))
+    p = P('fsdp', 'tp')
+    assert message_of(helper, rule, {'w': leaf(6, 8)}) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[6, 8]\n'
+        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        f"    asked for: {p} from regex 'w' & regex '.*'\n"
+        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+        'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
+    )
+
+
+def test_a_spec_that_uses_an_axis_twice_is_not_mended_in_silence(helper):
+    rule = TreePathShardingRule(('w', P('fsdp'))) & P(None, 'tp', 'tp')
+    p = P('fsdp', 'tp', 'tp')
+    assert message_of(helper, rule, {'w': leaf(8, 8, 8)}) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[8, 8, 8]\n'
+        "    mesh axis 'tp' is used more than once (dimensions 1, 2)\n"
+        f"    asked for: {p} from regex 'w' & the spec given\n"
+        'What to do: use each mesh axis at most once in a spec.'
+    )
+
+
+def test_a_stack_that_is_too_short_is_named_as_the_user_knows_it(helper):
+    rule = TreePathShardingRule(('w', P('fsdp', 'tp'))).stacked()
+    assert message_of(helper, rule, {'w': leaf(80, 64)}) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[80, 64]\n'
+        '    the spec has 3 entries, the array 2 dimensions\n'
+        f"    asked for: {P(None, 'fsdp', 'tp')} from regex 'w'\n"
+        'What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).'
+    )
+
+
+def test_what_a_subclass_got_wrong_is_shown_with_the_whole_leaf(helper):
+    class Wrong(ShardingRule):
+        def apply(self, pytree):
+            return jax.tree.map(lambda leaf: 'tp', pytree)
+
+    assert message_of(helper, (Wrong() & FSDP).stacked(), {'w': leaf(80, 64)}) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[80, 64]\n'
+        "    got 'tp' of type str, which is not a PartitionSpec\n"
+        '    rule: Wrong.apply\n'
+        'What to do: return a jax.sharding.PartitionSpec, such as '
+        "PartitionSpec('fsdp', None)."
+    )
+
+
+def test_shardings_of_two_meshes_are_an_error(helper):
+    other = MeshShardingHelper([2, 4], ['fsdp', 'tp']).mesh
+    own = TreePathShardingRule(('w', NamedSharding(helper.mesh, P('fsdp'))))
+    assert message_of(helper, own & NamedSharding(other, P(None, 'tp')), {'w': leaf(8, 8)}) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[8, 8]\n'
+        f'    the NamedShardings are of two meshes: {helper.mesh} and {other}\n'
+        "    rule: regex 'w' & the NamedSharding given\n"
+        "What to do: give NamedShardings of the helper's own mesh, or PartitionSpecs."
+    )
+    for rule in (FSDP | NamedSharding(other, P()), P('fsdp') & (FSDP & NamedSharding(other, P()))):
+        assert 'of another mesh' in message_of(helper, rule, {'w': leaf(3, 4)})
+
+
+# --- The cache, reports, sjit ---------------------------------------------------------------------
+
+
+def test_equal_rules_are_resolved_once(helper):
+    def shardings(rule):
+        return helper._shardings(rule, LAYERS)[0]
+
+    for make in (
+        lambda: MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64),
+        lambda: (STRICT_MISS | P('tp')).stacked().with_memory_kind('pinned_host'),
+    ):
+        assert shardings(make()) is shardings(make())
+    assert shardings(MEGATRON & FSDP) is not shardings(FSDP & MEGATRON)
+    stack = {'w': leaf(8, 8, 8)}
+    # What may change its mind, or warns, is asked each time.
+    warns = TreePathShardingRule(('w', P()), on_indivisible='warn')
+    for rule in (PolicyShardingRule(lambda *_: P()), FirstOnTp(), Inherited(('x', P())), warns):
+        kinds = rule | P(), STRICT_MISS | (FSDP & rule), (rule | P()).stacked().with_memory_kind('device')
+        for composed in kinds:
+            assert helper._shardings(composed, stack)[0] is not helper._shardings(composed, stack)[0]
+
+
+def test_explain_says_who_did_what(helper):
+    rows = {row.path: row for row in helper.explain(LAYERS, MEGATRON & FSDP).rows}
+    assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
+    assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
+    assert rows['norm'].why == "regex '.*'"
+    # Written with a trailing None, a full spec is still the first rule's alone.
+    row = helper.explain({'w': leaf(16, 64)}, FSDP & P(None, 'fsdp')).rows[0]
+    assert row.rule == repr(FSDP)
+
+
+def test_idle_regexes_are_found_inside_compositions(helper):
+    second = TreePathShardingRule(('up', P('tp')), ('down', P('fsdp')), ('misspelt', P()), ('norm', P()))
+    first = TreePathShardingRule(('up|gate', P(None, 'tp')), ('wup', P()))
+    for rule in (first | second, FSDP & (first | second), (first | second).stacked(1)):
+        report = helper.explain({'up': leaf(8, 16, 64), 'down': leaf(8, 64, 16), 'norm': leaf(8, 16)}, rule)
+        assert report.unused_rules == ('wup', 'misspelt')
+        assert report.shadowed_rules == ('up',)
+    with pytest.raises(ShardingError, match="'misspelt' matches nothing"):
+        report.check(no_unused_rules=True)
+
+
+def test_none_closes_a_leaf_to_the_second_rule(helper):
+    first = TreePathShardingRule(('up', None), ('.*', P()))
+    rule = first & TreePathShardingRule(('up', P('tp')), ('.*', P()))
+    report = helper.explain(LAYERS, rule)
+    assert [row.spec for row in report.rows] == [P(), P(), None]
+    assert report.shadowed_rules == ('up',)
+
+
+def test_sjit_and_annotations_take_compositions(helper):
+    rule = MEGATRON & FSDP
+
+    @helper.sjit(
+        in_shardings=(rule, P('fsdp')),
+        out_shardings=(None, rule.stacked()),
+        annotation_shardings={'hidden': P('fsdp') & TreePathShardingRule(('.*', P(None, 'tp')))},
+    )
+    def step(params, x):
+        hidden = with_sharding_annotation(x @ params['up'], 'hidden')
+        inner = with_sharding_constraint(hidden @ params['down'], STRICT_MISS | P('fsdp'))
+        return inner.sum(), jax.tree.map(lambda w: jnp.stack([w, w]), params)
+
+    params = {'up': np.ones((16, 64), np.float32), 'down': np.ones((64, 16), np.float32)}
+    total, stacked = step(params, np.ones((8, 16), np.float32))
+    assert float(total) == 8 * 16 * 16 * 64
+    assert stacked['up'].sharding.spec == P(None, 'fsdp', 'tp')
+    assert stacked['down'].sharding.spec == P(None, 'tp', 'fsdp')
+    step(helper.shard(params, MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64)), np.ones((8, 16)))
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+def test_unconstrained_entries(kind):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=kind)
+    rule = P(U, None) & TreePathShardingRule(('.*', P('tp', 'fsdp')))
+
+    @helper.sjit(in_shardings=(P('tp'),))
+    def double(x):
+        return with_sharding_constraint(2 * x, rule)
+
+    assert double(np.ones((8, 8), np.float32)).sharding.spec == P('tp', 'fsdp')
+    assert 'an UNCONSTRAINED dimension is not a place' in message_of(helper, rule, leaf(8, 8))

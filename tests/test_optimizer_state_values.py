@@ -1,0 +1,379 @@
+"""The rule that shards optimizers' states: what each shape gets, whole messages, the rule as a value."""
+
+import copy
+import dataclasses
+import pickle
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._paths import NamedTree
+from scalax._spec import canonical
+from scalax.errors import RuleError, ShardingError, StructureError
+from scalax.rules._base import settled
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    OptimizerStateShardingRule,
+    PolicyShardingRule,
+    ShardingRule,
+    TreePathShardingRule,
+)
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+BY_PATH = TreePathShardingRule(('/w$', P('fsdp', 'tp')), ('', P()))
+
+
+def struct(*shape, dtype='float32'):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+W = {'w': struct(8, 16)}
+PARAMS = {'embed': jnp.zeros((16, 8)), 'layers': {'w': jnp.zeros((8, 16)), 'b': jnp.zeros(16)}, 'scale': 1.0}
+SPECS = {'embed': P('tp', 'fsdp'), 'layers': {'w': P('fsdp', 'tp'), 'b': P('tp')}, 'scale': P()}
+
+
+class TrainState(NamedTuple):
+    step: Any
+    params: Any
+    opt_state: Any
+    key: Any
+
+
+def by_rank(path, leaf):
+    return P('fsdp', 'tp') if len(leaf.shape) == 2 else P()
+
+
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('path', 'shape', 'spec', 'reason'),
+    [
+        ('mu/w', (8, 16), P('a', 'b'), 'as its parameter'),
+        ('w', (8, 16), P('a', 'b'), 'as its parameter'),
+        ('rows/w', (8,), P('a'), 'keeps dimension 0 of its parameter'),
+        ('columns/w', (16,), P('b'), 'keeps dimension 1 of its parameter'),
+        ('rows/w', (8, 1), P('a'), 'keeps dimension 0 of its parameter'),
+        ('columns/w', (1, 16), P(None, 'b'), 'keeps dimension 1 of its parameter'),
+        ('history/w', (3, 8, 16), P(None, 'a', 'b'), 'a stack of copies of its parameter'),
+        ('history/w', (8, 8, 16), P(None, 'a', 'b'), 'a stack of copies of its parameter'),
+        ('v/w', (1,), P(), 'at most one element'),
+        ('v/w', (), P(), 'at most one element'),
+        ('v/w', (1, 1, 1), P(), 'at most one element'),
+        ('v/w', (0, 0), P(), 'at most one element'),
+        ('count', (), P(), 'at most one element'),
+        ('table', (8, 16), P(), 'belongs to no parameter'),
+        ('mu/aw', (8, 16), P(), 'belongs to no parameter'),  # keys are compared whole
+        ('mu/w/q', (8, 16), P('a', 'b'), 'as its parameter'),
+        ('mu/w/scale', (16,), P('b'), 'keeps dimension 1 of its parameter'),
+        ('mu/w/scale', (8, 1), P('a'), 'keeps dimension 0 of its parameter'),
+        ('mu/w/scale', (8, 4), P('a'), 'keeps dimension 0 of its parameter'),
+        ('mu/w/deep/0', (8, 4), P('a'), 'keeps dimension 0 of its parameter'),
+        ('w/lora_a', (8, 2), P('a'), 'keeps dimension 0 of its parameter'),
+        ('w/lora_b', (2, 16), P(None, 'b'), 'keeps dimension 1 of its parameter'),
+        ('mu/w/codes', (4, 32), P(), 'belongs to no parameter'),
+        ('mu/w/codes', (128,), P(), 'belongs to no parameter'),
+    ],
+)
+def test_what_a_leaf_gets(path, shape, spec, reason):
+    rule = OptimizerStateShardingRule(P('a', 'b'), W)
+    tree = {'mirror': W, 'leaf': nested(path, struct(*shape))}  # the mirror: a state of these params
+    named = NamedTree.of(tree)
+    answer = dict(zip(named.paths, settled(rule, named, None), strict=True))[f'leaf/{path}']
+    assert (canonical(answer.spec), answer.reason) == (spec, reason)
+
+
+def nested(path, leaf):
+    for key in reversed(path.split('/')):
+        leaf = {key: leaf}
+    return leaf
+
+
+def test_quantised_moments():
+    params = {'kernel': struct(256, 512)}
+    rule = OptimizerStateShardingRule(P('a', 'b'), params)
+    state = {'mu': {'kernel': {'q': struct(256, 512, dtype='int8'), 'scale': struct(256, 4)}}}
+    assert rule.apply(state) == {'mu': {'kernel': {'q': P('a', 'b'), 'scale': P('a')}}}
+    blocks = {'mu': {'kernel': {'q': struct(1024, 128, dtype='int8'), 'scale': struct(256, 1)}}}
+    assert rule.apply(blocks) == {'mu': {'kernel': {'q': P(), 'scale': P('a')}}}
+    # What has no answer is left to the next rule.
+    either = rule | FSDPShardingRule('fsdp', 4, min_fsdp_size=0)
+    assert either.apply(blocks)['mu']['kernel']['q'] == P('fsdp', None)
+
+
+# --- What the parameters are sharded by -----------------------------------------------------------
+
+
+class LastDimension(ShardingRule):
+    def apply(self, pytree):
+        return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), 'tp') if x.ndim else P(), pytree)
+
+
+@pytest.mark.parametrize(
+    'param_rule',
+    [
+        BY_PATH,
+        SPECS,
+        P(),
+        {**SPECS, 'embed': FSDPShardingRule(min_fsdp_size=0), 'layers': LastDimension()},
+        FSDPShardingRule(min_fsdp_size=16),
+        FSDPShardingRule(min_fsdp_size=0).stacked(1),
+        TreePathShardingRule(('embed', P('tp')), strict=False) & FSDPShardingRule(min_fsdp_size=0),
+        TreePathShardingRule(('embed', P('tp'))) | FSDPShardingRule(min_fsdp_size=0),
+        PolicyShardingRule(by_rank),
+        LastDimension(),
+    ],
+    ids=repr,
+)
+def test_moments_equal_what_the_rule_says_of_parameters(param_rule):
+    params = jax.eval_shape(lambda: PARAMS)
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    specs = HELPER.match_sharding_rule(param_rule, params)
+    given = HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
+    assert given[0].mu == given[0].nu == specs
+
+
+def test_the_rule_is_asked_once_about_all_parameters():
+    asked = []
+
+    class Counting(ShardingRule):
+        def apply(self, pytree):
+            asked.append(pytree)
+            return jax.tree.map(lambda _: P(), pytree)
+
+    rule = OptimizerStateShardingRule(Counting(), PARAMS)
+    rule.apply(jax.eval_shape(optax.adamw(1e-3).init, PARAMS))
+    assert asked == [jax.tree.map(lambda x: struct(*np.shape(x)), PARAMS)]
+
+
+def test_memory_kinds_and_none_are_passed_on():
+    params = {'w': struct(8, 16)}
+    state = {'mu': params, 'count': struct()}
+    hosted = OptimizerStateShardingRule(P('fsdp'), params).with_memory_kind('pinned_host')
+    assert HELPER.match_sharding_rule(hosted, state)['mu']['w'].memory_kind == 'pinned_host'
+    inner = OptimizerStateShardingRule(
+        FSDPShardingRule(min_fsdp_size=0).with_memory_kind('pinned_host'), params
+    )
+    given = HELPER.match_sharding_rule(inner, state)
+    assert given['mu']['w'].memory_kind == 'pinned_host'
+    assert given['count'].memory_kind != 'pinned_host'
+    left = OptimizerStateShardingRule(TreePathShardingRule(('w', None)), params).apply(
+        {'mu': params, 'v': {'w': struct(8)}}
+    )
+    assert left == {'mu': {'w': None}, 'v': {'w': None}}
+    own = NamedSharding(HELPER.mesh, P('fsdp'))
+    assert HELPER.match_sharding_rule(OptimizerStateShardingRule(own, params), state)['mu']['w'] == own
+
+
+def test_the_policy_of_the_parameters_holds():
+    params = {'w': struct(6, 16)}
+    strict = TreePathShardingRule(('w', P('fsdp', 'tp')))
+    loose = TreePathShardingRule(('w', P('fsdp', 'tp')), on_indivisible='replicate')
+    with pytest.raises(ShardingError, match='does not divide'):
+        HELPER.match_sharding_rule(OptimizerStateShardingRule(strict, params), {'mu': params})
+    given = HELPER.match_sharding_rule(
+        OptimizerStateShardingRule(loose, params), {'mu': params, 'v_col': {'w': struct(6)}}
+    )
+    assert given['mu']['w'].spec == P(None, 'tp')
+    assert given['v_col']['w'].spec == P()
+
+
+def test_explain_finds_unused_clauses_of_the_parameters():
+    rule = OptimizerStateShardingRule(
+        TreePathShardingRule(('^w$', P('fsdp')), ('typo', P('tp')), ('.*', P())),
+        {'w': struct(8, 16), 'b': struct(8)},
+    )
+    report = HELPER.explain({'mu': {'w': struct(8, 16), 'b': struct(8)}, 'count': struct()}, rule)
+    assert report.unused_rules == ('typo',)
+    assert [row.rule for row in report.rows] == [
+        'OptimizerStateShardingRule',
+        "OptimizerStateShardingRule -> regex '.*'",
+        "OptimizerStateShardingRule -> regex '^w$'",
+    ]
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+HINT = (
+    'What to do: give the params that the state was made for, with the same paths (abstract ones are '
+    'enough); for leaves of another kind put a rule in front: TreePathShardingRule((regex, spec)) | '
+    'OptimizerStateShardingRule(...).'
+)
+
+
+@pytest.mark.parametrize(
+    ('param_rule', 'params', 'state', 'message'),
+    [
+        pytest.param(
+            P(),
+            {'w': struct(8, 16), 'b': struct(16)},
+            {'mu': {'w': struct(4, 16), 'b': struct(8)}, 'count': struct()},
+            """\
+2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  mu/b: float32[8]
+    the parameter 'b' has shape [16]: this is no copy, no stack of copies, and not some of its dimensions
+    rule: OptimizerStateShardingRule
+  mu/w: float32[4, 16]
+    the parameter 'w' has shape [8, 16]: this is no copy, no stack of copies, and not some of its dimensions
+    rule: OptimizerStateShardingRule
+"""
+            + HINT,
+            id='params of another size',
+        ),
+        pytest.param(
+            P(),
+            {'params': {'dense': {'w': struct(8, 16)}}},
+            {'mu': {'dense': {'w': struct(8, 16)}}, 'count': struct(), 'key': struct(2, dtype='uint32')},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  mu/dense/w: float32[8, 16]
+    its path ends with no parameter path; there is 'params/dense/w'
+    rule: OptimizerStateShardingRule
+"""
+            + HINT,
+            id='params with other paths',
+        ),
+        pytest.param(
+            P(),
+            struct(8, 16),
+            {'mu': struct(8, 8)},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  mu: float32[8, 8]
+    it has no shape that belongs to the parameter 'itself': [8, 16]
+    rule: OptimizerStateShardingRule
+"""
+            + HINT,
+            id='one bare array',
+        ),
+        pytest.param(
+            TreePathShardingRule(('b', P())),
+            {'w': struct(8, 16), 'b': struct(16)},
+            {'mu': {'w': struct(8, 16), 'b': struct(16)}},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  mu/w: float32[8, 16]
+    its parameter 'w': no regex of the rule matches the path 'w'
+    rule: TreePathShardingRule with 1 regex
+What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate \
+what nothing matches.""",
+            id='a parameter without a spec',
+        ),
+        pytest.param(
+            P('model'),
+            {'w': struct(8, 16)},
+            {'v_row': {'w': struct(8)}},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  v_row/w: float32[8]
+    the mesh has no axis 'model' (known: 'fsdp', 'tp')
+    asked for: P('model',) from OptimizerStateShardingRule -> the spec given
+What to do: name only axes of the mesh, or build the mesh with that axis.""",
+            id='a spec that the mesh refuses',
+        ),
+    ],
+)
+def test_messages(param_rule, params, state, message):
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ('param_rule', 'params', 'kind', 'message'),
+    [
+        (
+            'fsdp',
+            W,
+            RuleError,
+            "OptimizerStateShardingRule: param_rule holds 'fsdp' of type str, which is not a rule: give a "
+            'ShardingRule, a PartitionSpec, or a pytree prefix of these, and the params second',
+        ),
+        (
+            {'w': np.zeros((8, 16), np.float32)},
+            P(),
+            RuleError,
+            "OptimizerStateShardingRule: param_rule holds float32[8, 16] of type ndarray at 'w', which is "
+            'not a rule: give a ShardingRule, a PartitionSpec, or a pytree prefix of these, and the params '
+            'second',
+        ),
+        (P(), {}, RuleError, 'OptimizerStateShardingRule: params has no leaves, so no state can be its'),
+        (
+            P(),
+            {'w': np.tanh, 'b': struct(8)},
+            RuleError,
+            'OptimizerStateShardingRule: params holds w: numpy.ufunc, which is not an array; give what the '
+            'optimizer was initialised with',
+        ),
+        (
+            {'w': P(), 'typo': P()},
+            {'w': struct(8), 'b': {'c': struct(8)}},
+            StructureError,
+            'OptimizerStateShardingRule: param_rule does not have the structure of params: there is no rule '
+            "for 'b/c'; params has nothing at 'typo'. Give one rule for all parameters, or a tree of rules "
+            'with the same nodes.',
+        ),
+        (
+            [P()],
+            (struct(8),),
+            StructureError,
+            'OptimizerStateShardingRule: param_rule does not have the structure of params: their nodes are '
+            'of different types. Give one rule for all parameters, or a tree of rules with the same nodes.',
+        ),
+    ],
+)
+def test_messages_of_the_constructor(param_rule, params, kind, message):
+    with pytest.raises(kind) as error:
+        OptimizerStateShardingRule(param_rule, params)
+    assert str(error.value) == message
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+RULES = [
+    OptimizerStateShardingRule(BY_PATH, PARAMS),
+    OptimizerStateShardingRule(SPECS, PARAMS),
+    OptimizerStateShardingRule(P(), PARAMS),
+    OptimizerStateShardingRule(P(), W),
+    OptimizerStateShardingRule(P(), {'w': struct(8, 8)}),
+    OptimizerStateShardingRule(P(), {'w': struct(8, 16, dtype='bfloat16')}),
+    OptimizerStateShardingRule(P(), TrainState(1, struct(8), None, jax.random.key(0))),
+]
+
+
+@pytest.mark.parametrize('rule', RULES, ids=repr)
+def test_rules_are_values(rule):
+    for same in (pickle.loads(pickle.dumps(rule)), copy.deepcopy(rule)):
+        assert same == rule
+        assert hash(same) == hash(rule)
+        assert repr(same) == repr(rule)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.sections = ()
+    assert rule.is_pure
+
+
+def test_different_rules_differ():
+    assert len(set(RULES)) == len(RULES)
+    assert all((a == b) == (a is b) for a in RULES for b in RULES)
+    assert OptimizerStateShardingRule(BY_PATH, jax.eval_shape(lambda: PARAMS)) == RULES[0]
+    assert not OptimizerStateShardingRule(PolicyShardingRule(by_rank), PARAMS).is_pure
+
+
+def test_the_repr_is_short():
+    assert repr(RULES[3]) == 'OptimizerStateShardingRule(P(), <1 parameter, 128 elements>)'
+    assert repr(RULES[1]) == 'OptimizerStateShardingRule(<4 rules>, <4 parameters, 273 elements>)'
+
+
+def test_no_array_is_kept_alive():
+    array = jnp.zeros((8, 16))
+    rule = OptimizerStateShardingRule(P(), {'w': array})
+    array.delete()
+    assert rule.apply({'mu': W}) == {'mu': {'w': P()}}
+    assert not any(isinstance(part, jax.Array) for part in jax.tree.leaves(dataclasses.astuple(rule)))
