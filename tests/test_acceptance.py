@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scalax.errors import ArgumentError, DataError, MeshError, ShardingError, StructureError
 from scalax.sharding import (
     FSDPShardingRule,
+    LogicalAxisShardingRule,
     MeshShardingHelper,
     PartitionSpec,
     PolicyShardingRule,
@@ -167,3 +168,21 @@ def test_the_report_leaves_the_rules_out_where_there_is_no_room():
     assert "regex 'query/kernel'" in wide and "regex 'query" not in narrow
     assert all(len(line) <= 80 for line in narrow.splitlines())
     assert narrow.splitlines()[-1].startswith('(the rules need ')
+
+
+def test_what_a_report_calls_shadowed_and_unused():
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    tree = {'stack': {'w': struct(8, 4, 4), 'scale': struct(8)}, 'small': struct(4), 'odd': struct(8)}
+    rules = TreePathShardingRule(
+        ('^stack', TreePathShardingRule(('w$', P('model')), ('scale', P())).stacked(1)),
+        ('small', FSDPShardingRule('data') | P()),
+        ('odd', P()),
+        ('odd$', P('data')),
+        ('missing', P()),
+    )
+    report = HELPER.explain(tree, rules)
+    assert (report.unused_rules, report.shadowed_rules) == (('missing',), ('odd$',))
+    named = LogicalAxisShardingRule({'rows': 'data'}, [('odd', 'rows'), ('none', 'rows')], strict=False)
+    assert HELPER.explain(tree, named | P()).unused_rules == ('none',)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution
 from scalax.errors import ShardingError, shown
 from scalax.explain._text import render_table
-from scalax.rules import TreePathShardingRule
-from scalax.rules._base import ShardingRule
+from scalax.rules import LogicalAxisShardingRule, TreePathShardingRule
+from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,25 +225,47 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     """The regexes that decide about no leaf: those that match none, and those always shadowed."""
     distinct = {id(answer): answer for answer in resolution.answers}.values()
     used = {clause for answer in distinct for clause in answer.clauses}
-    leaves = list(zip(resolution.seen, resolution.tree.shapes, strict=True))
     unused: list[str] = []
     shadowed: list[str] = []
-    for rule in _tree_path_rules(jax.tree.leaves(rules, is_leaf=is_rule)):
-        for number, (pattern, _) in enumerate(rule.rules):
+    for rule, patterns in _tables(jax.tree.leaves(rules, is_leaf=is_rule)):
+        for number, pattern in enumerate(patterns):
             if (rule, number) in used:
                 continue
-            sizes = [math.prod(shape) for path, shape in leaves if re.search(pattern, path)]
-            if sizes and set(sizes) == {1}:
+            text = str(getattr(pattern, 'pattern', pattern))
+            hits = [
+                answer
+                for path, answer in zip(resolution.seen, resolution.answers, strict=True)
+                if re.search(pattern, path)
+            ]
+            if not hits:
+                unused.append(text)
                 continue
-            (shadowed if sizes else unused).append(str(getattr(pattern, 'pattern', pattern)))
+            # Arrays of one element are nobody's to decide about; and a nested rule may have been asked,
+            # and have had no answer.
+            others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
+            if _nests(rule, number):
+                others = [answer for answer in others if _decided_before(rule, number, answer)]
+            if others:
+                shadowed.append(text)
     return unused, shadowed
 
 
-def _tree_path_rules(rules: Sequence[Any]) -> list[TreePathShardingRule]:
-    found: list[TreePathShardingRule] = []
+def _nests(rule: ShardingRule, number: int) -> bool:
+    return isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
+
+
+def _decided_before(rule: ShardingRule, number: int, answer: Answer) -> bool:
+    return any(owner == rule and clause < number for owner, clause in answer.clauses)
+
+
+def _tables(rules: Sequence[Any]) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
+    """Every rule that holds a table of regexes, nested ones too, with its regexes."""
+    found: dict[ShardingRule, tuple[Any, ...]] = {}
     for rule in rules:
         if isinstance(rule, TreePathShardingRule):
-            found.append(rule)
+            found[rule] = tuple(pattern for pattern, _ in rule.rules)
+        elif isinstance(rule, LogicalAxisShardingRule):
+            found[rule] = tuple(pattern for pattern, _ in rule.axis_names or ())
         if isinstance(rule, ShardingRule):
-            found.extend(_tree_path_rules(rule.parts))
-    return list(dict.fromkeys(found))
+            found.update(_tables(rule.parts))
+    return found.items()

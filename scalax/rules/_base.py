@@ -69,6 +69,8 @@ Said = Answer | Problem | None
 
 
 REPLICATED = PartitionSpec()
+ONE_ELEMENT = 'one element'
+"""The reason of an answer about an array that there is nothing to decide about."""
 
 
 class ShardingRule(abc.ABC):

@@ -13,7 +13,7 @@ from scalax._spec import Fault, OnIndivisible, checked_policy, entry_axes
 from scalax.errors import IndivisibleWarning, Problem, RuleError, did_you_mean, shown, warn
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
+from scalax.rules._base import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 from scalax.rules._named_leaf import Named, NamedLeaf
 from scalax.rules._pattern import Pattern, as_text, names_in, parse, pattern_error
 
@@ -186,7 +186,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         return None
 
 
-_ONE = Answer(REPLICATED, 'LogicalAxisShardingRule', 'one element')
+_ONE = Answer(REPLICATED, 'LogicalAxisShardingRule', ONE_ELEMENT)
 _UNNAMED = Answer(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False')
 
 

@@ -12,6 +12,7 @@ from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
 from scalax.errors import Problem, RuleError, near_names
 from scalax.rules._base import (
+    ONE_ELEMENT,
     REPLICATED,
     Answer,
     AxisSizes,
@@ -89,7 +90,7 @@ class TreePathShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
-        scalar = Answer(REPLICATED, 'TreePathShardingRule', 'one element')
+        scalar = Answer(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
         miss = None if self.strict else _MISS
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
         answers: list[Said] = [scalar if shape in single else miss for shape in tree.shapes]
