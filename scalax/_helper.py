@@ -392,7 +392,8 @@ class MeshShardingHelper:
         """The rows of global arrays that this process's devices hold, as numpy arrays (keys: as keys).
 
         Args:
-            pytree: global jax.Arrays; an array that is sharded along another axis is a DataError.
+            pytree: global jax.Arrays. One process alone holds every row; of several, none may be sharded
+                along another axis (DataError).
             batch_axis: the axis of the rows; may be negative.
         """
         return _data.global_array_to_local_data(pytree, batch_axis)
