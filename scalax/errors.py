@@ -10,7 +10,7 @@ already catch for the same kind of mistake::
     ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
     ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
-    ├── DataError             (ValueError)   host data that does not fit the mesh
+    ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
@@ -57,7 +57,7 @@ class PlacementError(ScalaxError, ValueError):
 
 
 class DataError(ScalaxError, ValueError):
-    """Host data does not fit the mesh."""
+    """Data from outside does not fit: a host batch the mesh, or a file what it is read as."""
 
 
 class MissingDependencyError(ScalaxError, ImportError):

@@ -3,72 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
-
-from scalax import _spec
-from scalax._paths import canonical_dtype
-from scalax._prefix import RuleLike, is_rule
-from scalax._resolve import Resolution
 from scalax.errors import ShardingError, shown
+from scalax.explain._diff import ReportDiff, diff_rows
+from scalax.explain._json import plain_row, read, write
+from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated
 from scalax.explain._text import render_table
-from scalax.rules import LogicalAxisShardingRule, TreePathShardingRule
-from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
-
-
-@dataclasses.dataclass(frozen=True)
-class ReportRow:
-    """One leaf.
-
-    Attributes:
-        path: the leaf path.
-        shape: the global shape.
-        dtype: the name of the dtype that the array has on the devices.
-        spec: the spec it got; None where the compiler decides.
-        rule: the rule that said so.
-        reason: why, in a few words.
-        bytes: the bytes of the global array.
-        bytes_per_device: the bytes of one device's shard (the largest one).
-        memory_kind: the memory asked for, or None for the default one.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec | None
-    rule: str
-    reason: str
-    bytes: int
-    bytes_per_device: int
-    memory_kind: str | None = None
-
-    @property
-    def why(self) -> str:
-        """The rule and its reason, as tables show them."""
-        return ': '.join(part for part in (self.rule, self.reason) if part)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every device holds the whole array, as far as scalax decides."""
-        return self.spec is not None and self.bytes == self.bytes_per_device
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicatedSummary:
-    """The leaves that every device holds whole, and what one device holds of them.
-
-    Attributes:
-        paths: their leaf paths.
-        bytes: their bytes together, on each device.
-    """
-
-    paths: tuple[str, ...]
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +44,27 @@ class ShardingReport:
     @property
     def replicated(self) -> ReplicatedSummary:
         """What is replicated, and what that costs each device."""
-        rows = [row for row in self.rows if row.is_replicated]
-        return ReplicatedSummary(tuple(row.path for row in rows), sum(row.bytes for row in rows))
+        return replicated(self.rows)
 
     def __str__(self) -> str:
-        return render_table(self)
+        return self.to_text()
 
-    def to_text(self, width: int | None = None) -> str:
+    def to_text(self, width: int | None = None, fold: bool = True) -> str:
         """The report as a table.
 
         Args:
             width: the columns it may take; those of the terminal by default.
+            fold: whether leaves that differ in integer keys of their paths only share a line, such as
+                ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
-        return render_table(self, width)
+        notes = []
+        if self.unused_rules:
+            notes.append(f'regexes that match nothing: {", ".join(map(repr, self.unused_rules))}')
+        if self.shadowed_rules:
+            notes.append(
+                f'regexes always shadowed by earlier ones: {", ".join(map(repr, self.shadowed_rules))}'
+            )
+        return render_table(self.rows, self.mesh, notes, width, fold)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
@@ -127,15 +78,35 @@ class ShardingReport:
             },
             'unused_rules': list(self.unused_rules),
             'shadowed_rules': list(self.shadowed_rules),
-            'rows': [
-                {
-                    **dataclasses.asdict(row),
-                    'shape': list(row.shape),
-                    'spec': None if row.spec is None else _plain(row.spec),
-                }
-                for row in self.rows
-            ],
+            'rows': [plain_row(row) for row in self.rows],
         }
+
+    def to_json(self) -> str:
+        """The report as JSON: `to_dict` and a version, a line for each leaf; for golden files.
+
+        Keep it beside a test, and compare: ``ShardingReport.load(path).diff(report)``.
+        """
+        return write(self.to_dict())
+
+    @classmethod
+    def load(cls, text_or_path: str | os.PathLike[str]) -> ShardingReport:
+        """Reads what `to_json` wrote.
+
+        Args:
+            text_or_path: the JSON itself, or the path of a file of it.
+
+        Raises:
+            DataError: this is no report, or one of another version.
+        """
+        return cls(**read(text_or_path))
+
+    def diff(self, other: ShardingReport) -> ReportDiff:
+        """What is not the same in *other*, a later report; false when nothing changed.
+
+        Args:
+            other: the report to compare with. Leaves are found by their paths.
+        """
+        return diff_rows(self.rows, other.rows, self.mesh, other.mesh)
 
     def check(self, *, max_replicated_bytes: int | None = None, no_unused_rules: bool = False) -> None:
         """Raises if the shardings are not as thrifty as they should be; for tests of your own project.
@@ -166,106 +137,3 @@ class ShardingReport:
             )
         if complaints:
             raise ShardingError([], message='\n'.join(complaints))
-
-
-def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
-    """Makes the report of a resolution of *rules*."""
-    tree = resolution.tree
-    rows = tuple(
-        _row(tree.paths[i], tree.leaves[i], tree.shapes[i], answer, resolution.shardings[i], mesh)
-        for i, answer in enumerate(resolution.answers)
-    )
-    unused, shadowed = _idle_clauses(rules, resolution)
-    return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
-
-
-def _row(
-    path: str,
-    leaf: Any,
-    shape: tuple[int, ...],
-    answer: Any,
-    sharding: NamedSharding | None,
-    mesh: Mapping[str, int],
-) -> ReportRow:
-    # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
-    dtype: Any = canonical_dtype(leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf))
-    spec = None if sharding is None else sharding.spec
-    entries = () if spec is None else _spec.entries(spec)
-    shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in entries]
-    local = [-(-n // s) for n, s in zip(shape, [*shards, *[1] * len(shape)], strict=False)]
-    reason = answer.reason
-    if spec is not None and _spec.canonical(answer.spec) != spec:
-        asked = f'asked for {answer.spec}, which does not divide'
-        reason = f'{reason}; {asked}' if reason else asked
-    return ReportRow(
-        path,
-        shape,
-        str(dtype),
-        spec,
-        answer.origin,
-        'left to the compiler' if spec is None else reason,
-        math.prod(shape) * dtype.itemsize,
-        math.prod(local) * dtype.itemsize,
-        answer.memory_kind,
-    )
-
-
-def _plain(spec: PartitionSpec) -> list[Any]:
-    return [
-        list(entry)
-        if isinstance(entry, tuple)
-        else 'UNCONSTRAINED'
-        if entry is _spec.UNCONSTRAINED
-        else entry
-        for entry in _spec.entries(spec)
-    ]
-
-
-def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
-    """The regexes that decide about no leaf: those that match none, and those always shadowed."""
-    distinct = {id(answer): answer for answer in resolution.answers}.values()
-    used = {clause for answer in distinct for clause in answer.clauses}
-    unused: list[str] = []
-    shadowed: list[str] = []
-    for rule, patterns in _tables(jax.tree.leaves(rules, is_leaf=is_rule)):
-        for number, pattern in enumerate(patterns):
-            if (rule, number) in used:
-                continue
-            text = str(getattr(pattern, 'pattern', pattern))
-            hits = [
-                answer
-                for path, answer in zip(resolution.seen, resolution.answers, strict=True)
-                if re.search(pattern, path)
-            ]
-            if not hits:
-                unused.append(text)
-                continue
-            # Arrays of one element are nobody's to decide about; and a nested rule may have been asked,
-            # and have had no answer.
-            others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
-            if _nests(rule, number):
-                others = [answer for answer in others if _decided_before(rule, number, answer)]
-            if others:
-                shadowed.append(text)
-    return unused, shadowed
-
-
-def _nests(rule: ShardingRule, number: int) -> bool:
-    return isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
-
-
-def _decided_before(rule: ShardingRule, number: int, answer: Answer) -> bool:
-    return any(owner == rule and clause < number for owner, clause in answer.clauses)
-
-
-def _tables(rules: Sequence[Any]) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
-    """Every rule that holds a table of regexes, nested ones too, with its regexes."""
-    found: dict[ShardingRule, tuple[Any, ...]] = {}
-    for rule in rules:
-        if isinstance(rule, TreePathShardingRule):
-            found[rule] = tuple(pattern for pattern, _ in rule.rules)
-        elif isinstance(rule, LogicalAxisShardingRule):
-            found[rule] = tuple(pattern for pattern, _ in rule.axis_names or ())
-        if isinstance(rule, ShardingRule):
-            found.update(_tables(rule.parts))
-    return found.items()

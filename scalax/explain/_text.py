@@ -1,16 +1,18 @@
-"""A report as a table of text, as wide as the terminal."""
+"""Rows as a table of text, as wide as the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
-if TYPE_CHECKING:
-    from scalax.explain._report import ReportRow, ShardingReport
+from scalax.explain._fold import Fold, fold
+from scalax.explain._rows import ReportRow, replicated
 
 _HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _RULE = 4  # the column of the rules
 _LEAST_RULE = 24
+_MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
 
 def human_bytes(count: int) -> str:
@@ -28,38 +30,51 @@ def human_bytes(count: int) -> str:
     raise AssertionError('unreachable')
 
 
-def render_table(report: ShardingReport, width: int | None = None) -> str:
-    """The report as text, no line wider than *width* columns (default: the terminal's).
+def columns(width: int | None) -> int:
+    """How many columns a table may take: *width*, or those of the terminal, but 60 at least."""
+    return max(60, width or shutil.get_terminal_size((120, 24)).columns)
+
+
+def render_table(
+    rows: Sequence[ReportRow],
+    mesh: Mapping[str, int],
+    notes: Iterable[str] = (),
+    width: int | None = None,
+    folded: bool = True,
+) -> str:
+    """A report as text, no line wider than *width* columns (default: the terminal's).
 
     The column of rules is left out where too little of it would be seen.
+
+    Args:
+        rows: one for each leaf.
+        mesh: mesh axis name -> size.
+        notes: lines to add below the totals.
+        width: the columns the table may take.
+        folded: whether leaves that are the same in many layers share a line.
     """
-    width = max(60, width or shutil.get_terminal_size((120, 24)).columns)
-    cells = [_HEADS, *(_cells(row) for row in report.rows)]
+    width = columns(width)
+    cells = [_HEADS, *map(_cells, *_lines_of(rows, folded))]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
     room = width - sum(widths[:_RULE] + [2] * _RULE)
-    note = []
+    hint = []
     if room >= min(_LEAST_RULE, widths[_RULE]):
         widths[_RULE] = min(room, widths[_RULE])
     else:
         widths.pop()
-        _shrink(widths, width - 2 * (len(widths) - 1))
-        note = [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
-    lines = [_line(line, widths) for line in cells]
-    lines.insert(1, '-' * min(width, sum(widths) + 2 * (len(widths) - 1)))
-    return '\n'.join([*lines, *_footer(report), *note])
+        shrink(widths, width - 2 * (len(widths) - 1), [12, 10, 8, 10])
+        hint = [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
+    return '\n'.join([*aligned(cells, widths, 0, 3), *_footer(rows, mesh), *notes, *hint])
 
 
-def _cells(row: ReportRow) -> tuple[str, str, str, str, str]:
-    spec = 'compiler' if row.spec is None else 'replicated' if row.is_replicated else str(row.spec)
-    if row.memory_kind is not None:
-        spec = f'{spec} in {row.memory_kind}'
-    array = f'{row.dtype}[{",".join(map(str, row.shape))}]'
-    return row.path or '(leaf)', array, spec, human_bytes(row.bytes_per_device), row.why
+def aligned(cells: Sequence[tuple[str, ...]], widths: Sequence[int], path: int, size: int) -> list[str]:
+    """The lines of a table, its heads underlined; *path* and *size* are the columns of these."""
+    lines = [_line(line, widths, path, size) for line in cells]
+    return [lines[0], '-' * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
-def _shrink(widths: list[int], room: int) -> None:
+def shrink(widths: list[int], room: int, least: Sequence[int]) -> None:
     """Takes columns from whichever is widest, until the table fits."""
-    least = [12, 10, 8, 10]
     while sum(widths) > room:
         over = [(w - m, column) for column, (w, m) in enumerate(zip(widths, least, strict=True))]
         spare, column = max(over)
@@ -68,33 +83,63 @@ def _shrink(widths: list[int], room: int) -> None:
         widths[column] -= 1
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+def folded_path(item: Fold) -> str:
+    """The path column of a line that may stand for several leaves."""
+    return item.short_name(_MOST_RUNS) or '(leaf)'
+
+
+def array_text(row: ReportRow, count: int = 1) -> str:
+    """The array of a row, and how many of them: ``80 x float32[8,16]``."""
+    times = '' if count == 1 else f'{count} x '
+    return f'{times}{row.dtype}[{",".join(map(str, row.shape))}]'
+
+
+def spec_text(row: ReportRow) -> str:
+    """The spec of a row, and its memory where that is not the default one."""
+    spec = 'compiler' if row.spec is None else 'replicated' if row.is_replicated else str(row.spec)
+    return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
+
+
+def arrays(count: int) -> str:
+    """So many arrays, in words."""
+    return '1 array' if count == 1 else f'{count} arrays'
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """The axes of a mesh and their sizes."""
+    return ', '.join(f'{name}={size}' for name, size in mesh.items())
+
+
+def _lines_of(rows: Sequence[ReportRow], folded: bool) -> tuple[list[Fold], list[ReportRow]]:
+    """What each line stands for, and the first of its rows."""
+    if folded:
+        folds = fold((row.path, dataclasses.replace(row, path='')) for row in rows)
+    else:
+        folds = [Fold((row.path,), index) for index, row in enumerate(rows)]
+    return folds, [rows[item.first] for item in folds]
+
+
+def _cells(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
+    size = human_bytes(row.bytes_per_device * item.count)
+    return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
+
+
+def _line(cells: tuple[str, ...], widths: Sequence[int], path: int, size: int) -> str:
     texts = []
     for column, (text, width) in enumerate(zip(cells, widths, strict=False)):
         if len(text) > width:
             # The end of a path tells leaves apart; of everything else the beginning says more.
-            text = f'...{text[len(text) - width + 3 :]}' if column == 0 else f'{text[: width - 3]}...'
-        texts.append(text.rjust(width) if column == 3 else text.ljust(width))
+            text = f'...{text[len(text) - width + 3 :]}' if column == path else f'{text[: width - 3]}...'
+        texts.append(text.rjust(width) if column == size else text.ljust(width))
     return '  '.join(texts).rstrip()
 
 
-def _footer(report: ShardingReport) -> list[str]:
-    mesh = ', '.join(f'{name}={size}' for name, size in report.mesh.items())
-    replicated = report.replicated
-    lines = [
+def _footer(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
+    whole = replicated(rows)
+    return [
         '',
-        f'{_arrays(len(report.rows))}, {human_bytes(report.bytes)} in all, '
-        f'{human_bytes(report.bytes_per_device)} on each device of the mesh ({mesh})',
-        f'replicated: {_arrays(len(replicated.paths))}, {human_bytes(replicated.bytes)} on each device',
+        f'{arrays(len(rows))}, {human_bytes(sum(row.bytes for row in rows))} in all, '
+        f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
+        f'({mesh_text(mesh)})',
+        f'replicated: {arrays(len(whole.paths))}, {human_bytes(whole.bytes)} on each device',
     ]
-    if report.unused_rules:
-        lines.append(f'regexes that match nothing: {", ".join(map(repr, report.unused_rules))}')
-    if report.shadowed_rules:
-        lines.append(
-            f'regexes always shadowed by earlier ones: {", ".join(map(repr, report.shadowed_rules))}'
-        )
-    return lines
-
-
-def _arrays(count: int) -> str:
-    return '1 array' if count == 1 else f'{count} arrays'

@@ -1,0 +1,182 @@
+"""What did a change of rules or models do? The difference of two reports, as a value."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from scalax.explain._fold import fold
+from scalax.explain._rows import ReportRow
+from scalax.explain._text import (
+    aligned,
+    array_text,
+    arrays,
+    columns,
+    folded_path,
+    human_bytes,
+    mesh_text,
+    shrink,
+    spec_text,
+)
+
+_HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafChange:
+    """One leaf that both reports have, and that is not the same in both.
+
+    Attributes:
+        before: its row in the first report.
+        after: its row in the second one.
+    """
+
+    before: ReportRow
+    after: ReportRow
+
+    @property
+    def path(self) -> str:
+        """The leaf path."""
+        return self.before.path
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportDiff:
+    """What `ShardingReport.diff` returns: false when nothing changed; ``str()`` of it is a table.
+
+    Which rule decided, and why, is not compared: rules that say the same in other words change nothing.
+
+    Attributes:
+        added: the rows of leaves that only the second report has.
+        removed: the rows of leaves that only the first report has.
+        changed: the leaves whose shape, dtype, spec, memory or bytes are not the same.
+        bytes_per_device_before: what one device holds of all leaves of the first report.
+        bytes_per_device_after: what one device holds of all leaves of the second report.
+        mesh_before: mesh axis name -> size of the first report.
+        mesh_after: mesh axis name -> size of the second report.
+    """
+
+    added: tuple[ReportRow, ...]
+    removed: tuple[ReportRow, ...]
+    changed: tuple[LeafChange, ...]
+    bytes_per_device_before: int
+    bytes_per_device_after: int
+    mesh_before: Mapping[str, int]
+    mesh_after: Mapping[str, int]
+
+    def __bool__(self) -> bool:
+        changed_mesh = list(self.mesh_before.items()) != list(self.mesh_after.items())
+        return bool(self.added or self.removed or self.changed or changed_mesh)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None, fold: bool = True) -> str:
+        """The difference as a table.
+
+        Args:
+            width: the columns it may take; those of the terminal by default.
+            fold: whether leaves that differ in integer keys of their paths only share a line.
+        """
+        return _render(self, columns(width), fold)
+
+
+def diff_rows(
+    before: Sequence[ReportRow],
+    after: Sequence[ReportRow],
+    mesh_before: Mapping[str, int],
+    mesh_after: Mapping[str, int],
+) -> ReportDiff:
+    """Compares rows, leaf path by leaf path."""
+    old, new = _by_path(before), _by_path(after)
+    return ReportDiff(
+        tuple(row for path, row in new.items() if path not in old),
+        tuple(row for path, row in old.items() if path not in new),
+        tuple(
+            LeafChange(row, new[path])
+            for path, row in old.items()
+            if path in new and _layout(row) != _layout(new[path])
+        ),
+        sum(row.bytes_per_device for row in before),
+        sum(row.bytes_per_device for row in after),
+        dict(mesh_before),
+        dict(mesh_after),
+    )
+
+
+def _by_path(rows: Sequence[ReportRow]) -> dict[tuple[str, int], ReportRow]:
+    """Rows by path; keys that hold a slash can give two leaves the same one, so those are counted."""
+    repeats: collections.Counter[str] = collections.Counter()
+    found = {}
+    for row in rows:
+        found[row.path, repeats[row.path]] = row
+        repeats[row.path] += 1
+    return found
+
+
+def _layout(row: ReportRow) -> ReportRow:
+    return dataclasses.replace(row, rule='', reason='')
+
+
+_Pair = tuple[str, ReportRow | None, ReportRow | None]
+
+
+def _render(diff: ReportDiff, width: int, folded: bool) -> str:
+    pairs: list[_Pair] = [
+        *[('changed', change.before, change.after) for change in diff.changed],
+        *[('added', None, row) for row in diff.added],
+        *[('removed', row, None) for row in diff.removed],
+    ]
+    lines = []
+    if pairs:
+        cells = [_HEADS, *_cells(pairs, folded)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
+        shrink(widths, width - 2 * (len(widths) - 1), [widths[0], 12, 8, 8, widths[4]])
+        lines = [*aligned(cells, widths, 1, 4), '']
+    counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
+    said = ', '.join(f'{arrays(count)} {what}' for count, what in counts if count)
+    lines.append(said or 'no array changed')
+    old, new = mesh_text(diff.mesh_before), mesh_text(diff.mesh_after)
+    if old != new:
+        lines.append(f'mesh: ({old}) before, ({new}) after')
+    total = f'{human_bytes(diff.bytes_per_device_before)} before'
+    change = diff.bytes_per_device_after - diff.bytes_per_device_before
+    sign = '-' if change < 0 else '+'
+    lines.append(
+        f'bytes/device of all arrays: {total}, {human_bytes(diff.bytes_per_device_after)} after '
+        f'({sign}{human_bytes(abs(change))})'
+    )
+    return '\n'.join(lines)
+
+
+def _cells(pairs: Sequence[_Pair], folded: bool) -> list[tuple[str, ...]]:
+    # Without folding, no two lines agree.
+    folds = fold((_path(pair), (*_agreement(pair), folded or i)) for i, pair in enumerate(pairs))
+    cells: list[tuple[str, ...]] = []
+    for item in folds:
+        kind, before, after = pairs[item.first]
+        sizes = [human_bytes(row.bytes_per_device * item.count) for row in (before, after) if row]
+        size = sizes[0] if sizes[0] == sizes[-1] else ' -> '.join(sizes)
+        cells.append((f'{item.count} {kind}', folded_path(item), *_sides(before, after), size))
+    return cells
+
+
+def _path(pair: _Pair) -> str:
+    return next(row.path for row in pair[1:] if isinstance(row, ReportRow))
+
+
+def _agreement(pair: _Pair) -> tuple[str, ReportRow | None, ReportRow | None]:
+    kind, *rows = pair
+    before, after = (row and dataclasses.replace(_layout(row), path='') for row in rows)
+    return kind, before, after
+
+
+def _sides(before: ReportRow | None, after: ReportRow | None) -> tuple[str, str]:
+    """A leaf before and after: its spec, and its array too where that changed."""
+    changed = before and after and array_text(before) != array_text(after)
+    old, new = (
+        '' if row is None else f'{array_text(row)} {spec_text(row)}' if changed else spec_text(row)
+        for row in (before, after)
+    )
+    return old, new

@@ -1,0 +1,400 @@
+"""Reports: folded tables, golden files, differences, bytes of small dtypes."""
+
+import dataclasses
+import json
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax.errors import DataError
+from scalax.explain import ReportRow, ShardingReport
+from scalax.explain._fold import fold
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
+
+
+def leaf(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layer():
+    return {'up': {'kernel': leaf(64, 256)}, 'down': {'kernel': leaf(256, 64)}, 'norm': leaf(64)}
+
+
+MODEL = {'embed': leaf(512, 64), 'layers': [layer() for _ in range(12)], 'step': leaf(dtype=jnp.int32)}
+RULES = TreePathShardingRule(
+    ('layers/3/up', P('fsdp')), ('up|embed', P('fsdp', 'tp')), ('down', P('tp', 'fsdp')), ('', P())
+)
+
+
+def llama_405b():
+    width, hidden = 16384, 53248
+    kernels = {'query': (width, width), 'key': (width, 1024), 'value': (width, 1024), 'out': (width, width)}
+    kernels |= {'mlp/gate': (width, hidden), 'mlp/up': (width, hidden), 'mlp/down': (hidden, width)}
+    block = {name: {'kernel': leaf(*shape, dtype=jnp.bfloat16)} for name, shape in kernels.items()}
+    block['norms'] = [leaf(width, dtype=jnp.bfloat16)] * 2
+    vocabulary = leaf(128256, width, dtype=jnp.bfloat16)
+    return {'embed': vocabulary, 'layers': [block] * 126, 'head': vocabulary}
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+
+def test_table_of_80_columns():
+    assert (
+        HELPER.explain(MODEL, RULES).to_text(80)
+        == """\
+path                         array                 spec             bytes/device
+--------------------------------------------------------------------------------
+embed                        float32[512,64]       P('fsdp', 'tp')      16.0 KiB
+layers/{0..11}/down/kernel   12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB
+layers/{0..11}/norm          12 x float32[64]      replicated            3.0 KiB
+...s/{0..2,4..11}/up/kernel  11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB
+layers/3/up/kernel           float32[64,256]       P('fsdp',)           16.0 KiB
+step                         int32[]               replicated                4 B
+
+38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
+replicated: 13 arrays, 3.0 KiB on each device
+(the rules need 108 columns or more: to_text(width=...))"""
+    )
+
+
+def test_table_of_160_columns():
+    assert (
+        HELPER.explain(MODEL, RULES).to_text(160)
+        == """\
+path                           array                 spec             bytes/device  rule
+---------------------------------------------------------------------------------------------------------------------
+embed                          float32[512,64]       P('fsdp', 'tp')      16.0 KiB  regex 'up|embed'
+layers/{0..11}/down/kernel     12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB  regex 'down'
+layers/{0..11}/norm            12 x float32[64]      replicated            3.0 KiB  regex ''
+layers/{0..2,4..11}/up/kernel  11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB  regex 'up|embed'
+layers/3/up/kernel             float32[64,256]       P('fsdp',)           16.0 KiB  regex 'layers/3/up'
+step                           int32[]               replicated                4 B  TreePathShardingRule: one element
+
+38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
+replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501
+    )
+
+
+def test_without_folding_there_is_a_line_for_each_leaf(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '120')
+    report = HELPER.explain(MODEL, RULES)
+    lines = report.to_text(fold=False).splitlines()
+    paths = [row.path for row in report.rows]
+    assert [line.split()[0] for line in lines[2:40]] == paths
+    assert lines[40:] == report.to_text().splitlines()[-3:]
+    assert str(report) == report.to_text(120)
+
+
+def test_what_folds_once_only_prints_as_before():
+    report = HELPER.explain({'layers': [{'w': leaf(8, 8)}, {'w': leaf(16, 8)}]}, P('fsdp'))
+    assert report.to_text(100) == report.to_text(100, fold=False)
+
+
+def test_405b_fits_a_screen():
+    report = POD.explain(llama_405b(), FSDPShardingRule())
+    text = report.to_text(120)
+    assert len(report.rows) == 126 * 9 + 2
+    assert len(text.splitlines()) <= 40
+    assert 'layers/{0..125}/mlp/up/kernel' in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_layers_that_alternate_are_abbreviated():
+    tree = {'layers': [{'w': leaf(8, 8 * (1 + i % 2))} for i in range(40)]}
+    lines = HELPER.explain(tree, P('fsdp')).to_text(100).splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == [
+        'layers/{0,2,4,6,8,...,38}/w',
+        'layers/{1,3,5,7,9,...,39}/w',
+    ]
+
+
+def test_100_000_leaves():
+    tree = {'layers': [[leaf(8, 8)] * 100 for _ in range(1000)]}
+    report = HELPER.explain(tree, P('fsdp'))
+    assert len(report.rows) == 100_000
+    assert 'layers/{0..999}/{0..99}  100000 x float32[8,8]' in report.to_text(100)
+    again = ShardingReport.load(report.to_json())
+    assert again == report
+    assert not report.diff(again)
+
+
+# --- Folding --------------------------------------------------------------------------------------
+
+keys = st.sampled_from(['w', 'b', '0', '1', '2', '3', '7', '10', '07', '-1', '', 'x1'])
+OTHER_KEYS = ('w', 'b', '07', '-1', '', 'x1')
+leaves = st.lists(
+    st.tuples(st.lists(keys, min_size=1, max_size=4).map('/'.join), st.sampled_from('ab')), max_size=40
+)
+EXAMPLES = hypothesis.settings(max_examples=300)
+
+
+def unfolded(name):
+    """The paths that a name stands for, read from its text."""
+    found = re.search(r'\{([0-9.,]+)\}', name)
+    if found is None:
+        return [name]
+    numbers = []
+    for run in found[1].split(','):
+        first, _, last = run.partition('..')
+        numbers.extend(range(int(first), int(last or first) + 1))
+    before, after = name[: found.start()], name[found.end() :]
+    return [path for number in numbers for path in unfolded(f'{before}{number}{after}')]
+
+
+@EXAMPLES
+@hypothesis.given(leaves)
+def test_names_of_folds_give_back_all_paths(drawn):
+    folds = fold(drawn)
+    got = []
+    for item in folds:
+        paths = unfolded(item.name)
+        assert paths == list(item.paths)
+        assert len(paths) == len(set(paths)) == item.count
+        kind = drawn[item.first][1]
+        assert drawn[item.first][0] in paths
+        got.extend((path, kind) for path in paths)
+    assert sorted(got) == sorted(drawn)
+    assert [item.first for item in folds] == sorted(item.first for item in folds)
+
+
+@EXAMPLES
+@hypothesis.given(leaves)
+def test_nothing_is_left_to_fold(drawn):
+    drawn = list(dict.fromkeys(drawn))
+    folds = [(item.parts, drawn[item.first][1]) for item in fold(drawn)]
+    for place in range(4):
+        rests = [
+            (parts[:place], parts[place + 1 :], kind)
+            for parts, kind in folds
+            if place < len(parts) and parts[place] not in OTHER_KEYS
+        ]
+        assert len(rests) == len(set(rests))
+
+
+@EXAMPLES
+@hypothesis.given(
+    st.lists(st.tuples(st.lists(keys, min_size=1, max_size=4).map('/'.join), st.integers(1, 4)), max_size=30)
+)
+def test_folded_tables_count_the_same_arrays_and_bytes(drawn):
+    rows = tuple(ReportRow(path, (size,), 'int8', P('x'), 'rule', '', 2 * size, size) for path, size in drawn)
+    report = ShardingReport(rows, {'x': 2})
+    lines = report.to_text(400).splitlines()[2:-3]
+    counts, sizes = 0, 0
+    for line in lines:
+        found = re.search(r'(?:(\d+) x )?int8\[\d+\] +P\(.*\) +(\d+) B +rule$', line)
+        counts += int(found[1] or 1)
+        sizes += int(found[2])
+    assert (counts, sizes) == (len(rows), report.bytes_per_device)
+    assert [row.path for row in report.rows] == [path for path, _ in drawn]
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        *({'dtype': 'int16'}, {'shape': (4, 4)}, {'spec': P('y')}, {'spec': None}),
+        *({'rule': 'another'}, {'reason': 'another'}, {'memory_kind': 'pinned_host'}),
+    ],
+    ids=str,
+)
+def test_only_rows_that_agree_fold(other):
+    row = ReportRow('0/w', (8, 8), 'int8', P('x'), 'rule', 'reason', 64, 32)
+    rows = (row, dataclasses.replace(row, path='1/w'), dataclasses.replace(row, path='2/w', **other))
+    text = ShardingReport(rows, {'x': 2}).to_text(200)
+    assert '{0,1}/w  2 x int8[8,8]' in text
+    assert '\n2/w ' in text
+
+
+# --- Golden files ---------------------------------------------------------------------------------
+
+
+def test_json_is_a_line_for_each_leaf():
+    report = HELPER.explain({'w': leaf(8, 16), 'n': 1}, TreePathShardingRule(('w', P(None, ('fsdp', 'tp')))))
+    assert (
+        report.to_json()
+        == """\
+{
+"version": 1,
+"mesh": {"fsdp": 4, "tp": 2},
+"bytes": 516,
+"bytes_per_device": 68,
+"replicated": {"paths": ["n"], "bytes": 4},
+"unused_rules": [],
+"shadowed_rules": [],
+"rows": [
+  {"path": "n", "shape": [], "dtype": "int32", "spec": [], "rule": "TreePathShardingRule", "reason": "one element", "bytes": 4, "bytes_per_device": 4, "memory_kind": null},
+  {"path": "w", "shape": [8, 16], "dtype": "float32", "spec": [null, ["fsdp", "tp"]], "rule": "regex 'w'", "reason": "", "bytes": 512, "bytes_per_device": 64, "memory_kind": null}
+]
+}
+"""  # noqa: E501
+    )
+
+
+EXPLICIT = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+
+
+@pytest.mark.parametrize(
+    'report',
+    [
+        HELPER.explain(MODEL, RULES),
+        HELPER.explain({}, None),
+        HELPER.explain({'a': leaf(8), 'b': leaf(8)}, {'a': None, 'b': P(('fsdp', 'tp'))}),
+        HELPER.explain({'é"\n': leaf(8)}, P('tp')),
+        HELPER.explain(leaf(8, 16), FSDPShardingRule(min_fsdp_size=0).with_memory_kind('pinned_host')),
+        EXPLICIT.explain(leaf(8), P('fsdp', unreduced={'tp'})),
+        ShardingReport(
+            (ReportRow('w', (8, 8), 'int8', P(P.UNCONSTRAINED, 'x'), '', '', 64, 32),),
+            {'x': 2},
+            ('a',),
+            ('b',),
+        ),
+    ],
+    ids=range(7),
+)
+def test_json_round_trip(report, tmp_path):
+    text = report.to_json()
+    path = tmp_path / 'golden.json'
+    path.write_text(text, encoding='utf-8')
+    for source in (text, path, str(path)):
+        again = ShardingReport.load(source)
+        assert again == report
+        assert again.to_json() == text
+        assert str(again) == str(report)
+    values = json.loads(text)
+    assert values.pop('version') == 1
+    assert values == report.to_dict()
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        (
+            '{"version": 2}',
+            'the text is a report of version 2, this scalax reads version 1: write it anew with '
+            'report.to_json()',
+        ),
+        ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
+        ('{"version": 1, "mesh": {}}', "the text is not a whole report: KeyError: 'rows'"),
+        (
+            '{',
+            'the text is not the JSON of a report: Expecting property name enclosed in double quotes: '
+            'line 1 column 2 (char 1)',
+        ),
+    ],
+)
+def test_what_is_no_report_is_said(text, message, tmp_path):
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(text)
+    assert str(error.value) == message
+    path = tmp_path / 'golden.json'
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(path)
+    assert str(error.value) == message.replace('the text', repr(str(path)), 1)
+
+
+# --- Differences ----------------------------------------------------------------------------------
+
+
+def test_no_difference():
+    report = HELPER.explain(MODEL, RULES)
+    diff = report.diff(HELPER.explain(MODEL, RULES | P()))
+    assert not diff
+    assert (
+        str(diff)
+        == """\
+no array changed
+bytes/device of all arrays: 219.0 KiB before, 219.0 KiB after (+0 B)"""
+    )
+
+
+def changed_model():
+    model = {**MODEL, 'head': leaf(64, 512), 'layers': [layer() for _ in range(13)]}
+    del model['step']
+    rules = TreePathShardingRule(('up|embed', P('fsdp', 'tp')), ('down', P('tp')), ('', P()))
+    return HELPER.explain(MODEL, RULES).diff(HELPER.explain(model, rules))
+
+
+def test_difference_values():
+    diff = changed_model()
+    assert diff
+    assert [row.path for row in diff.removed] == ['step']
+    assert [row.path for row in diff.added] == [
+        'head',
+        *[f'layers/12/{name}' for name in ('down/kernel', 'norm', 'up/kernel')],
+    ]
+    changed = {change.path: change for change in diff.changed}
+    assert set(changed) == {'layers/3/up/kernel', *[f'layers/{i}/down/kernel' for i in range(12)]}
+    up = changed['layers/3/up/kernel']
+    assert (up.before.spec, up.after.spec) == (P('fsdp'), P('fsdp', 'tp'))
+    assert (up.before.bytes_per_device, up.after.bytes_per_device) == (16384, 8192)
+
+
+def test_difference_text():
+    assert (
+        changed_model().to_text(100)
+        == """\
+leaves      path                        before           after                     bytes/device
+-----------------------------------------------------------------------------------------------
+12 changed  layers/{0..11}/down/kernel  P('tp', 'fsdp')  P('tp',)         96.0 KiB -> 384.0 KiB
+1 changed   layers/3/up/kernel          P('fsdp',)       P('fsdp', 'tp')    16.0 KiB -> 8.0 KiB
+1 added     head                                         replicated                   128.0 KiB
+1 added     layers/12/down/kernel                        P('tp',)                      32.0 KiB
+1 added     layers/12/norm                               replicated                       256 B
+1 added     layers/12/up/kernel                          P('fsdp', 'tp')                8.0 KiB
+1 removed   step                        replicated                                          4 B
+
+13 arrays changed, 4 arrays added, 1 array removed
+bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
+    )
+
+
+def test_difference_of_meshes_and_arrays():
+    before = MeshShardingHelper([8], ['fsdp']).explain({'a': leaf(8), 'b': leaf(16)}, {'a': P(), 'b': P()})
+    after = MeshShardingHelper([4], ['fsdp'], devices=jax.devices()[:4]).explain(
+        {'a': leaf(8), 'b': leaf(16, dtype=jnp.int8)}, {'a': P(), 'b': P('fsdp')}
+    )
+    assert (
+        before.diff(after).to_text(100)
+        == """\
+leaves     path  before                  after                bytes/device
+--------------------------------------------------------------------------
+1 changed  b     float32[16] replicated  int8[16] P('fsdp',)   64 B -> 4 B
+
+1 array changed
+mesh: (fsdp=8) before, (fsdp=4) after
+bytes/device of all arrays: 96 B before, 36 B after (-60 B)"""
+    )
+    same = dataclasses.replace(before, mesh={'fsdp': 4})
+    assert before.diff(same)
+    assert not before.diff(before)
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('array', 'spec', 'sizes'),
+    [
+        (leaf(8, 16, dtype=jnp.int4), P('fsdp'), (64, 16)),
+        (leaf(3, dtype=jnp.uint4), P(), (2, 2)),
+        (leaf(8, dtype=bool), P('fsdp'), (8, 2)),
+        (leaf(8, dtype=jnp.float8_e4m3fn), P('tp'), (8, 4)),
+        (np.zeros(8, np.float64), P('tp'), (32, 16)),
+    ],
+)
+def test_bytes_of_small_dtypes_and_of_keys(array, spec, sizes):
+    report = HELPER.explain(array, spec)
+    assert (report.bytes, report.bytes_per_device) == sizes
+    keys = HELPER.explain(jax.random.split(jax.random.key(0), 8), P('fsdp'))
+    assert (keys.bytes, keys.bytes_per_device) == (64, 16)
