@@ -157,7 +157,7 @@ class _Methods:
         return by_convention
 
     def clear_cache(self) -> None:
-        for program in self._state.programs.values():
+        for program in list(self._state.programs.values()):  # another thread may be adding one
             if program.jitted is not None:
                 program.jitted.clear_cache()
         self._state.clear()
