@@ -7,6 +7,7 @@ this module checks what the user asked for, fills in -1, and says what would fit
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,20 +57,17 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         MissingDependencyError: libtpu is not installed.
         MeshError: libtpu does not know the topology.
     """
+    if importlib.util.find_spec('libtpu') is None:
+        raise MissingDependencyError('TPU topologies need the TPU compiler: pip install libtpu')
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
     options = {'num_slices': num_slices} if num_slices > 1 else {}
     try:
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
-    except RuntimeError as error:
-        if 'not installed' in str(error) or 'libtpu' in str(error):
-            raise MissingDependencyError(
-                'TPU topologies need the TPU compiler: pip install libtpu'
-            ) from error
-        raise MeshError(f'unknown TPU topology {topology!r}: {error}') from error
-    except (ValueError, NotImplementedError) as error:
-        raise MeshError(f'unknown TPU topology {topology!r}: {error}') from error
+    # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(f'the TPU compiler describes no topology {topology!r}: {error}') from error
     return list(described.devices)
 
 
