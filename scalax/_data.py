@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -110,7 +110,9 @@ def _each_holds_its_own(sharding: NamedSharding, shape: tuple[int, ...], axis: i
 
     Computed from all devices, those of other processes too, so that all processes agree.
     """
-    placed: dict[Any, Any] = sharding.devices_indices_map(shape)  # type: ignore[assignment]
+    placed = cast(
+        dict[Any, Any], sharding.devices_indices_map(shape)
+    )  # JAX's Device has no attributes for types
     for device, index in placed.items():
         start, stop, _ = index[axis].indices(shape[axis])
         if start < here * device.process_index or stop > here * (device.process_index + 1):

@@ -12,13 +12,15 @@ from jax.sharding import AxisType, PartitionSpec
 from scalax.errors import RuleError, did_you_mean
 
 OnIndivisible = Literal['error', 'replicate', 'warn']
+_POLICIES: tuple[OnIndivisible, ...] = ('error', 'replicate', 'warn')
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 def checked_policy(value: str) -> OnIndivisible:
     """Returns *value* if it is a policy for dimensions that do not divide, else raises RuleError."""
-    if value in ('error', 'replicate', 'warn'):
-        return value  # type: ignore[return-value]  # narrowed by the line above
+    for policy in _POLICIES:
+        if value == policy:
+            return policy
     raise RuleError(f"on_indivisible is 'error', 'replicate' or 'warn', got {value!r}")
 
 

@@ -95,5 +95,5 @@ def dressed(call: FunctionType, fun: Callable[..., Any], name: str) -> FunctionT
     if not hasattr(fun, '__name__'):
         call.__name__ = call.__qualname__ = name
     call.__dict__.update(getattr(fun, '__dict__', {}))
-    call.__wrapped__ = fun  # type: ignore[attr-defined]
+    call.__dict__['__wrapped__'] = fun
     return call

@@ -8,6 +8,7 @@ may be wrong for a signature that is not known yet: the program itself notices (
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -120,7 +121,7 @@ def _candidates(cases: Sequence[Case]) -> list[Probe]:
     for position, slot in enumerate(layout.static):
         probes.append(
             Probe(
-                lambda row, slot=slot: (type(row[slot]), row[slot]),  # type: ignore[misc]
+                functools.partial(_static_value, slot),
                 tuple(signature.static[position] for signature in signatures),
             )
         )
@@ -128,11 +129,23 @@ def _candidates(cases: Sequence[Case]) -> list[Probe]:
     for position, slot in enumerate(layout.dynamic):
         probes.append(
             Probe(
-                lambda row, slot=slot: jax.tree.structure(row[slot]),  # type: ignore[misc]
+                functools.partial(_structure, slot),
                 tuple(signature.treedef.children()[position] for signature in signatures),
             )
         )
     return [probe for probe in probes if any(seen != probe.seen[0] for seen in probe.seen)]
+
+
+def _static_value(slot: int, row: Sequence[Any]) -> Hashable:
+    return type(row[slot]), row[slot]
+
+
+def _structure(slot: int, row: Sequence[Any]) -> Hashable:
+    return jax.tree.structure(row[slot])
+
+
+def _then(first: Look, second: Callable[[Any], Hashable]) -> Look:
+    return lambda row: second(first(row))
 
 
 def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]:
@@ -148,10 +161,7 @@ def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]
         for number, attribute in ((0, 'shape'), (1, 'dtype')):
             seen = tuple(table[path][number] for table in tables)
             if any(value != seen[0] for value in seen):
-                read = operator.attrgetter(attribute)
-                probes.append(
-                    Probe(lambda row, g=getter, r=read: r(g(row)), seen)  # type: ignore[misc]
-                )
+                probes.append(Probe(_then(getter, operator.attrgetter(attribute)), seen))
     return probes
 
 

@@ -60,17 +60,17 @@ def place(
         leaves, treedef = jax.tree.flatten(row[slot])
         host_data = everything or layout.slots[slot].donated
         chosen = [
-            i
+            (i, sharding)
             for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True))
-            if _moves(leaf, sharding, host_data, mismatched)
+            if sharding is not None and _moves(leaf, sharding, host_data, mismatched)
         ]
         if everything:
             leaves = [_typed(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
         elif not chosen:
             continue
         # One move for all leaves: one for each costs a dispatch a leaf.
-        moved = move([leaves[i] for i in chosen], [wanted[i] for i in chosen])  # type: ignore[misc]
-        for i, leaf in zip(chosen, moved, strict=True):
+        moved = move([leaves[i] for i, _ in chosen], [sharding for _, sharding in chosen])
+        for (i, _), leaf in zip(chosen, moved, strict=True):
             leaves[i] = leaf
         try:
             placed[slot] = jax.tree.unflatten(treedef, leaves)
@@ -97,8 +97,8 @@ def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
     return leaf
 
 
-def _moves(leaf: Any, sharding: NamedSharding | None, host_data: bool, mismatched: bool) -> bool:
-    if sharding is None or isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+def _moves(leaf: Any, sharding: NamedSharding, host_data: bool, mismatched: bool) -> bool:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
         return False  # other processes hold a part: JAX decides what may be moved, and how

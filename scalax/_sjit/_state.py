@@ -278,8 +278,8 @@ class State:
             return self._run(signature, layout, row, program.known[signature])
 
         inner.__name__ = inner.__qualname__ = self.convention.name
-        inner.__signature__ = self.convention.row_signature(layout)  # type: ignore[attr-defined]
-        inner.__wrapped__ = self.fun  # type: ignore[attr-defined]  # where JAX's messages point
+        inner.__dict__['__signature__'] = self.convention.row_signature(layout)
+        inner.__dict__['__wrapped__'] = self.fun  # where JAX's messages point
         program = Program(layout, inner)
         return program
 

@@ -272,10 +272,26 @@ def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Stacked(BuiltinRule):
-    """``rule.stacked(n)``: the first *n* dimensions are stacks of layers, which the rule does not see."""
+class _Around(BuiltinRule):
+    """A rule that changes what one other rule says."""
 
     rule: ShardingRule
+
+    @property
+    def parts(self) -> tuple[ShardingRule, ...]:
+        """See `ShardingRule.parts`."""
+        return (self.rule,)
+
+    @property
+    def is_pure(self) -> bool:
+        """See `ShardingRule.is_pure`."""
+        return is_pure(self.rule)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stacked(_Around):
+    """``rule.stacked(n)``: the first *n* dimensions are stacks of layers, which the rule does not see."""
+
     dims: int = 1
 
     def __post_init__(self) -> None:
@@ -285,34 +301,26 @@ class Stacked(BuiltinRule):
     def __repr__(self) -> str:
         return f'{self.rule!r}.stacked({self.dims})'
 
-    @property
-    def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
-        return (self.rule,)
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return is_pure(self.rule)
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
-        said = ask(self.rule, self._layer(tree), axis_sizes)
         memo: dict[int, Answer] = {}
-        return [self._restacked(one, shape, memo) for one, shape in zip(said, tree.shapes, strict=True)]
+        return [
+            self._restacked(said, shape, memo) if isinstance(said, Answer) else said
+            for said, shape in zip(
+                ask(self.rule, tree.without_first(self.dims), axis_sizes), tree.shapes, strict=True
+            )
+        ]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the rule for one layer."""
         # This leaf alone: the whole tree once for each leaf would take the square of its size.
-        one = dataclasses.replace(tree.select([index]), parent=None)
-        default = self.rule.fallback(self._layer(one), 0, axis_sizes)
-        restacked = self._restacked(default, tree.shapes[index], {})
-        assert restacked is not None
-        return restacked
+        one = dataclasses.replace(tree.select([index]), parent=None).without_first(self.dims)
+        default = self.rule.fallback(one, 0, axis_sizes)
+        return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
 
-    def _restacked(self, said: Said, shape: tuple[int, ...], memo: dict[int, Answer]) -> Said:
+    def _restacked(self, said: Answer, shape: tuple[int, ...], memo: dict[int, Answer]) -> Answer:
         """What was said of one layer, for the stack. Arrays without the stacked dimensions stay whole."""
-        if not isinstance(said, Answer) or said.spec is None:
+        if said.spec is None:
             return said
         if len(shape) < self.dims:
             reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
@@ -322,16 +330,11 @@ class Stacked(BuiltinRule):
             memo[id(said)] = dataclasses.replace(said, spec=spec)
         return memo[id(said)]
 
-    def _layer(self, tree: NamedTree) -> NamedTree:
-        """The tree of one layer: every leaf without the stacked dimensions."""
-        return tree.without_first(self.dims)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class InMemory(BuiltinRule):
+class InMemory(_Around):
     """``rule.with_memory_kind(kind)``: the same specs, in another memory."""
 
-    rule: ShardingRule
     memory_kind: str
 
     def __post_init__(self) -> None:
@@ -341,28 +344,21 @@ class InMemory(BuiltinRule):
     def __repr__(self) -> str:
         return f'{self.rule!r}.with_memory_kind({self.memory_kind!r})'
 
-    @property
-    def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
-        return (self.rule,)
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return is_pure(self.rule)
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         memo: dict[int, Answer] = {}
-        return [self._placed(said, memo) for said in ask(self.rule, tree, axis_sizes)]
+        return [
+            self._placed(said, memo) if isinstance(said, Answer) else said
+            for said in ask(self.rule, tree, axis_sizes)
+        ]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the rule, in this memory."""
         default = self.rule.fallback(tree, index, axis_sizes)
-        return default if isinstance(default, Problem) else self._placed(default, {})  # type: ignore[return-value]
+        return default if isinstance(default, Problem) else self._placed(default, {})
 
-    def _placed(self, said: Said, memo: dict[int, Answer]) -> Said:
-        if not isinstance(said, Answer) or said.spec is None:
+    def _placed(self, said: Answer, memo: dict[int, Answer]) -> Answer:
+        if said.spec is None:
             return said
         if id(said) not in memo:
             memo[id(said)] = dataclasses.replace(said, memory_kind=self.memory_kind)
