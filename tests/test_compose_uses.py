@@ -1,11 +1,10 @@
 """Composed rules in use: in trees, stacks of layers, memories, messages, reports, sjit."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,34 +21,7 @@ from scalax.sharding import (
 )
 
 U = P.UNCONSTRAINED
-FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
 MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*', P()))
-STRICT_MISS = TreePathShardingRule(('elsewhere', P('tp')))
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
-
-
-@pytest.fixture(scope='module')
-def helper():
-    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-
-
-def specs(helper, rule, tree):
-    return jax.tree.map(lambda sharding: sharding.spec, helper.match_sharding_rule(rule, tree))
-
-
-def last_on_tp(path, leaf):
-    return P(*[None] * (len(leaf.shape) - 1), 'tp')
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstOnTp(ShardingRule):
-    """A user's rule: it answers every leaf, and sees the whole tree."""
-
-    def apply(self, pytree):
-        return jax.tree.map(lambda leaf: P('tp'), pytree)
 
 
 class Inherited(TreePathShardingRule):
@@ -64,6 +36,11 @@ class Inherited(TreePathShardingRule):
 
 LAYERS = {'up': leaf(16, 64), 'down': leaf(64, 16), 'norm': leaf(16)}
 EXPECTED = {'up': P('fsdp', 'tp'), 'down': P('tp', 'fsdp'), 'norm': P()}
+
+
+@pytest.fixture(scope='module')
+def helper():
+    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Composed rules as values: what may stand beside an operator, comparing, printing, pickling."""
 
 import copy
-import dataclasses
 import pickle
 
-import jax
 import numpy as np
 import pytest
+from compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,37 +16,13 @@ from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     PolicyShardingRule,
-    ShardingRule,
     TreePathShardingRule,
 )
-
-FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
-STRICT_MISS = TreePathShardingRule(('elsewhere', P('tp')))
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
 
 
 @pytest.fixture(scope='module')
 def helper():
     return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-
-
-def specs(helper, rule, tree):
-    return jax.tree.map(lambda sharding: sharding.spec, helper.match_sharding_rule(rule, tree))
-
-
-def last_on_tp(path, leaf):
-    return P(*[None] * (len(leaf.shape) - 1), 'tp')
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstOnTp(ShardingRule):
-    """A user's rule: it answers every leaf, and sees the whole tree."""
-
-    def apply(self, pytree):
-        return jax.tree.map(lambda leaf: P('tp'), pytree)
 
 
 def by_path(value, **options):

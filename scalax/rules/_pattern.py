@@ -84,7 +84,7 @@ def parse(text: str) -> Pattern:
                 raise pattern_error(text, at, "a second '...'")
             ellipsis = len(dimensions)
         else:
-            parts = _parts(word, seen, lambda why, at=at: pattern_error(text, at, why))  # type: ignore[misc]
+            parts = _parts(word, seen, functools.partial(pattern_error, text, at))
             if group is None:
                 dimensions.append(parts)
             else:

@@ -1,0 +1,33 @@
+"""What the tests of composed rules share: leaves without data, and rules of users."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from scalax.sharding import FSDPShardingRule, ShardingRule, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
+STRICT_MISS = TreePathShardingRule(('elsewhere', P('tp')))
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, 'float32')
+
+
+def specs(helper, rule, tree):
+    return jax.tree.map(lambda sharding: sharding.spec, helper.match_sharding_rule(rule, tree))
+
+
+def last_on_tp(path, leaf):
+    return P(*[None] * (len(leaf.shape) - 1), 'tp')
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOnTp(ShardingRule):
+    """A user's rule: it answers every leaf, and sees the whole tree."""
+
+    def apply(self, pytree):
+        return jax.tree.map(lambda leaf: P('tp'), pytree)
