@@ -214,7 +214,13 @@ class _Task:
         uneven = _spec.indivisible(spec, shape, self.axes)
         if uneven:
             spec = self._uneven(tree, index, answer, spec, uneven)
-        return named_sharding(self.mesh, _spec.canonical(spec), answer.memory_kind)
+        try:
+            return named_sharding(self.mesh, _spec.canonical(spec), answer.memory_kind)
+        except ValueError as error:
+            if answer.memory_kind is None:
+                raise
+            self._problem(tree, index, answer, _no_such_memory(answer.memory_kind, error))
+            return None
 
     def _is_own(self, given: Mesh | AbstractMesh | None) -> bool:
         """Whether a NamedSharding's mesh is the one in force; shard_map makes axes of it Manual."""
@@ -306,6 +312,14 @@ def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
         else entry
         for dim, entry in enumerate(_spec.entries(spec))
     ]
+
+
+def _no_such_memory(kind: str, error: ValueError) -> _spec.Fault:
+    return _spec.Fault(
+        'memory-kind',
+        f'the devices have no memory {kind!r}; JAX says: {error}',
+        "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
+    )
 
 
 def _other_mesh(mesh: Any) -> _spec.Fault:

@@ -186,3 +186,12 @@ def test_what_a_report_calls_shadowed_and_unused():
     assert (report.unused_rules, report.shadowed_rules) == (('missing',), ('odd$',))
     named = LogicalAxisShardingRule({'rows': 'data'}, [('odd', 'rows'), ('none', 'rows')], strict=False)
     assert HELPER.explain(tree, named | P()).unused_rules == ('none',)
+
+
+def test_an_unknown_memory_names_the_leaf_and_the_rule():
+    rule = TreePathShardingRule(('w', P('data'))).with_memory_kind('pined_host')
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(rule, {'a': {'w': X}})
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.leaf, problem.rule) == ('memory-kind', 'a/w: float32[8, 8]', "regex 'w'")
+    assert problem.detail.startswith("the devices have no memory 'pined_host'; JAX says: ")
