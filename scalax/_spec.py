@@ -92,11 +92,6 @@ class MeshAxes:
         return math.prod(self.sizes[axis] for axis in axes)
 
     @property
-    def any_explicit(self) -> bool:
-        """Whether some axis is of type Explicit."""
-        return AxisType.Explicit in self.types.values()
-
-    @property
     def any_manual(self) -> bool:
         """Whether some axis is Manual, as inside ``shard_map``."""
         return AxisType.Manual in self.types.values()
