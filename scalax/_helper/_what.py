@@ -1,0 +1,101 @@
+"""WHAT: rules meet trees on the mesh; shardings, reports, and arrays placed by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from scalax import _mesh, _transfer
+from scalax._helper._where import Where
+from scalax._paths import canonical_dtype
+from scalax._prefix import RuleLike
+from scalax._resolve import Use, resolve
+from scalax.explain import ShardingReport, make_report
+
+
+class What(Where):
+    """What rules say of trees."""
+
+    def match_sharding_rule(self, sharding_rules: RuleLike, pytree: Any) -> Any:
+        """The sharding that rules give each leaf of a tree on this mesh.
+
+        Args:
+            sharding_rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of
+                these.
+            pytree: leaves may be arrays, ``jax.ShapeDtypeStruct``, numpy arrays, Python scalars or
+                typed PRNG keys.
+
+        Returns:
+            A pytree of NamedSharding with the structure of *pytree*.
+
+        Raises:
+            ShardingError: some leaves cannot be sharded as asked; all of them are named.
+            StructureError: the rules are not a prefix of the tree.
+        """
+        shardings, treedef = self._shardings(sharding_rules, pytree)
+        return jax.tree.unflatten(treedef, shardings)
+
+    def _shardings(self, rules: RuleLike, pytree: Any) -> tuple[list[Any], Any]:
+        return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
+
+    def abstract(self, pytree: Any, rules: RuleLike) -> Any:
+        """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
+
+        Args:
+            pytree: as for `match_sharding_rule`.
+            rules: as for `match_sharding_rule`.
+        """
+
+        def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
+            return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
+
+        return jax.tree.map(struct, pytree, self.match_sharding_rule(rules, pytree))
+
+    def explain(self, pytree: Any, rules: RuleLike) -> ShardingReport:
+        """What each leaf gets, which rule says so, and what it costs; prints as a table.
+
+        Args:
+            pytree: as for `match_sharding_rule`.
+            rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
+        """
+        resolution = resolve(rules, pytree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
+        return make_report(rules, resolution, dict(self._mesh.shape))
+
+    def shard(self, pytree: Any, rules: RuleLike) -> Any:
+        """Places a tree of arrays on the mesh, in one transfer.
+
+        Args:
+            pytree: arrays of any kind.
+            rules: as for `match_sharding_rule`.
+
+        Returns:
+            The tree as jax.Arrays, sharded as the rules say.
+
+        Raises:
+            ShardingError: as for `match_sharding_rule`; nothing is moved then.
+        """
+        _mesh.require_devices(self._mesh, 'shard')
+        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+
+    def gather(self, pytree: Any) -> Any:
+        """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
+
+        Leaves of other kinds are returned as they are.
+        """
+        return _transfer.to_host(pytree)
+
+    def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: RuleLike) -> tuple[Any, Any]:
+        """Two trees of functions, for placing and for fetching each leaf.
+
+        `shard` and `gather` do the same for a whole tree at once, and need no such trees.
+        """
+        _mesh.require_devices(self._mesh, 'make_shard_and_gather_fns')
+        shardings = self.match_sharding_rule(sharding_rule, pytree)
+        return _transfer.shard_functions(shardings), _transfer.gather_functions(shardings)
+
+    @classmethod
+    def apply_shard_and_gather_fns(cls, fns: Any, pytree: Any) -> Any:
+        """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
+        return _transfer.apply_functions(fns, pytree)

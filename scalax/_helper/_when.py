@@ -1,0 +1,126 @@
+"""WHEN: compiled functions, and the contexts they run in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from jax.sharding import Mesh
+
+from scalax import _constrain, _context, _sjit
+from scalax._helper._where import Where
+from scalax._prefix import RuleLike
+
+if TYPE_CHECKING:
+    from scalax._helper._front import MeshShardingHelper
+
+
+class When(Where):
+    """What is compiled."""
+
+    def sjit(
+        self,
+        fun: Callable[..., Any] | None = None,
+        in_shardings: RuleLike = None,
+        out_shardings: RuleLike = None,
+        static_argnums: int | Iterable[int] | None = None,
+        args_sharding_constraint: RuleLike = None,
+        annotation_shardings: Mapping[str, RuleLike] | None = None,
+        *,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        on_mismatch: Any = 'error',
+        **jit_kwargs: Any,
+    ) -> Any:
+        """Compiles a function like ``jax.jit``, with shardings given by rules.
+
+        ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
+        methods (``self`` is argument 0, usually static) and callable objects.
+
+        Args:
+            fun: the function.
+            in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
+                not counted), a dict by argument name, or one rule for every argument; leaf paths start
+                inside each argument. None leaves arguments as they come.
+            out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
+                top-level element of it, that nothing is said about and that has exactly the structure,
+                shapes and dtypes of a donated argument takes that argument's shardings.
+            static_argnums: positions of arguments that are part of the program; may be negative.
+            args_sharding_constraint: like `in_shardings`, but reshards inside the function.
+            annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
+            static_argnames: names of arguments that are part of the program.
+            donate_argnums: positions of arguments whose buffers may be reused.
+            donate_argnames: names of arguments whose buffers may be reused.
+            on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
+                moved at every such call (``'reshard'``).
+            **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
+
+        Returns:
+            An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
+            ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``.
+
+        Raises:
+            ArgumentError: options that *fun* does not fit; at a call, arguments that are not arrays,
+                static ones that cannot be hashed, arrays that were donated before.
+            StructureError: rules whose structure does not fit the arguments or the output.
+            ShardingError: leaves that cannot be sharded as asked; all of them are named.
+            PlacementError: arguments that are committed to another sharding.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> @helper.sjit(in_shardings={'x': PartitionSpec('data')}, static_argnames='power')
+            ... def raised(x, power=2):
+            ...     return x**power
+            >>> raised(jnp.arange(8.0), power=3).sharding.spec
+            P('data',)
+        """
+        options: dict[str, Any] = {
+            'in_shardings': in_shardings,
+            'out_shardings': out_shardings,
+            'static_argnums': static_argnums,
+            'args_sharding_constraint': args_sharding_constraint,
+            'annotation_shardings': annotation_shardings,
+            'static_argnames': static_argnames,
+            'donate_argnums': donate_argnums,
+            'donate_argnames': donate_argnames,
+            'on_mismatch': on_mismatch,
+        }
+        if fun is None:
+            return functools.partial(self.sjit, **options, **jit_kwargs)
+        return _sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+
+    def get_context(
+        self, annotation_shardings: Mapping[str, RuleLike] | None = None
+    ) -> _context.ActiveHelper:
+        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
+        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
+
+        Args:
+            annotation_shardings: annotation name -> rule; bindings outside are inherited.
+        """
+        return _context.ActiveHelper(self, self._contexts, annotation_shardings)
+
+    @classmethod
+    def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
+        """The helper that is active in this thread, or None."""
+        context = _context.current()
+        return cast('MeshShardingHelper', context.helper) if context else None
+
+    @classmethod
+    def get_global_mesh(cls) -> Mesh | None:
+        """The mesh of the active helper, or None."""
+        context = _context.current()
+        return context.helper.mesh if context else None
+
+    @classmethod
+    def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
+        """The annotation bindings in force, inherited ones included; None without an active helper."""
+        context = _context.current()
+        return context.all_bindings() if context else None
+
+    with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
+    with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
