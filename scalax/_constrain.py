@@ -108,7 +108,7 @@ def constrain(
     where: str = 'a sharding constraint',
 ) -> Any:
     """Resolves *rules* on *mesh* and applies the outcome to *pytree*."""
-    mesh = _mesh_in_force(mesh)
+    mesh = mesh_in_force(mesh)
     resolution = resolve(
         rules,
         pytree,
@@ -134,7 +134,7 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
     return jax.tree.unflatten(treedef, applied)
 
 
-def _mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.empty or not ambient.manual_axes:

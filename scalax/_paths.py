@@ -141,7 +141,8 @@ class NamedTree:
                 shapes = [leaf_shape(leaf) or () for leaf in leaves]
         except AttributeError:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]
-        return cls(paths, leaves, shapes, treedef, prefix)
+        shown = [] if as_leaf is None else [leaf for _, leaf in flat]
+        return cls(paths, leaves, shapes, treedef, prefix, shown=shown)
 
     def __len__(self) -> int:
         return len(self.paths)

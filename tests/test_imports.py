@@ -30,6 +30,7 @@ LAYERS = [
     '_context',
     '_constrain',
     '_sjit',
+    '_shard_map',
     '_transfer',
     '_data',
     'explain',

@@ -111,8 +111,8 @@ def test_indivisible_arguments_are_an_error_before_tracing():
     text = str(error.value)
     assert "of the arguments of 'step' (in_shardings)" in text.splitlines()[0]
     assert [problem.leaf for problem in error.value.problems] == [
-        'state/w: float32[6, 2]',
-        'x: float32[3]',
+        'state/w: float64[6, 2]',
+        'x: float64[3]',
     ]
     assert 'dimension 0 of size 6 does not divide by 4' in text
 

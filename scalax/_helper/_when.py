@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jax.sharding import Mesh
 
-from scalax import _constrain, _context, _sjit
+from scalax import _constrain, _context, _shard_map, _sjit
 from scalax._helper._where import Where
 from scalax._prefix import RuleLike
 
@@ -92,6 +92,53 @@ class When(Where):
         if fun is None:
             return functools.partial(self.sjit, **options, **jit_kwargs)
         return _sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+
+    def shard_map(
+        self,
+        fun: Callable[..., Any],
+        in_specs: RuleLike,
+        out_specs: RuleLike,
+        *,
+        axis_names: str | Iterable[str] | None = None,
+        check_vma: bool = True,
+    ) -> Callable[..., Any]:
+        """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
+
+        Arguments that lie otherwise than `in_specs` says are resharded, also where JAX would refuse them
+        (Explicit axes; other devices, outside of a compiled function).
+
+        Args:
+            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...).
+            in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only.
+            out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
+                that look at paths only (the shape of an output depends on its spec).
+            axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
+                out stay with the compiler; specs may name them, behind manual ones in a dimension, and
+                shard the whole arguments and outputs with them.
+            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
+                `out_specs` says so.
+
+        Returns:
+            A function with the parameters of *fun*. Inside, this helper is active.
+
+        Raises:
+            MeshError: `axis_names` names an axis that the mesh lacks, or one that is manual already.
+            RuleError: rules in `out_specs` that look at more than paths.
+            ShardingError: leaves that cannot be cut as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments or the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> def normalized(x):
+            ...     return x / jax.lax.psum(x.sum(), 'data')
+            >>> mapped = helper.shard_map(normalized, PartitionSpec('data'), PartitionSpec('data'))
+            >>> float(mapped(np.ones(16, np.float32)).sum())
+            1.0
+        """
+        return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
 from scalax._paths import canonical_dtype
@@ -16,6 +16,7 @@ from scalax._resolve import Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
 from scalax._sjit._signature import slot_path
+from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 
 OnMismatch = Literal['error', 'reshard']
@@ -81,33 +82,16 @@ class Boundary:
     def _by_slot(
         self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
     ) -> dict[int, Shardings]:
-        by_slot = self._convention.rules_by_slot(rules, row, what)
-        shardings: dict[int, Shardings] = {}
-        problems: list[Problem] = []
-        misfits: list[str] = []
-        where, mesh = f'the arguments of {self._convention.name!r} ({what})', ''
-        for slot in layout.dynamic:
-            try:
-                shardings[slot] = resolve(
-                    by_slot[slot],
-                    row[slot],
-                    self._helper.mesh,
-                    use=use,
-                    where=where,
-                    at=slot_path(layout, slot, ''),
-                    on_indivisible=self._helper.on_indivisible,
-                    as_leaf=_as_struct,
-                ).shardings
-            except ShardingError as error:
-                problems.extend(error.problems)
-                mesh = error.mesh
-            except StructureError as error:
-                misfits.append(str(error))
-        if misfits:
-            raise StructureError('\n'.join(misfits))
-        if problems:
-            raise ShardingError(problems, mesh, where)
-        return shardings
+        return resolve_slots(
+            self._convention.rules_by_slot(rules, row, what),
+            layout,
+            row,
+            mesh=self._helper.mesh,
+            use=use,
+            where=f'the arguments of {self._convention.name!r} ({what})',
+            on_indivisible=self._helper.on_indivisible,
+            as_leaf=_as_struct,
+        )
 
     def outputs(
         self,
@@ -162,6 +146,59 @@ class Boundary:
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             spec = sharding.spec
         return named_sharding(self._helper.mesh, spec)
+
+
+def resolve_slots(
+    rules: Mapping[int, RuleLike],
+    layout: Layout,
+    row: Sequence[Any],
+    *,
+    mesh: Mesh | AbstractMesh,
+    use: Use,
+    where: str,
+    on_indivisible: OnIndivisible,
+    as_leaf: Callable[[Any], Any] | None = None,
+) -> dict[int, Shardings]:
+    """The shardings of every dynamic slot of a call, leaf by leaf; what is wrong is said of all together.
+
+    Args:
+        rules: the rules of each dynamic slot.
+        layout: the slots.
+        row: the call.
+        mesh: see `scalax._resolve.resolve`, as for those that follow.
+        use: see above.
+        where: see above.
+        on_indivisible: see above.
+        as_leaf: see above.
+
+    Raises:
+        ShardingError: some leaves cannot be sharded as asked.
+        StructureError: rules do not have the structure of their arguments.
+    """
+    shardings: dict[int, Shardings] = {}
+    problems: list[Problem] = []
+    misfits: list[str] = []
+    for slot in layout.dynamic:
+        try:
+            shardings[slot] = resolve(
+                rules[slot],
+                row[slot],
+                mesh,
+                use=use,
+                where=where,
+                at=slot_path(layout, slot, ''),
+                on_indivisible=on_indivisible,
+                as_leaf=as_leaf,
+            ).shardings
+        except ShardingError as error:
+            problems.extend(error.problems)
+        except StructureError as error:
+            misfits.append(str(error))
+    if misfits:
+        raise StructureError('\n'.join(misfits))
+    if problems:
+        raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
+    return shardings
 
 
 def donated_shardings(

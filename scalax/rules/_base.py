@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -88,6 +88,9 @@ class ShardingRule(abc.ABC):
         >>> LastDimension().apply({'w': np.zeros((4, 8)), 'b': np.zeros(8)})
         {'b': P(), 'w': P(None, 'tp')}
     """
+
+    by_path: ClassVar[bool] = False
+    """Whether it looks at paths and ranks alone; rules that it is made of may look at more."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -226,6 +229,11 @@ def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> li
 def is_pure(rule: ShardingRule) -> bool:
     """Whether what `ask` gives may be reused; see `ShardingRule.is_pure`."""
     return rule.is_pure and not _applies_itself(rule)
+
+
+def looks_at_paths_only(rule: ShardingRule) -> bool:
+    """Whether what `ask` gives depends on paths and ranks alone, not on the sizes of arrays."""
+    return rule.by_path and not _applies_itself(rule) and all(map(looks_at_paths_only, rule.parts))
 
 
 def _applies_itself(rule: ShardingRule) -> bool:

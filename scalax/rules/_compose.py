@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,6 +47,7 @@ class Everywhere(BuiltinRule):
     """A PartitionSpec, a NamedSharding or None where a rule is wanted: it answers every leaf."""
 
     value: PartitionSpec | NamedSharding | None
+    by_path: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -75,6 +76,7 @@ class FirstAnswer(BuiltinRule):
     """``a | b``: for each leaf the first rule that answers; see the table of this module."""
 
     rules: tuple[ShardingRule, ...]
+    by_path: ClassVar[bool] = True
 
     @classmethod
     def of(cls, *rules: ShardingRule) -> FirstAnswer:
@@ -132,6 +134,7 @@ class Overlay(BuiltinRule):
 
     first: ShardingRule
     second: ShardingRule
+    by_path: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return f'({self.first!r} & {self.second!r})'
@@ -276,6 +279,7 @@ class _Around(BuiltinRule):
     """A rule that changes what one other rule says."""
 
     rule: ShardingRule
+    by_path: ClassVar[bool] = True
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:

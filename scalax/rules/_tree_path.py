@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -55,6 +55,7 @@ class TreePathShardingRule(BuiltinRule):
     rules: tuple[tuple[str | re.Pattern[str], Value], ...]
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
+    by_path: ClassVar[bool] = True
 
     def __init__(
         self,

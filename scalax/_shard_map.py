@@ -1,0 +1,280 @@
+"""How does a function run on each device's own block? ``jax.shard_map``, with rules in place of specs.
+
+The mesh axes of ``axis_names`` are *manual*: along them the function sees blocks. Of what a rule says about
+a leaf, the manual axes become the spec that JAX is given; the others go where they belong, into the
+sharding of the whole array before and after.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from scalax import _spec
+from scalax._constrain import apply_shardings, mesh_in_force
+from scalax._context import ActiveHelper
+from scalax._paths import NamedTree
+from scalax._prefix import RuleLike, is_rule
+from scalax._resolve import Use, named_sharding, resolve, with_types
+from scalax._sjit._boundary import resolve_slots
+from scalax._sjit._convention import Convention
+from scalax._sjit._placement import is_concrete
+from scalax._sjit._signature import slot_path
+from scalax._spec import MeshAxes
+from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError, did_you_mean
+from scalax.rules._base import ShardingRule, looks_at_paths_only
+
+
+def shard_map(
+    active: ActiveHelper,
+    fun: Callable[..., Any],
+    in_specs: RuleLike,
+    out_specs: RuleLike,
+    axis_names: Iterable[str] | None,
+    check_vma: bool,
+) -> Callable[..., Any]:
+    """See `MeshShardingHelper.shard_map`, which is documented for users; *active* enters the helper."""
+    if not callable(fun):
+        raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
+    convention = Convention(fun)
+    convention.check_names(in_specs, 'in_specs')
+    _reject_needy(convention.name, out_specs)
+    axes = MeshAxes.of(active.mesh_helper.mesh)
+    chosen = None if axis_names is None else _checked(axis_names, axes)
+
+    @functools.wraps(fun)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        row = convention.row(args, kwargs)
+        return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+
+    return mapped
+
+
+class _Mapped:
+    """One call of a mapped function: the mesh as it is here, and which of its axes are manual."""
+
+    def __init__(
+        self, active: ActiveHelper, convention: Convention, chosen: frozenset[str] | None, check_vma: bool
+    ) -> None:
+        self._active, self._convention, self._check_vma = active, convention, check_vma
+        self._mesh = mesh_in_force(active.mesh_helper.mesh)
+        self._axes = MeshAxes.of(self._mesh)
+        free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
+        self._manual = frozenset(free) if chosen is None else chosen
+        self._memory = named_sharding(self._mesh, PartitionSpec()).memory_kind
+        taken = sorted(self._manual.difference(free))
+        if taken or not self._manual:
+            raise MeshError(
+                f'shard_map of {convention.name} inside shard_map: '
+                + (f'{", ".join(map(repr, taken))} is manual already' if taken else 'every axis is manual')
+                + ': call the function itself, or name axes that are not (axis_names=...)'
+            )
+
+    def call(self, fun: Callable[..., Any], row: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
+        """Runs *fun* on blocks of the arguments."""
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
+        cuts, leaves = self._inputs(row, leaves, in_specs)
+        run = functools.partial(
+            jax.shard_map,
+            mesh=self._mesh,
+            in_specs=tuple(cuts),
+            axis_names=self._manual,
+            check_vma=self._check_vma,
+        )
+
+        # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
+        # code only once, since it finds the trace again.
+        @functools.partial(jax.jit, inline=True)
+        def body(*blocks: Any) -> Any:
+            with self._active:
+                args, keywords = self._convention.restore(treedef.unflatten(blocks))
+                return fun(*args, **keywords)
+
+        returned: list[Any] = []
+
+        def look(*blocks: Any) -> tuple[()]:
+            returned.append(jax.tree.map(jax.typeof, body(*blocks)))
+            return ()
+
+        jax.eval_shape(run(look, out_specs=()), *leaves)
+        shardings, out_treedef = self._outputs(out_specs, returned[-1])
+        results = run(
+            lambda *blocks: tuple(jax.tree.leaves(body(*blocks))),
+            out_specs=tuple(self._cut(sharding.spec) for sharding in shardings),
+        )(*leaves)
+        return out_treedef.unflatten(self._laid(results, shardings))
+
+    def _inputs(
+        self, row: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
+    ) -> tuple[list[PartitionSpec], list[Any]]:
+        """The specs of the arguments, and the arguments as these ask, leaf by leaf."""
+        layout = self._convention.layout(self._convention.extras_of(row))
+        where = f'the arguments of {self._convention.name!r} (in_specs)'
+        by_slot = resolve_slots(
+            self._convention.rules_by_slot(in_specs, row, 'in_specs'),
+            layout,
+            row,
+            mesh=self._mesh,
+            use=Use.BOUNDARY,
+            where=where,
+            on_indivisible=self._active.mesh_helper.on_indivisible,
+        )
+        said = [sharding for slot in layout.dynamic for sharding in by_slot[slot]]
+        described = [
+            tree.describe(i)
+            for slot in layout.dynamic
+            for tree in [NamedTree.of(row[slot], slot_path(layout, slot, ''))]
+            for i in range(len(tree))
+        ]
+        self._reject(described, said, where)
+        shardings = [
+            self._of_type(leaf) if sharding is None else sharding
+            for leaf, sharding in zip(leaves, said, strict=True)
+        ]
+        leaves = [self._on_mesh(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        return [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
+
+    def _outputs(self, out_specs: RuleLike, outputs: Any) -> tuple[list[NamedSharding], Any]:
+        """The shardings of the outputs, leaf by leaf, and their structure.
+
+        Rules see ranks only: the sizes depend on what they answer.
+        """
+        even = 2 * self._axes.size(tuple(self._axes.sizes))  # divides, and is more than one element
+        where = f'the outputs of {self._convention.name!r} (out_specs)'
+        resolution = resolve(
+            out_specs,
+            outputs,
+            self._mesh,
+            use=Use.BOUNDARY,
+            where=where,
+            as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
+        )
+        described = [resolution.tree.describe(i) for i in range(len(resolution.tree))]
+        self._reject(described, resolution.shardings, where, outputs=True)
+        return [sharding for sharding in resolution.shardings if sharding is not None], resolution.treedef
+
+    def _reject(
+        self,
+        leaves: Sequence[str],
+        shardings: Sequence[NamedSharding | None],
+        where: str,
+        outputs: bool = False,
+    ) -> None:
+        """Raises about the leaves for which it is not known how they are cut."""
+        problems = []
+        inferred = not outputs and all(self._axes.types[axis] is AxisType.Explicit for axis in self._manual)
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            if sharding is None and not inferred:
+                problems.append(
+                    Problem(
+                        'no-sharding',
+                        leaf,
+                        'None leaves open into which blocks it is cut',
+                        hint='give PartitionSpec() for what every device has whole; only arguments over '
+                        'axes of type Explicit may be None, which takes their own blocks.',
+                    )
+                )
+            elif sharding is not None and sharding.memory_kind != self._memory:
+                problems.append(
+                    Problem(
+                        'memory-kind',
+                        leaf,
+                        f'a block cannot be asked to lie in {sharding.memory_kind!r}',
+                        hint='give rules without a memory kind, and move arrays outside of shard_map.',
+                    )
+                )
+            elif sharding is not None and (mixed := self._interleaved(sharding.spec)):
+                problems.append(
+                    Problem(
+                        'manual-order',
+                        leaf,
+                        f'a dimension has {mixed[0]!r}, which is not manual, before {mixed[1]!r}, which is',
+                        spec=str(sharding.spec),
+                        hint='within a dimension the manual axes (axis_names) come first: blocks are cut '
+                        'before the compiler divides them further.',
+                    )
+                )
+        if problems:
+            raise ShardingError(problems, str(self._axes), where)
+
+    def _interleaved(self, spec: PartitionSpec) -> tuple[str, str] | None:
+        for entry in _spec.entries(spec):
+            names = _spec.entry_axes(entry)
+            for before, after in itertools.pairwise(names):
+                if before not in self._manual and after in self._manual:
+                    return before, after
+        return None
+
+    def _cut(self, spec: PartitionSpec) -> PartitionSpec:
+        """The manual axes of a spec."""
+        return _spec.replaced(
+            PartitionSpec(),
+            [
+                tuple(axis for axis in _spec.entry_axes(entry) if axis in self._manual)
+                for entry in _spec.entries(spec)
+            ],
+        )
+
+    def _of_type(self, leaf: Any) -> NamedSharding:
+        """The sharding that the type of an argument has over Explicit axes."""
+        spec = PartitionSpec(*[_spec.UNCONSTRAINED] * len(jax.typeof(leaf).shape))
+        return named_sharding(self._mesh, _spec.replaced(spec, with_types(spec, leaf)))
+
+    def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
+        """An array that lies on other devices, moved: JAX would refuse it."""
+        mesh = self._mesh
+        if isinstance(mesh, AbstractMesh) or not is_concrete(leaf) or not leaf.committed:
+            return leaf
+        return leaf if leaf.sharding.device_set == set(mesh.devices.flat) else jax.device_put(leaf, sharding)
+
+    def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+        """The arrays, sharded as was asked along every axis that JAX does not see to."""
+        wanted = [self._asked(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        return apply_shardings(list(leaves), wanted)
+
+    def _asked(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
+        """What has to be asked of JAX: the type over Explicit axes, and the axes that are not manual."""
+        own = {axis for axis in _spec.spec_axes(sharding.spec) if axis not in self._manual}
+        explicit = AxisType.Explicit in self._axes.types.values()
+        if not own and not explicit:
+            return None
+        rank = len(jax.typeof(leaf).shape)
+        entries = [*_spec.entries(sharding.spec), *[None] * rank][:rank]
+        now = with_types(PartitionSpec(*[_spec.UNCONSTRAINED] * rank), leaf) if explicit else [()] * rank
+        # Along Auto axes that are not manual, what is not spoken of is the compiler's.
+        free = _spec.UNCONSTRAINED if AxisType.Auto in self._axes.types.values() else ()
+        wanted: list[Any] = []
+        for entry, has in zip(entries, now, strict=True):
+            names = _spec.entry_axes(entry)
+            if own.isdisjoint(names):
+                names = (*names, *[a for a in has if a not in self._manual and a not in own])
+            wanted.append(names or free)
+        return sharding.update(spec=_spec.replaced(PartitionSpec(), wanted))
+
+
+def _reject_needy(name: str, out_specs: RuleLike) -> None:
+    """Raises RuleError about rules for outputs whose answers depend on more than paths."""
+    for rule in jax.tree.leaves(out_specs, is_leaf=is_rule):
+        if isinstance(rule, ShardingRule) and not looks_at_paths_only(rule):
+            raise RuleError(
+                f'out_specs of {name} (shard_map) holds {rule!r}, which looks at more than paths: the shape '
+                'of an output depends on its spec, so the spec cannot depend on the shape. Give '
+                'PartitionSpecs, or a TreePathShardingRule of them.'
+            )
+
+
+def _checked(axis_names: Iterable[str], axes: MeshAxes) -> frozenset[str]:
+    names = [axis_names] if isinstance(axis_names, str) else list(axis_names)
+    for name in names:
+        if name not in axes.sizes:
+            raise MeshError(
+                f'axis_names of shard_map: the mesh ({axes}) has no axis {name!r} '
+                f'({did_you_mean(str(name), axes.sizes)})'
+            )
+    return frozenset(names or axes.sizes)

@@ -1,0 +1,343 @@
+"""`helper.shard_map`: blocks as jax.shard_map cuts them, whatever the mesh is and however arguments lie."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from scalax import errors
+from scalax.rules._base import looks_at_paths_only
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    PolicyShardingRule,
+    TreePathShardingRule,
+    with_sharding_annotation,
+)
+from scalax.sharding import PartitionSpec as P
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+HELPERS = {
+    'auto': MeshShardingHelper([4, 2], ['a', 'b']),
+    'explicit': MeshShardingHelper([4, 2], ['a', 'b'], axis_types=EXPLICIT),
+    'mixed': MeshShardingHelper([4, 2], ['a', 'b'], axis_types=[EXPLICIT, AUTO]),
+}
+HELPER = HELPERS['auto']
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+each_mesh = pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
+
+
+def numbered(axes, x):
+    """Each block tells its place along *axes*, so that a block in the wrong place shows."""
+    for i, axis in enumerate(axes):
+        x = x + 100 * 10**i * jax.lax.axis_index(axis)
+    return x
+
+
+def numbered_by_hand(spec, manual):
+    sizes = {'a': 4, 'b': 2}
+    expected = X.copy()
+    for i, axis in enumerate(sorted(manual)):
+        for dim, entry in enumerate(spec):
+            cut = [a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in manual]
+            if axis not in cut:
+                continue
+            inner = int(np.prod([sizes[a] for a in cut[cut.index(axis) + 1 :]]))
+            blocks = int(np.prod([sizes[a] for a in cut]))
+            place = np.arange(8) // (8 // blocks) // inner % sizes[axis]
+            expected += 100 * 10**i * place.reshape(-1, *[1] * (1 - dim))
+    return expected
+
+
+# (specs of argument and output, manual axes)
+CUTS = {
+    'both': (P('a', 'b'), None),
+    'turned': (P('b', 'a'), None),
+    'one dimension': (P(('b', 'a')), None),
+    'one of two': (P('a'), {'a'}),
+    'the other of two': (P('b'), {'b'}),
+    'and one for the compiler': (P('a', 'b'), {'a'}),
+    'and the other for the compiler': (P('a', 'b'), {'b'}),
+    'a dimension of two': (P(None, ('a', 'b')), {'a'}),
+}
+LIES = {
+    'host': lambda helper: X,
+    'as asked': lambda helper: helper.shard(X, P('a', 'b')),
+    'turned': lambda helper: helper.shard(X, P('b', 'a')),
+    'elsewhere': lambda helper: jax.device_put(X, jax.devices()[3]),
+}
+CALLS = {
+    'eager': lambda helper, fun: fun,
+    'jit': lambda helper, fun: jax.jit(fun),
+    'sjit': lambda helper, fun: helper.sjit(fun),
+}
+
+
+# On a mesh of axes of two types, a dimension may have axes of one type only.
+MATRIX = {
+    f'{mesh}, {cut}': (HELPERS[mesh], *CUTS[cut])
+    for mesh in HELPERS
+    for cut in CUTS
+    if mesh != 'mixed' or not any(isinstance(entry, tuple) for entry in CUTS[cut][0])
+}
+
+
+@pytest.mark.parametrize(('helper', 'spec', 'names'), MATRIX.values(), ids=MATRIX)
+@pytest.mark.parametrize('lies', LIES.values(), ids=LIES)
+@pytest.mark.parametrize('call', CALLS.values(), ids=CALLS)
+def test_blocks(helper, spec, names, lies, call):
+    manual = {'a', 'b'} if names is None else names
+    # Without an axis that it varies over, an output need not vary: only those in the spec are numbered.
+    cut = sorted(a for a in manual if a in str(spec))
+    fun = helper.shard_map(functools.partial(numbered, cut), spec, spec, axis_names=names)
+    x = lies(helper)
+    if lies is LIES['elsewhere'] and call is not CALLS['eager']:
+        with pytest.raises(ValueError, match='device'):  # inside a compiled function nobody can move it
+            call(helper, fun)(x)
+        return
+    result = call(helper, fun)(x)
+    np.testing.assert_array_equal(result, numbered_by_hand(spec, manual))
+    if manual.issuperset({'a', 'b'}) or len(str(spec)) > len("P('a',)"):  # else some axis is the compiler's
+        assert result.sharding.is_equivalent_to(helper.match_sharding_rule(spec, X), 2)
+
+
+@each_mesh
+def test_the_function_is_traced_once(helper):
+    traces = []
+
+    def fun(x):
+        traces.append(jax.typeof(x).shape)
+        return 2 * x
+
+    helper.sjit(helper.shard_map(fun, P('a', 'b'), P('a', 'b')))(X)
+    assert traces == [(2, 4)]
+
+
+def test_rules_for_arguments_and_outputs():
+    params = {'up': {'w': np.ones((8, 16), np.float32)}, 'scale': np.float32(3)}
+    rule = TreePathShardingRule(('w', P(None, 'b')), ('scale', P()))
+    shapes = {}
+
+    def fun(params, x):
+        shapes.update(w=params['up']['w'].shape, x=x.shape, scale=params['scale'].shape)
+        y = x @ params['up']['w'] * params['scale']
+        return {'y': y, 'sum': jax.lax.psum(y.sum(), ('a', 'b'))}
+
+    out = TreePathShardingRule(('y', P('a', 'b')), ('sum', P()))
+    result = HELPER.shard_map(fun, (rule, P('a')), out)(params, X)
+    assert shapes == {'w': (8, 8), 'x': (2, 8), 'scale': ()}
+    np.testing.assert_allclose(result['y'], X @ params['up']['w'] * 3)
+    assert result['y'].sharding.spec == P('a', 'b')
+    np.testing.assert_allclose(result['sum'], result['y'].sum())
+
+
+def test_fsdp_gathers_its_own_parameters():
+    fsdp = FSDPShardingRule('a', min_fsdp_size=1)
+    shapes = []
+
+    def fun(w, x):
+        shapes.append(w.shape)
+        return x @ jax.lax.all_gather(w, 'a', axis=0, tiled=True)
+
+    w = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    result = HELPER.shard_map(fun, (fsdp, P('a')), P('a'))(w, X)
+    assert shapes == [(2, 4)]
+    np.testing.assert_allclose(result, X @ w, rtol=1e-5)
+
+
+def test_calls_by_name_and_defaults():
+    mapped = HELPER.shard_map(lambda x, *, scale=3: x * scale, {'x': P('a'), 'scale': P()}, P('a'))
+    np.testing.assert_array_equal(mapped(x=X), X * 3)
+    np.testing.assert_array_equal(mapped(X, scale=4), X * 4)
+
+
+def test_none_takes_the_blocks_that_an_argument_has():
+    helper = HELPERS['explicit']
+    x = helper.shard(X, P('b', 'a'))
+    fun = functools.partial(numbered, ['a', 'b'])
+    result = helper.shard_map(fun, None, P('b', 'a'))(x)
+    np.testing.assert_array_equal(result, numbered_by_hand(P('b', 'a'), {'a', 'b'}))
+
+
+@each_mesh
+def test_gradients_and_vmap(helper):
+    total = helper.shard_map(lambda x: jax.lax.psum((x**2).sum(), ('a', 'b')), P('a', 'b'), P())
+    gradient = helper.sjit(jax.grad(total), in_shardings=P('a', 'b'))(X)
+    np.testing.assert_allclose(gradient, 2 * X)
+    double = helper.shard_map(lambda x: 2 * x, P('a', 'b'), P('a', 'b'))
+    batch = np.stack([X, X + 1])
+    np.testing.assert_array_equal(jax.vmap(double)(batch), 2 * batch)
+
+
+def test_nested_over_the_axes_that_are_left():
+    inner = HELPER.shard_map(lambda x: x - jax.lax.psum(x, 'b'), P(None, 'b'), P(None, 'b'))
+    outer = HELPER.shard_map(inner, P('a'), P('a'), axis_names='a')
+    np.testing.assert_array_equal(jax.jit(outer)(X), -np.roll(X, 4, axis=1))
+
+
+def test_the_helper_and_the_bindings_outside_are_active_inside():
+    seen = []
+
+    def block(x):
+        seen.append(MeshShardingHelper.get_global_mesh_helper())
+        return with_sharding_annotation(2 * x, 'block')
+
+    mapped = HELPER.shard_map(block, P('a'), P('a'), axis_names={'a'})
+    step = HELPER.sjit(mapped, annotation_shardings={'block': P('a', 'b')})
+    result = step(X)  # a name that nothing used would warn
+    assert seen == [HELPER]
+    assert result.sharding.spec == P('a', 'b')
+
+
+def test_the_name_and_the_signature_stay():
+    def step(x, scale=2):
+        """Scales."""
+        return x * scale
+
+    mapped = HELPER.shard_map(step, {'x': P('a')}, P('a'))
+    assert (mapped.__name__, mapped.__doc__, mapped.__wrapped__) == ('step', 'Scales.', step)
+
+
+def test_an_empty_output():
+    assert HELPER.shard_map(lambda x: None, P('a'), None)(X) is None
+
+
+def test_abstract_meshes_trace():
+    helper = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((64, 8), ('a', 'b')))
+    mapped = helper.shard_map(lambda x: 2 * x, P('a', 'b'), P('a', 'b'))
+    out = jax.eval_shape(mapped, jax.ShapeDtypeStruct((128, 64), jnp.bfloat16))
+    assert (out.shape, out.dtype) == ((128, 64), jnp.bfloat16)
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+ARGUMENTS = "of the arguments of 'double' (in_specs) cannot be sharded as asked (mesh: a=4, b=2):"
+OUTPUTS = "of the outputs of 'double' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):"
+OPEN = (
+    '    None leaves open into which blocks it is cut\n'
+    'What to do: give PartitionSpec() for what every device has whole; only arguments over axes of type '
+    'Explicit may be None, which takes their own blocks.'
+)
+
+
+def double(x):
+    return 2 * x
+
+
+def cases():
+    host = TreePathShardingRule(('', P('a'))).with_memory_kind('pinned_host')
+    return {
+        'not a function': (
+            lambda: HELPER.shard_map({}, P('a'), P('a')),
+            errors.ArgumentError,
+            'shard_map takes a function first, got dict',
+        ),
+        'an unknown axis to map': (
+            lambda: HELPER.shard_map(double, P('a'), P('a'), axis_names={'aa'}),
+            errors.MeshError,
+            "axis_names of shard_map: the mesh (a=4, b=2) has no axis 'aa' (did you mean 'a'?)",
+        ),
+        'an output rule that needs shapes': (
+            lambda: HELPER.shard_map(double, P('a'), {'y': FSDPShardingRule('a')}),
+            errors.RuleError,
+            "out_specs of double (shard_map) holds FSDPShardingRule('a'), which looks at more than paths: "
+            'the shape of an output depends on its spec, so the spec cannot depend on the shape. Give '
+            'PartitionSpecs, or a TreePathShardingRule of them.',
+        ),
+        'an argument left open': (
+            lambda: HELPER.shard_map(double, None, P('a'))(X),
+            errors.ShardingError,
+            f'One leaf {ARGUMENTS}\n  x: float32[8, 8]\n{OPEN}',
+        ),
+        'an output left open': (
+            lambda: HELPERS['explicit'].shard_map(double, P('a'), None)(X),
+            errors.ShardingError,
+            f'One leaf {OUTPUTS}\n  (the leaf itself): float32[2, 8]\n{OPEN}',
+        ),
+        'a size that does not divide': (
+            lambda: HELPER.shard_map(double, P('a'), P('a'))({'u': X[:6], 'v': X[:7]}),
+            errors.ShardingError,
+            f'2 leaves {ARGUMENTS}\n'
+            '  x/u: float32[6, 8]\n'
+            '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
+            "    asked for: P('a',) from the spec given\n"
+            '  x/v: float32[7, 8]\n'
+            '    dimension 0 of size 7 does not divide by 4 (a=4)\n'
+            "    asked for: P('a',) from the spec given\n"
+            "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+            'rule, or on the helper for bare specs, to leave such dimensions unsharded.',
+        ),
+        'an output spec that is too long': (
+            lambda: HELPER.shard_map(double, P('a'), P('a', None, 'b'))(X),
+            errors.ShardingError,
+            f'One leaf {OUTPUTS}\n'
+            '  (the leaf itself): float32[2, 8]\n'
+            '    the spec has 3 entries, the array 2 dimensions\n'
+            "    asked for: P('a', None, 'b') from the spec given\n"
+            'What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).',
+        ),
+        'a manual axis behind another': (
+            lambda: HELPER.shard_map(double, P(('b', 'a')), P('a'), axis_names={'a'})(X),
+            errors.ShardingError,
+            f'One leaf {ARGUMENTS}\n'
+            '  x: float32[8, 8]\n'
+            "    a dimension has 'b', which is not manual, before 'a', which is\n"
+            "    asked for: P(('b', 'a'),)\n"
+            'What to do: within a dimension the manual axes (axis_names) come first: blocks are cut before '
+            'the compiler divides them further.',
+        ),
+        'another memory': (
+            lambda: HELPER.shard_map(double, host, P('a'))(X),
+            errors.ShardingError,
+            f'One leaf {ARGUMENTS}\n'
+            '  x: float32[8, 8]\n'
+            "    a block cannot be asked to lie in 'pinned_host'\n"
+            'What to do: give rules without a memory kind, and move arrays outside of shard_map.',
+        ),
+        'inside, over the same axes': (
+            lambda: HELPER.shard_map(
+                HELPER.shard_map(double, P('a'), P('a'), axis_names='a'), P('a'), P('a'), axis_names='a'
+            )(X),
+            errors.MeshError,
+            "shard_map of double inside shard_map: 'a' is manual already: call the function itself, or name "
+            'axes that are not (axis_names=...)',
+        ),
+        'inside, with no axis left': (
+            lambda: HELPER.shard_map(HELPER.shard_map(double, P('a'), P('a')), P('a'), P('a'))(X),
+            errors.MeshError,
+            'shard_map of double inside shard_map: every axis is manual: call the function itself, or name '
+            'axes that are not (axis_names=...)',
+        ),
+        'another argument name': (
+            lambda: HELPER.shard_map(double, {'y': P('a')}, P('a')),
+            errors.StructureError,
+            "in_specs of double: there is no argument 'y' (known: 'x')",
+        ),
+    }
+
+
+@pytest.mark.parametrize('case', cases().values(), ids=cases())
+def test_errors(case):
+    act, kind, message = case
+    with pytest.raises(kind) as error:
+        act()
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ('rule', 'expected'),
+    [
+        (TreePathShardingRule(('w', P('a'))), True),
+        (TreePathShardingRule(('w', FSDPShardingRule('a'))), False),
+        (TreePathShardingRule(('w', P('a'))) | P(), True),
+        (TreePathShardingRule(('w', P('a'))) & FSDPShardingRule('a'), False),
+        (TreePathShardingRule(('w', P('a'))).stacked(1), True),
+        (PolicyShardingRule(lambda path, leaf: P()), False),
+    ],
+)
+def test_which_rules_look_at_paths_only(rule, expected):
+    assert looks_at_paths_only(rule) is expected
