@@ -97,7 +97,9 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
         return pytree
     helper, rules = found
     where = f'annotation {sharding_name!r}'
-    return constrain(pytree, rules, helper.mesh, helper.on_indivisible, where)
+    # The scope names the operation in profiles, and in the compiled program for plans.
+    with jax.named_scope(f'annotation({sharding_name})'):
+        return constrain(pytree, rules, helper.mesh, helper.on_indivisible, where)
 
 
 def constrain(
@@ -132,6 +134,18 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     return jax.tree.unflatten(treedef, applied)
+
+
+def explicit_sharding(kind: Any) -> NamedSharding | None:
+    """The sharding that a type has over Explicit axes, for `apply_shardings`; None without any."""
+    sharding = kind.sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    if AxisType.Auto not in sharding.mesh.axis_types:
+        return sharding
+    # Along Auto axes nothing is said.
+    open_ = [entry or _spec.UNCONSTRAINED for entry in _spec.entries(sharding.spec)]
+    return sharding.update(spec=PartitionSpec(*open_))
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -90,7 +90,7 @@ class _Mapped:
 
         # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
         # code only once, since it finds the trace again.
-        @functools.partial(jax.jit, inline=True)
+        @jax.jit
         def body(*blocks: Any) -> Any:
             with self._active:
                 args, keywords = self._convention.restore(treedef.unflatten(blocks))

@@ -10,6 +10,7 @@ already catch for the same kind of mistake::
     ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
     ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
+    ├── PlanError             (ValueError)   a compiled program is written in an unknown way
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
@@ -54,6 +55,10 @@ class ArgumentError(ScalaxError, TypeError):
 
 class PlacementError(ScalaxError, ValueError):
     """Arguments are committed to devices with another sharding than the one asked for."""
+
+
+class PlanError(ScalaxError, ValueError):
+    """A compiled program cannot be read: it is written in a way that is not known."""
 
 
 class DataError(ScalaxError, ValueError):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from scalax import _constrain, _context, _shard_map, _sjit
 from scalax._helper._where import Where
 from scalax._prefix import RuleLike
+from scalax.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from scalax._helper._front import MeshShardingHelper
@@ -139,6 +140,35 @@ class When(Where):
             1.0
         """
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
+
+    def plan(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
+        """What a function would hold, and what its devices would send one another; compiled, not run.
+
+        Args:
+            fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
+                its arguments as they lie.
+            *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            A `scalax.plan.Plan`: memory, shardings and collectives; prints as a page of text.
+
+        Raises:
+            PlanError: the compiled program is written in a way that is not known.
+            MeshError: the helper was made from an AbstractMesh.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> @helper.sjit(in_shardings=PartitionSpec('fsdp'))
+            ... def step(w, x):
+            ...     return x @ w
+            >>> w, x = jax.ShapeDtypeStruct((64, 32), 'float32'), jax.ShapeDtypeStruct((16, 64), 'float32')
+            >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
+            [('all-gather', ('fsdp',), 1, 8192)]
+        """
+        return make_plan(self, fun, args, kwargs)
 
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None

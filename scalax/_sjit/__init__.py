@@ -7,6 +7,6 @@ of shardings (the cache key is written down there), ``_state`` finds or makes th
 twice, ``_placement`` looks at where arguments lie, ``_caller`` is the function that users call.
 """
 
-from scalax._sjit._function import SjitFunction, sjit
+from scalax._sjit._function import SjitFunction, names_of_arguments, owner_of, sjit
 
-__all__ = ['SjitFunction', 'sjit']
+__all__ = ['SjitFunction', 'names_of_arguments', 'owner_of', 'sjit']

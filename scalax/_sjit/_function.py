@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import jax
@@ -16,6 +16,7 @@ from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._placement import Shardings
+from scalax._sjit._signature import slot_path
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, MeshError, did_you_mean
 
@@ -108,11 +109,32 @@ def sjit(
     return cast(SjitFunction, call)
 
 
+def owner_of(function: Any) -> MeshOwner | None:
+    """The helper that made an `SjitFunction`; None for anything else."""
+    methods = getattr(getattr(function, 'lower', None), '__self__', None)
+    return methods.owner if isinstance(methods, _Methods) else None
+
+
+def names_of_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
+    """What messages call the arguments of a call that are no static ones; None if it is no `SjitFunction`.
+
+    Extra keywords are one argument with an empty name.
+    """
+    methods = getattr(getattr(function, 'lower', None), '__self__', None)
+    return methods.names(args, kwargs) if isinstance(methods, _Methods) else None
+
+
 class _Methods:
     """What an `SjitFunction` can do besides being called."""
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.owner = state.helper
+
+    def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        convention = self._state.convention
+        layout = convention.layout(convention.extras_of(convention.row(args, kwargs)))
+        return [slot_path(layout, slot, '') for slot in layout.dynamic]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._state.helper.mesh, AbstractMesh):

@@ -1,0 +1,180 @@
+"""How does a batch that does not fit give its gradient? In parts, each device keeping the rows it has."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from scalax._constrain import apply_shardings, explicit_sharding
+from scalax._paths import NamedTree
+from scalax.errors import ArgumentError, DataError, did_you_mean, shown
+
+Names = int | str | Sequence[int | str]
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    n: int,
+    *,
+    batch: Names = 1,
+    batch_axis: int = 0,
+    rng: Names = (),
+    reduce: Literal['mean', 'sum'] = 'mean',
+    accumulate_dtype: Any = None,
+) -> Callable[..., Any]:
+    """Makes a function of a batch one that takes it in *n* parts, one after the other.
+
+    Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
+    else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
+    with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
+
+    Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
+    to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
+
+        def sums(params, batch):  # of one part
+            losses = ...
+            return (losses * batch['weight']).sum(), batch['weight'].sum()
+
+
+        grads_of = jax.value_and_grad(sums, has_aux=True)
+        (loss, weight), grads = microbatch(grads_of, 8, reduce='sum')(params, batch)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+
+    Args:
+        fun: the function; it returns arrays of the same shapes whatever part it is given.
+        n: the number of parts.
+        batch: the arguments to divide, by position or name.
+        batch_axis: the axis of their rows; may be negative.
+        rng: arguments that are PRNG keys; part ``i`` gets ``jax.random.fold_in(key, i)``.
+        reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
+        accumulate_dtype: the dtype of the running sums of floating-point leaves; by default float32 for
+            what is narrower, and each leaf's own for what is not. Results have the dtypes of *fun*.
+
+    Returns:
+        A function with the parameters of *fun*.
+
+    Raises:
+        ArgumentError: an argument that *fun* does not have; integers in the result, which have no mean.
+        DataError: the rows do not divide by *n*; all such leaves are named.
+
+    Example:
+        >>> import numpy as np
+        >>> def loss(w, x):
+        ...     return ((x @ w) ** 2).mean()
+        >>> x, w = np.arange(12.0, dtype=np.float32).reshape(6, 2), np.ones(2, np.float32)
+        >>> grads = microbatch(jax.grad(loss), 3)(w, x)
+        >>> bool(jnp.allclose(grads, jax.grad(loss)(w, x)))
+        True
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ArgumentError(f'microbatch(fun, n): n is a positive number of parts, got {n!r}')
+    if reduce not in ('mean', 'sum'):
+        raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
+    signature = inspect.signature(fun)
+    divided, keys = (_names(fun, signature, option) for option in (batch, rng))
+
+    @functools.wraps(fun)
+    def in_parts(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        whole = {name: bound.arguments[name] for name in divided if name in bound.arguments}
+        parts = _divided(whole, n, batch_axis, getattr(fun, '__name__', 'the function'))
+
+        # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the
+        # user's code only once, since it finds the trace again.
+        @jax.jit
+        def one(index: Any, part: dict[str, Any]) -> Any:
+            folded = {name: jax.random.fold_in(bound.arguments[name], index) for name in keys}
+            call = inspect.BoundArguments(signature, {**bound.arguments, **part, **folded})
+            return fun(*call.args, **call.kwargs)
+
+        def step(sums: Any, item: tuple[Any, dict[str, Any]]) -> tuple[Any, None]:
+            return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
+
+        indices = jnp.arange(n)
+        types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
+        if reduce == 'mean':
+            _reject_integers(types)
+        zeros = jax.tree.map(lambda kind: _zeros(kind, accumulate_dtype), types)
+        sums, _ = jax.lax.scan(step, zeros, (indices, parts))
+        if reduce == 'mean':
+            sums = jax.tree.map(lambda total: total / n, sums)
+        return jax.tree.map(lambda total, kind: total.astype(kind.dtype), sums, types)
+
+    return in_parts
+
+
+def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:
+    """Parameters given by position or name, by name."""
+    known = list(signature.parameters)
+    names = []
+    for item in [option] if isinstance(option, int | str) else option:
+        if isinstance(item, int) and -len(known) <= item < len(known):
+            names.append(known[item])
+        elif item in known:
+            names.append(str(item))
+        else:
+            name = getattr(fun, '__name__', type(fun).__name__)
+            raise ArgumentError(
+                f'microbatch: {name} has no argument {item!r} ({did_you_mean(str(item), known)})'
+            )
+    return names
+
+
+def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
+    """Each array as a stack of *n* parts; the rows of one part lie *n* apart."""
+    tree = NamedTree.of(whole)
+    wrong = [
+        f'{tree.describe(i)}: '
+        + (f'no axis {batch_axis}' if not -len(shape) <= batch_axis < len(shape) else 'does not divide')
+        for i, shape in enumerate(tree.shapes)
+        if not -len(shape) <= batch_axis < len(shape) or shape[batch_axis] % n
+    ]
+    if wrong:
+        raise DataError(
+            f'the batch of {name} cannot be taken in {n} parts along axis {batch_axis}:\n{shown(wrong)}\n'
+            'What to do: choose a number of parts that divides the rows (those of each device, so that none '
+            'have to move), or name the arguments that are the batch (batch=...).'
+        )
+
+    def part(leaf: Any) -> Any:
+        axis = batch_axis % leaf.ndim
+        rows = leaf.shape[axis] // n
+        # Rows of one device lie together: the first of the two new axes takes over the sharding.
+        apart = leaf.reshape(*leaf.shape[:axis], rows, n, *leaf.shape[axis + 1 :])
+        return jnp.moveaxis(apart, axis + 1, 0)
+
+    return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
+
+
+def _types(fun: Callable[..., Any], *args: Any) -> Any:
+    """The types of what a function returns. ``jax.eval_shape`` leaves out shardings on mixed meshes."""
+    seen: list[Any] = []
+    jax.eval_shape(lambda *args: seen.append(jax.tree.map(jax.typeof, fun(*args))), *args)
+    return seen[0]
+
+
+def _zeros(kind: Any, dtype: Any) -> jax.Array:
+    if jnp.issubdtype(kind.dtype, jnp.floating):
+        dtype = jnp.promote_types(kind.dtype, jnp.float32) if dtype is None else dtype
+    else:
+        dtype = kind.dtype
+    # Over Explicit axes the sums are of the types of the results.
+    [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
+    return zeros
+
+
+def _reject_integers(types: Any) -> None:
+    tree = NamedTree.of(types)
+    wrong = [
+        tree.describe(i) for i, kind in enumerate(tree.leaves) if not jnp.issubdtype(kind.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ArgumentError(
+            f'microbatch: the result has leaves that have no mean:\n{shown(wrong)}\n'
+            "What to do: return floating-point numbers, or sums and divide them (reduce='sum')."
+        )

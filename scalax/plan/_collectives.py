@@ -1,0 +1,114 @@
+"""What do the devices of a program send one another? Its collectives, counted over a whole step.
+
+Read from the program as the SPMD partitioner leaves it. Later passes of a compiler rewrite collectives (an
+all-gather becomes an all-reduce, or a loop of permutes), and split or join them; how many bytes have to
+move, and along which mesh axes, is clearest here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import numpy as np
+
+from scalax.errors import PlanError
+from scalax.plan._groups import replica_groups, source_target_pairs, written_groups
+from scalax.plan._loops import Counted, visits
+from scalax.plan._mesh_axes import axes_of_groups, devices_along
+from scalax.plan._module import Instruction, Module
+from scalax.plan._sources import Source, source_of
+
+Kind = Literal[
+    'all-gather',
+    'all-reduce',
+    'reduce-scatter',
+    'all-to-all',
+    'collective-permute',
+    'collective-broadcast',
+    'ragged-all-to-all',
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Results that are one device's part of the array: the whole is as many times as large as the group.
+_PARTS = {'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        kind: ``'all-gather'``, ``'all-reduce'``, ``'reduce-scatter'``, ``'all-to-all'``,
+            ``'collective-permute'``, ``'collective-broadcast'`` or ``'ragged-all-to-all'``.
+        axes: the mesh axes along which it runs.
+        group: how many devices take part in each group; fewer than there are along `axes` where a group
+            is a part of them.
+        count: how often it is executed in a step.
+        counted: how well that is known.
+        bytes: the bytes of the whole (gathered) array of one group, in one execution.
+        source: what in the user's program caused it.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group: int
+    count: int
+    counted: Counted
+    bytes: int
+    source: Source
+
+
+def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    """The collectives of a program, the largest first; equal ones in one row.
+
+    Args:
+        module: the program after SPMD partitioning.
+        mesh: mesh axis name -> size, in the order of the mesh.
+
+    Raises:
+        PlanError: some collective is written in a way that is not known.
+    """
+    counts: collections.Counter[Collective] = collections.Counter()
+    for visit in visits(module):
+        for instruction in visit.computation.instructions.values():
+            kind = _kind(instruction)
+            if kind is None:
+                continue
+            axes, group = _reach(instruction, kind, module.partitions, mesh)
+            if group > 1:
+                whole = instruction.bytes * (group if kind in _PARTS else 1)
+                source = source_of(module, visit.computation, instruction)
+                counts[Collective(kind, axes, group, 0, visit.counted, whole, source)] += visit.count
+    rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
+    return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def _kind(instruction: Instruction) -> Kind | None:
+    for kind in KINDS:
+        if instruction.opcode == kind:
+            return kind
+        if instruction.opcode == f'{kind}-start':
+            raise PlanError(
+                f'the program holds {instruction.opcode!r}: it is not that which the partitioner left, but a '
+                'later one, in which collectives are rewritten'
+            )
+    return None
+
+
+def _reach(
+    instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int]
+) -> tuple[tuple[str, ...], int]:
+    """The mesh axes of a collective, and how many devices take part in one group of it."""
+    if kind == 'collective-permute':
+        pairs = source_target_pairs(instruction.attribute('source_target_pairs') or '')
+        axes = axes_of_groups(pairs, mesh)
+        return axes, devices_along(axes, mesh)
+    text = written_groups(instruction.attributes)
+    if text is None:
+        raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
+    groups = replica_groups(text, devices)
+    if np.unique(groups).size != groups.size or groups.max() >= devices:
+        raise PlanError(f'the groups of a collective do not fit {devices} devices: {text}')
+    return axes_of_groups(groups, mesh), int(groups.shape[1])

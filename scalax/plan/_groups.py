@@ -1,0 +1,124 @@
+"""Which devices talk to one another? The replica groups of a collective, in each of their notations.
+
+Groups are an integer array with one row a group; the numbers are positions in the order of the program's
+devices, which is that of ``mesh.devices.flat``. The notations:
+
+- ``{{0,1},{2,3}}``: listed; ``{}`` is one group of all;
+- ``[2,4]<=[4,2]T(1,0)``: two rows of four, of ``arange(8).reshape(4, 2).transpose(1, 0)``;
+- ``mesh['a'=4,'b'=2] {'a'}``: along axes of a mesh. Its devices may be in another order
+  (``mesh[...], device_ids=([4,2]T(1,0)) {'a'}``), and an axis may be a part of one (``'a':(2)2``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from scalax.errors import PlanError
+
+Groups = npt.NDArray[np.int64]
+
+_LISTED = re.compile(r'\{(\{[\d, ]*\}(?:, ?\{[\d, ]*\})*)?\}$')
+_IOTA = re.compile(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$')
+_MESH = re.compile(r'mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$')
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
+_ORDER = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?$')
+
+
+_WRITTEN = re.compile(
+    r'(?:^|[ ,])replica_groups=('
+    r'mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}'
+    r'|\[[^\]]*\]<=\[[^\]]*\](?:T\([^)]*\))?'
+    r'|\{(?:\{[^}]*\},? ?)*\}'
+    r'|[^ ]*)'
+)
+
+
+def written_groups(attributes: str) -> str | None:
+    """What stands for the groups among the attributes of an instruction; None for nothing."""
+    found = _WRITTEN.search(attributes)
+    return found[1] if found else None
+
+
+def replica_groups(text: str, devices: int) -> Groups:
+    """The groups of a collective over *devices* devices.
+
+    Args:
+        text: the attribute ``replica_groups``.
+        devices: how many devices the program runs on.
+
+    Raises:
+        PlanError: the notation is not known, or the groups are of several sizes.
+
+    Example:
+        >>> replica_groups('[2,4]<=[4,2]T(1,0)', 8).tolist()
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> replica_groups("mesh['a'=4,'b'=2] {'a'}", 8).tolist()
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    if found := _LISTED.match(text):
+        rows = [_numbers(row) for row in re.findall(r'\{([^{}]*)\}', found[1] or '')]
+        rows = [row for row in rows if row] or [list(range(devices))]
+        if len({len(row) for row in rows}) > 1:
+            raise PlanError(f'the groups of a collective are of several sizes: {text}')
+        return np.array(rows, np.int64)
+    if found := _IOTA.match(text):
+        shape, ids = _numbers(found[1]), _order(_numbers(found[2]), found[3])
+        return ids.reshape(shape[0], -1) if len(shape) == 2 else ids.reshape(1, -1)
+    if found := _MESH.match(text):
+        return _along_axes(found[1], found[2], found[3], text)
+    raise PlanError(f'the groups of a collective are written in a way that is not known: {text}')
+
+
+def _along_axes(sizes: str, order: str | None, named: str, text: str) -> Groups:
+    mesh = {name: int(size) for name, size, _, _ in _AXIS.findall(sizes)}
+    ids = np.arange(math.prod(mesh.values()))
+    if order is not None:
+        found = _ORDER.match(order)
+        ids = np.array(_numbers(order)) if found is None else _order(_numbers(found[1]), found[2])
+    wanted: list[tuple[str, int, int]] = []  # (axis, size before it, size) of each axis or part of one
+    for name, _, before, size in _AXIS.findall(named):
+        if name not in mesh:
+            raise PlanError(f'the groups of a collective name an axis that their mesh lacks: {text}')
+        wanted.append((name, int(before or 1), int(size or mesh[name])))
+    # Every axis as three: what lies before the part that is named, that part, and what lies behind.
+    parts: list[int] = []
+    places: list[int] = []
+    for name, size in mesh.items():
+        mine = sorted((item for item in wanted if item[0] == name), key=lambda item: item[1])
+        done = 1
+        for item in mine:
+            parts += [item[1] // done, item[2]]
+            places.append(len(parts) - 1)
+            done = item[1] * item[2]
+        parts.append(size // done)
+    order_of = [item for name in mesh for item in sorted(i for i in wanted if i[0] == name)]
+    axes = [places[order_of.index(item)] for item in wanted]
+    grid = ids.reshape(parts)
+    rest = [axis for axis in range(len(parts)) if axis not in axes]
+    count = math.prod(parts[axis] for axis in axes)
+    return np.ascontiguousarray(grid.transpose([*rest, *axes]).reshape(-1, count))
+
+
+def source_target_pairs(text: str) -> npt.NDArray[np.int64]:
+    """The pairs (from, to) of a permutation, one a row.
+
+    Raises:
+        PlanError: this is no list of pairs.
+    """
+    pairs = [_numbers(pair) for pair in re.findall(r'\{([^{}]*)\}', text)]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise PlanError(f'the pairs of a collective-permute are written in a way that is not known: {text}')
+    return np.array(pairs, np.int64)
+
+
+def _order(shape: list[int], transposed: str | None) -> Groups:
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose(_numbers(transposed)) if transposed else ids).reshape(-1)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r'\d+', text)]

@@ -1,0 +1,79 @@
+"""How does a function become a plan? Compiled for the mesh of a helper, and read; nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from scalax._context import MeshOwner
+from scalax._mesh import require_devices
+from scalax._paths import join
+from scalax._resolve import Use, resolve
+from scalax._sjit import names_of_arguments, sjit
+from scalax.errors import ArgumentError
+from scalax.explain import ShardingReport, make_report
+from scalax.plan._collectives import collectives
+from scalax.plan._compile import compile_lowered
+from scalax.plan._module import parse
+from scalax.plan._plan import Plan
+
+
+def make_plan(
+    helper: MeshOwner, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Plan:
+    """See `MeshShardingHelper.plan`, which is documented for users."""
+    if not callable(fun):
+        raise ArgumentError(
+            f'plan takes a function first, got {type(fun).__name__}: helper.plan(step, *arguments)'
+        )
+    mesh = helper.mesh
+    require_devices(mesh, 'plan')
+    function: Any = fun if hasattr(fun, 'lower') else sjit(helper, fun, jit_kwargs={})
+    lowered = function.lower(*args, **kwargs)
+    platform = mesh.devices.flat[0].platform
+    compiled = compile_lowered(lowered, platform)
+    sizes = dict(mesh.shape)
+    executable = compiled.executable
+    inputs = _report(list(lowered.args_info[0]), list(executable.input_shardings[0]), mesh)
+    names = names_of_arguments(function, args, kwargs) or _positions(len(lowered.args_info[0]))
+    return Plan(
+        name=str(getattr(fun, '__name__', type(fun).__name__)),
+        mesh=sizes,
+        devices=compiled.devices,
+        platform=platform,
+        memory=compiled.memory,
+        inputs=_renamed(inputs, names),
+        outputs=_report(lowered.out_info, executable.output_shardings, mesh),
+        collectives=collectives(parse(compiled.text), sizes) if compiled.text else (),
+    )
+
+
+def _positions(count: int) -> list[str]:
+    return [f'args[{i}]' for i in range(count)]
+
+
+def _report(tree: Any, shardings: Any, mesh: Mesh) -> ShardingReport:
+    """What lies how. Shardings that are none of this mesh are shown as the compiler's own."""
+    laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
+    leaves, treedef = laid_flat
+    structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+    flat = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
+    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in flat])
+    resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
+    report = make_report(known, resolution, dict(mesh.shape))
+    return dataclasses.replace(
+        report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
+    )
+
+
+def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+    """The arguments by name: the first key of each path is a position."""
+    rows = []
+    for row in report.rows:
+        position, _, path = row.path.partition('/')
+        rows.append(dataclasses.replace(row, path=join(names[int(position)], path)))
+    return dataclasses.replace(report, rows=tuple(rows))

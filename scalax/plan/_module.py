@@ -1,0 +1,272 @@
+"""What does a compiled program say? The text of an HLO module as computations and instructions.
+
+Read are only the parts that plans need: who calls whom, shapes, operands, attributes as text, and the lines
+of the user's program. https://openxla.org/xla/operation_semantics says what the operations mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from scalax.errors import PlanError
+
+# Bits of one element; https://openxla.org/xla/shapes lists the types.
+_BITS = {f'{sign}{bits}': bits for sign in 'su' for bits in (1, 2, 4, 8, 16, 32, 64)}
+_BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
+_BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
+_SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\]')
+_COMMENT = re.compile(r'/\*.*?\*/')
+_NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+\(.*\)\s*->\s.*\{\s*$')
+_INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
+_OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
+_CLOSING = {'(': ')', '{': '}', '[': ']'}
+
+
+class Array(NamedTuple):
+    """The type of one array on one device."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes, rounded up to whole ones."""
+        bits = _BITS.get(self.dtype)
+        if bits is None and (found := re.match(r'f(\d+)e\d+m\d+', self.dtype)):
+            bits = int(found[1])  # the small floats: f8e4m3fn, f4e2m1fn ...
+        if bits is None:
+            raise PlanError(f'the compiled program has arrays of an unknown type {self.dtype!r}')
+        return -(-math.prod(self.dims) * bits // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name: its name in its computation.
+        opcode: what it does, such as ``all-gather``.
+        arrays: the type of its result; several for a tuple.
+        operands: the names of its operands (``name#2`` is an element of a tuple), or the text of a constant.
+        attributes: everything behind the operands.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the result on one device."""
+        return sum(array.bytes for array in self.arrays)
+
+    def attribute(self, name: str) -> str | None:
+        """The text of one attribute: up to the comma that ends it."""
+        found = re.search(rf'(?:^|[ ,]){name}=', self.attributes)
+        return None if found is None else _up_to_comma(self.attributes, found.end())
+
+    def called(self, name: str) -> tuple[str, ...]:
+        """The computations that an attribute names."""
+        text = self.attribute(name) or ''
+        return tuple(part.strip().lstrip('%') for part in text.strip('{}').split(',') if part.strip())
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from: ``jit(step)/jvp()/dot_general``."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ''
+
+    @property
+    def frame(self) -> int:
+        """The number of its stack frame; 0 without one."""
+        found = re.search(r'stack_frame_id=(\d+)', self.attributes)
+        return int(found[1]) if found else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order of the text, and the name of the one whose result it returns."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+    root: str
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Which instructions use each one."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in instruction.operands:
+                users.setdefault(operand.partition('#')[0], []).append(instruction)
+        return users
+
+
+class Frame(NamedTuple):
+    """A place in a Python program."""
+
+    file: str
+    function: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+        computations: by name.
+        entry: the name of the one that is run.
+        partitions: on how many devices it runs.
+        stacks: stack frame number -> the frames, innermost first.
+    """
+
+    computations: Mapping[str, Computation]
+    entry: str
+    partitions: int
+    frames: Mapping[int, tuple[Frame, int]]
+
+    def stack(self, number: int) -> Iterator[Frame]:
+        """The frames from one outwards."""
+        while number in self.frames:
+            frame, number = self.frames[number]
+            yield frame
+
+
+def parse(text: str) -> Module:
+    """Reads an HLO module.
+
+    Raises:
+        PlanError: the text is no HLO module.
+    """
+    lines = iter(text.splitlines())
+    head = next(lines, '')
+    if not head.startswith('HloModule '):
+        raise PlanError(f'this is no HLO module: it begins with {head[:60]!r}')
+    tables: dict[str, list[str]] = {}
+    computations: dict[str, Computation] = {}
+    entry, table = '', None
+    for line in lines:
+        found = _COMPUTATION.match(line)
+        if found:
+            computation = _computation(found[2], lines)
+            computations[found[2]] = computation
+            entry = found[2] if found[1] else entry
+        elif line in ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames'):
+            table = tables.setdefault(line, [])
+        elif line.strip() and table is not None:
+            table.append(line)
+    if not entry:
+        raise PlanError('the HLO module has no entry computation')
+    counts = [int(n) for n in re.findall(r'num_(?:partitions|replicas)=(\d+)', head)]
+    return Module(computations, entry, math.prod(counts), _frames(tables))
+
+
+def _computation(name: str, lines: Iterator[str]) -> Computation:
+    instructions: dict[str, Instruction] = {}
+    root = ''
+    for line in lines:
+        if line.startswith('}'):
+            return Computation(name, instructions, root)
+        found = _INSTRUCTION.match(line)
+        if not found:
+            raise PlanError(f'this line of an HLO module is no instruction: {line.strip()[:200]!r}')
+        instruction = _instruction(found[2], _COMMENT.sub('', line[found.end() :]))
+        instructions[instruction.name] = instruction
+        root = instruction.name if found[1] else root
+    raise PlanError(f'the HLO module ends inside computation {name!r}')
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    """An instruction of the form ``TYPE opcode(operands), attributes``."""
+    end = _end_of_type(text)
+    found = _OPCODE.match(text, end)
+    if not found:
+        raise PlanError(f'an instruction of an HLO module has no operation: {name} = {text[:200]!r}')
+    close = _closing(text, found.end() - 1)
+    arrays = tuple(
+        Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()))
+        for dtype, dims in _SHAPE.findall(text[:end])
+    )
+    inside = text[found.end() : close]
+    operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
+    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '))
+
+
+def _operand(text: str) -> str:
+    """The name of an operand, which its type may precede."""
+    found = _NAME.search(text.strip())
+    return found[1] if found else text.strip()
+
+
+def _end_of_type(text: str) -> int:
+    """Where a type ends: at its closing bracket for a tuple, else at the first blank."""
+    if text.startswith('('):
+        return _closing(text, 0) + 1
+    return text.index(' ')
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the bracket that closes the one at *start*; quoted text does not count."""
+    near = text.find(_CLOSING[text[start]], start)
+    if not any(char in text[start + 1 : near] for char in '([{"'):
+        return near  # nearly always, and much faster
+    depth, quoted, place = 0, False, start
+    while place < len(text):
+        char = text[place]
+        if char == '\\' and quoted:
+            place += 1
+        elif char == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += (char in _CLOSING) - (char in _CLOSING.values())
+            if depth == 0:
+                return place
+        place += 1
+    raise PlanError(f'an instruction of an HLO module does not close its brackets: {text[:200]!r}')
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas that lie in no bracket."""
+    parts, start, depth = [], 0, 0
+    for place, char in enumerate(text):
+        depth += (char in _CLOSING) - (char in _CLOSING.values())
+        if char == ',' and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [part for part in [*parts, text[start:]] if part.strip()]
+
+
+def _up_to_comma(text: str, start: int) -> str:
+    return _split(text[start:])[0].strip() if text[start:].strip() else ''
+
+
+def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
+    """Stack frame number -> the frame and the number of the one outside it."""
+    files, functions = (
+        {int(number): name[1:-1] for number, _, name in (line.partition(' ') for line in tables.get(key, []))}
+        for key in ('FileNames', 'FunctionNames')
+    )
+    places = {}
+    for number, fields in _records(tables.get('FileLocations', [])):
+        file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
+        places[number] = Frame(file, function, fields['line'])
+    # A frame's parent is written one too high, so that 0 can stand for itself.
+    return {
+        number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
+        for number, fields in _records(tables.get('StackFrames', []))
+    }
+
+
+def _records(lines: list[str]) -> Iterator[tuple[int, dict[str, int]]]:
+    """Lines of the form ``3 {line=7 column=2}``."""
+    for line in lines:
+        number, _, rest = line.partition(' ')
+        yield int(number), {key: int(value) for key, value in re.findall(r'(\w+)=(-?\d+)', rest)}

@@ -1,0 +1,68 @@
+"""How does a plan print? On one screen: memory, then what is sent, along which mesh axes and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from scalax.explain._text import aligned, columns, human_bytes, mesh_text, shrink
+from scalax.plan._collectives import Collective
+from scalax.plan._loops import Counted
+
+if TYPE_CHECKING:
+    from scalax.plan._plan import Plan
+
+_HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
+_SHOWN = 15
+_BECAUSE = 4  # the column of sources
+_LEAST = [10, 4, 5, 5, 16]
+_SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
+
+
+def render(plan: Plan, width: int | None) -> str:
+    """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
+    width = columns(width)
+    size = math.prod(plan.mesh.values())
+    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
+    head = f'{plan.name} on {on} ({mesh_text(plan.mesh)})'
+    return '\n'.join([head, '', *_memory(plan), '', *_collectives(plan, width)])
+
+
+def _memory(plan: Plan) -> Iterable[str]:
+    memory = plan.memory
+    estimate = f' (as XLA for {plan.platform} counts: an estimate)' if memory.estimated else ''
+    yield f'memory of each device{estimate}: {human_bytes(memory.total)}'
+    donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
+    yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
+    yield f'  outputs      {human_bytes(memory.outputs):>10}'
+    yield f'  temporaries  {human_bytes(memory.temporaries):>10}'
+
+
+def _collectives(plan: Plan, width: int) -> Iterable[str]:
+    if not plan.collectives:
+        yield 'collectives in one call: none'
+        return
+    yield 'collectives in one call (bytes: the whole array of one group, each time):'
+    cells = [_HEADS, *map(_cells, plan.collectives[:_SHOWN])]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
+    shrink(widths, width - 2 * (len(widths) - 1), _LEAST)
+    yield from aligned(cells, widths, _BECAUSE, 3)
+    if len(plan.collectives) > _SHOWN:
+        rest = plan.collectives[_SHOWN:]
+        moved = human_bytes(sum(row.count * row.bytes for row in rest))
+        yield f'... and {len(rest)} more, {moved} together'
+    yield ''
+    for axes, kinds in plan.totals.items():
+        each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
+        yield f'along {" x ".join(axes)}: {each}'
+
+
+def _cells(row: Collective) -> tuple[str, ...]:
+    return (
+        row.kind,
+        ' x '.join(row.axes),
+        f'{_SIGNS[row.counted]}{row.count}',
+        human_bytes(row.bytes),
+        str(row.source),
+    )

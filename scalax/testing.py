@@ -1,0 +1,156 @@
+"""What may a test of a sharded program assert? Collectives, compilations and shardings."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from scalax._context import MeshOwner
+from scalax._paths import NamedTree
+from scalax._prefix import RuleLike
+from scalax._resolve import resolve
+from scalax._sjit import owner_of
+from scalax.errors import ArgumentError, did_you_mean, shown
+from scalax.plan import KINDS, make_plan
+
+Expected = int | Mapping[str | tuple[str, ...], int]
+_COMPILED = '/jax/core/compile/backend_compile_duration'
+
+
+def assert_collectives(
+    fun: Callable[..., Any], /, *args: Any, helper: MeshOwner | None = None, **expected: Expected
+) -> None:
+    """Asserts how often a function's compiled program runs which collectives; nothing is run.
+
+    Args:
+        fun: a function that `sjit` made; with *helper* also one of ``jax.jit``.
+        *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+        helper: whose mesh it runs on, where `sjit` did not make it.
+        **expected: for each kind that is checked (``all_gather``, ``all_reduce``, ``reduce_scatter``,
+            ``all_to_all``, ``collective_permute``, ``collective_broadcast``, ``ragged_all_to_all``), how
+            often it runs in one call: a number, or mesh axis (or tuple of axes) -> number. Other kinds,
+            and with a mapping other axes, are not checked.
+
+    Raises:
+        AssertionError: they run more or less often; lists them with their lines.
+        ArgumentError: an unknown kind, or no helper.
+
+    Example:
+        >>> import numpy as np
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+        >>> @helper.sjit(in_shardings=PartitionSpec('fsdp'), out_shardings=PartitionSpec())
+        ... def total(x):
+        ...     return x.sum()
+        >>> assert_collectives(total, np.ones(8), all_reduce={'fsdp': 1}, all_gather=0)
+    """
+    helper = helper or owner_of(fun)
+    if helper is None:
+        raise ArgumentError('assert_collectives: give helper=..., because sjit did not make the function')
+    kinds = {kind.replace('-', '_'): kind for kind in KINDS}
+    for name in expected:
+        if name not in kinds:
+            raise ArgumentError(
+                f'assert_collectives: there is no collective {name!r} ({did_you_mean(name, kinds)})'
+            )
+    plan = make_plan(helper, fun, args, {})
+    wrong = []
+    for name, counts in expected.items():
+        for axes, count in counts.items() if isinstance(counts, Mapping) else [(None, counts)]:
+            named = (axes,) if isinstance(axes, str) else axes
+            found = plan.count(kinds[name], named)
+            if found != count:
+                along = '' if named is None else f' along {", ".join(named)}'
+                wrong.append(f'{kinds[name]}{along}: {found}, expected {count}')
+    if wrong:
+        rows = (
+            f'{row.count} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes: {row.source}'
+            for row in plan.collectives
+        )
+        listed = shown(rows) or '  none'
+        raise AssertionError(
+            f'{plan.name} runs other collectives than expected:\n{shown(wrong)}\nAll of its collectives:\n'
+            f'{listed}'
+        )
+
+
+@contextlib.contextmanager
+def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
+    """A context in which calls of a function in this thread must not compile anything.
+
+    Args:
+        fun: a function that `sjit` or ``jax.jit`` made. Compilations are told apart by its name.
+
+    Raises:
+        AssertionError: it was compiled; says how often.
+
+    Example:
+        >>> import numpy as np
+        >>> double = jax.jit(lambda x: 2 * x)
+        >>> x = double(np.ones(3))
+        >>> with assert_no_recompile(double):
+        ...     x = double(np.zeros(3))
+    """
+    name = getattr(fun, '__name__', type(fun).__name__)
+    names = {name, f'jit({name})'}
+    thread, compiled = threading.get_ident(), 0
+
+    def listen(event: str, duration_secs: float, **metadata: str | int) -> None:
+        nonlocal compiled
+        if event == _COMPILED and metadata.get('fun_name') in names and threading.get_ident() == thread:
+            compiled += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    if compiled:
+        raise AssertionError(
+            f'{name} was compiled {compiled} more time{"" if compiled == 1 else "s"}: a shape, dtype, weak '
+            'type, static value or sharding was new, or a value was not where the calls before had it '
+            "(jax.config.update('jax_explain_cache_misses', True) says what)"
+        )
+
+
+def assert_sharded_like(pytree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
+    """Asserts that arrays lie as rules say.
+
+    Args:
+        pytree: jax.Arrays, or anything else with shardings.
+        rules: as for ``helper.match_sharding_rule``.
+        helper: whose mesh the rules are for; by default the mesh that the arrays lie on is used.
+
+    Raises:
+        AssertionError: some leaves lie otherwise; all of them are named.
+        ShardingError: the rules do not fit the tree.
+
+    Example:
+        >>> import numpy as np
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> helper = MeshShardingHelper([-1], ['data'])
+        >>> assert_sharded_like(helper.shard(np.ones(8), PartitionSpec('data')), PartitionSpec('data'))
+    """
+    tree = NamedTree.of(pytree)
+    has = [getattr(leaf, 'sharding', None) for leaf in tree.leaves]
+    meshes = [sharding.mesh for sharding in has if isinstance(sharding, NamedSharding)]
+    if helper is None and not meshes and len(tree):
+        raise AssertionError(f'no leaf lies on a mesh:\n{shown(map(tree.describe, range(len(tree))))}')
+    if not len(tree):
+        return
+    mesh = meshes[0] if helper is None else helper.mesh
+    expected = resolve(
+        rules, pytree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
+    ).shardings
+    wrong = [
+        f'{tree.describe(i)} lies as {getattr(mine, "spec", mine)}, expected {theirs.spec}'
+        for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
+        if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(tree.shapes[i])))
+    ]
+    if wrong:
+        raise AssertionError(f'arrays lie otherwise than the rules say:\n{shown(wrong)}')

@@ -1,0 +1,196 @@
+"""`scalax.microbatch`: the gradient of a batch in parts is that of the batch, and no row moves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from scalax import microbatch
+from scalax.errors import ArgumentError, DataError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from scalax.testing import assert_collectives
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+HELPERS = {
+    'auto': MeshShardingHelper([4, 2], ['data', 'tp']),
+    'explicit': MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=EXPLICIT),
+    'mixed': MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=[EXPLICIT, AUTO]),
+}
+each_mesh = pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
+
+
+@pytest.fixture
+def params(rng):
+    return {'w': rng.normal(size=(16, 8)).astype(np.float32)}
+
+
+@pytest.fixture
+def batch(rng):
+    x = rng.normal(size=(64, 16)).astype(np.float32)
+    return {'x': x, 'y': rng.normal(size=(64, 8)).astype(np.float32)}
+
+
+def loss(params, batch):
+    return ((jnp.tanh(batch['x'] @ params['w']) - batch['y']) ** 2).mean()
+
+
+def assert_close(tree, expected, tolerance=1e-6):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@each_mesh
+@pytest.mark.parametrize('where', [P(), P('data')], ids=['replicated', 'fsdp'])
+@pytest.mark.parametrize('n', [1, 2, 8, 16])
+def test_the_gradient_of_the_whole_batch(helper, where, n, params, batch):
+    whole = helper.sjit(jax.value_and_grad(loss), in_shardings=(where, P('data')))
+    parts = helper.sjit(microbatch(jax.value_and_grad(loss), n), in_shardings=(where, P('data')))
+    assert_close(parts(params, batch), whole(params, batch))
+    # Nothing is sent to divide the batch: each part does what the whole does, n times, and no more.
+    plan = helper.plan(whole, params, batch)
+    counts = {kind: n * plan.count(kind) for kind in ('all-gather', 'all-reduce', 'reduce-scatter')}
+    assert_collectives(
+        parts,
+        params,
+        batch,
+        all_to_all=0,
+        collective_permute=0,
+        **{kind.replace('-', '_'): count for kind, count in counts.items()},
+    )
+
+
+@each_mesh
+def test_the_function_is_traced_once(helper, params, batch):
+    traces = []
+
+    def counted(params, batch):
+        traces.append(batch['x'].shape)
+        return loss(params, batch)
+
+    helper.sjit(microbatch(jax.grad(counted), 4), in_shardings=(P(), P('data')))(params, batch)
+    assert traces == [(16, 16)]
+
+
+def test_rows_go_in_turn(batch):
+    parts = microbatch(lambda batch: batch['x'].sum(), 4, batch=0, reduce='sum')
+    assert_close(parts(batch), jnp.sum(batch['x']), 1e-4)
+    seen = []
+
+    def look(x):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), x)
+        return x.sum()
+
+    microbatch(look, 2, batch='x', reduce='sum')(np.arange(6.0, dtype=np.float32))
+    jax.effects_barrier()
+    assert sorted(seen) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_another_batch_axis_and_arguments_by_name(params, batch):
+    def turned(params, *, x, y):
+        return loss(params, {'x': x.T, 'y': y.T})
+
+    parts = microbatch(jax.grad(turned), 4, batch=['x', 'y'], batch_axis=-1)
+    assert_close(parts(params, x=batch['x'].T, y=batch['y'].T), jax.grad(loss)(params, batch))
+
+
+def test_an_auxiliary_output(params, batch):
+    def with_aux(params, batch):
+        value = loss(params, batch)
+        return value, {'twice': 2 * value}
+
+    grads_of = jax.value_and_grad(with_aux, has_aux=True)
+    assert_close(microbatch(grads_of, 4)(params, batch), grads_of(params, batch))
+
+
+def test_weights(params, batch, rng):
+    """The form that the documentation gives for means over rows of unequal weight."""
+    batch = {**batch, 'weight': rng.integers(0, 2, 64).astype(np.float32)}
+
+    def sums(params, batch):
+        losses = ((batch['x'] @ params['w'] - batch['y']) ** 2).mean(1)
+        return (losses * batch['weight']).sum(), batch['weight'].sum()
+
+    grads_of = jax.value_and_grad(sums, has_aux=True)
+    (_, weight), grads = microbatch(grads_of, 8, reduce='sum')(params, batch)
+
+    def mean(params):
+        value, weight = sums(params, batch)
+        return value / weight
+
+    expected = jax.grad(mean)(params)
+    assert_close(jax.tree.map(lambda g: g / weight, grads), expected)
+    (_, _), wrong = microbatch(grads_of, 8)(params, batch)
+    assert float(abs(wrong['w'] / 8 - expected['w']).max()) > 1e-3
+
+
+def test_sums_are_kept_in_float32():
+    ones = np.ones((1024, 1), jnp.bfloat16)
+    summed = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum')
+    assert summed(ones) == 1024
+    narrow = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum', accumulate_dtype=jnp.bfloat16)
+    assert narrow(ones) == 256  # where bfloat16 stops counting by ones
+    assert summed(ones).dtype == jnp.bfloat16
+
+
+def test_keys_are_folded(rng):
+    def noise(x, key):
+        return jax.random.normal(key, ()) + 0 * x.sum()
+
+    key = jax.random.key(3)
+    parts = microbatch(noise, 4, batch=0, rng='key')(np.ones(8, np.float32), key)
+    expected = jnp.stack([jax.random.normal(jax.random.fold_in(key, i), ()) for i in range(4)]).mean()
+    assert_close(parts, expected)
+
+
+def test_counts_have_sums():
+    count = microbatch(lambda x: (x > 2).sum(), 2, batch=0, reduce='sum')
+    assert int(count(np.arange(6))) == 3
+
+
+ROWS = np.ones((6, 2), np.float32)
+ERRORS = {
+    'no number': (
+        lambda: microbatch(loss, 0),
+        ArgumentError,
+        'microbatch(fun, n): n is a positive number of parts, got 0',
+    ),
+    'another reduction': (
+        lambda: microbatch(loss, 2, reduce='max'),
+        ArgumentError,
+        "microbatch: reduce is 'mean' or 'sum', got 'max'",
+    ),
+    'another argument': (
+        lambda: microbatch(loss, 2, batch='bach'),
+        ArgumentError,
+        "microbatch: loss has no argument 'bach' (did you mean 'batch'?)",
+    ),
+    'rows that do not divide': (
+        lambda: microbatch(loss, 4)({}, {'x': ROWS, 'y': ROWS, 'n': 3}),
+        DataError,
+        'the batch of loss cannot be taken in 4 parts along axis 0:\n'
+        '  batch/n: Python int: no axis 0\n'
+        '  batch/x: float32[6, 2]: does not divide\n'
+        '  batch/y: float32[6, 2]: does not divide\n'
+        'What to do: choose a number of parts that divides the rows (those of each device, so that none have '
+        'to move), or name the arguments that are the batch (batch=...).',
+    ),
+    'a mean of counts': (
+        lambda: microbatch(lambda x: (x > 0).sum(), 2, batch=0)(ROWS),
+        ArgumentError,
+        'microbatch: the result has leaves that have no mean:\n'
+        '  (the leaf itself): int32[]\n'
+        "What to do: return floating-point numbers, or sums and divide them (reduce='sum').",
+    ),
+}
+
+
+@pytest.mark.parametrize('case', ERRORS.values(), ids=ERRORS)
+def test_errors(case):
+    act, kind, message = case
+    with pytest.raises(kind) as error:
+        act()
+    assert str(error.value) == message

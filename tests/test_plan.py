@@ -1,0 +1,410 @@
+"""`helper.plan`: the collectives of programs whose collectives are known, counted and weighed by hand."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from scalax.errors import ArgumentError, MeshError
+from scalax.plan import Counted
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    OptimizerStateShardingRule,
+    TreePathShardingRule,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+CUBE = MeshShardingHelper([2, 2, 2], ['a', 'b', 'c'])
+F32 = 4
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rows(plan):
+    """What is sent: (kind, axes) -> (count, bytes of all executions)."""
+    found = {}
+    for row in plan.collectives:
+        count, moved = found.get((row.kind, row.axes), (0, 0))
+        found[row.kind, row.axes] = count + row.count, moved + row.count * row.bytes
+    return found
+
+
+# --- Programs: (function of a helper's sjit, arguments, {(kind, axes): (count, bytes)}) --------------------
+
+
+def data_parallel():
+    """The gradient of replicated parameters is summed over the batch."""
+
+    def step(w, x):
+        return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    fun = HELPER.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P())
+    return HELPER, fun, (array(64, 32), array(16, 64)), {('all-reduce', ('fsdp',)): (1, 64 * 32 * F32)}
+
+
+def fsdp_forward():
+    """Each weight is gathered once."""
+
+    def forward(ws, x):
+        return x @ ws['a'] @ ws['b']
+
+    rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
+    fun = HELPER.sjit(forward, in_shardings=(rule, P('fsdp')), out_shardings=P('fsdp'))
+    expected = {('all-gather', ('fsdp',)): (2, (64 * 32 + 32 * 128) * F32)}
+    return HELPER, fun, ({'a': array(64, 32), 'b': array(32, 128)}, array(16, 64)), expected
+
+
+def tensor_parallel():
+    """Column, then row: one all-reduce of the output."""
+    rule = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp', None)))
+    fun = HELPER.sjit(
+        lambda p, x: jax.nn.relu(x @ p['up']) @ p['down'],
+        in_shardings=(rule, P('fsdp')),
+        out_shardings=P('fsdp'),
+    )
+    arguments = {'up': array(64, 256), 'down': array(256, 64)}, array(16, 64)
+    return HELPER, fun, arguments, {('all-reduce', ('tp',)): (1, 16 // 4 * 64 * F32)}
+
+
+def scanned(layers=6, rounds=1):
+    """FSDP over a stack of layers: one gather for each, in a loop (in a loop)."""
+
+    def forward(w, x):
+        def once(x, _):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], None
+
+        return once(x, None)[0] if rounds == 1 else jax.lax.scan(once, x, length=rounds)[0]
+
+    fun = HELPER.sjit(forward, in_shardings=(P(None, 'fsdp'), P('fsdp')), out_shardings=P('fsdp'))
+    count = layers * rounds
+    expected = {('all-gather', ('fsdp',)): (count, count * 64 * 64 * F32)}
+    return HELPER, fun, (array(layers, 64, 64), array(16, 64)), expected
+
+
+def rematerialised():
+    """A checkpointed loop gathers forward, again to recompute, and once for the gradient of its input."""
+
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return (jax.lax.scan(layer, x, w)[0] ** 2).sum()
+
+    fun = HELPER.sjit(
+        jax.grad(loss), in_shardings=(P(None, 'fsdp'), P('fsdp')), out_shardings=P(None, 'fsdp')
+    )
+    each = 64 * 64 * F32
+    expected = {
+        ('all-gather', ('fsdp',)): (3 * 5, 3 * 5 * each),
+        ('all-reduce', ('fsdp',)): (5, 5 * each),  # the partitioner's way to say reduce-scatter
+    }
+    return HELPER, fun, (array(5, 64, 64), array(16, 64)), expected
+
+
+def zero_1():
+    """Gradients are summed, each device updates its part of the state, and parameters are gathered."""
+    params = {'w': array(64, 32)}
+    state = OptimizerStateShardingRule(P('fsdp'), params)
+
+    def update(params, momentum, grads):
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(jnp.subtract, params, momentum), momentum
+
+    fun = HELPER.sjit(update, in_shardings=(P(), state, P()), out_shardings=(P(), state))
+    return HELPER, fun, (params, params, params), {('all-gather', ('fsdp',)): (1, 64 * 32 * F32)}
+
+
+def resharded():
+    """Rows become columns."""
+    fun = HELPER.sjit(lambda x: x, in_shardings=P('fsdp'), out_shardings=P(None, 'fsdp'))
+    return HELPER, fun, (array(64, 64),), {('all-to-all', ('fsdp',)): (1, 64 * 64 * F32)}
+
+
+def rolled():
+    """Three rows wander over to the next device."""
+    fun = HELPER.sjit(lambda x: jnp.roll(x, 3, 0), in_shardings=P('fsdp'), out_shardings=P('fsdp'))
+    return HELPER, fun, (array(64, 64),), {('collective-permute', ('fsdp',)): (1, 4 * 3 * 64 * F32)}
+
+
+def experts():
+    """Tokens go to the devices of their experts, and back."""
+
+    def dispatch(x):  # (groups, experts, capacity, embed)
+        there = with_sharding_constraint(x, P(None, 'fsdp'))
+        return with_sharding_constraint(2 * there, P('fsdp'))
+
+    fun = HELPER.sjit(dispatch, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
+    whole = 8 * 4 * 2 * 16 * F32
+    return HELPER, fun, (array(8, 4, 2, 16),), {('all-to-all', ('fsdp',)): (2, 2 * whole)}
+
+
+def by_hand():
+    """Every collective that one can ask for in shard_map; a block is 8 x 64 of 64 x 64."""
+
+    def block(x):
+        x = jax.lax.all_gather(x, 'b', tiled=True)  # 16 x 64
+        x = jax.lax.ppermute(x, 'a', [(0, 1), (1, 0)])
+        x = jax.lax.psum_scatter(x, 'c', tiled=True)  # 8 x 64
+        x = jax.lax.all_to_all(x, ('b', 'c'), 1, 0, tiled=True)  # 32 x 16
+        return jax.lax.psum(x, ('a', 'c'))
+
+    fun = jax.jit(CUBE.shard_map(block, P(('a', 'b', 'c')), P('b'), check_vma=False))
+    expected = {
+        ('all-gather', ('b',)): (1, 16 * 64 * F32),
+        ('collective-permute', ('a',)): (1, 2 * 16 * 64 * F32),
+        ('reduce-scatter', ('c',)): (1, 16 * 64 * F32),
+        ('all-to-all', ('b', 'c')): (1, 4 * 8 * 64 * F32),
+        ('all-reduce', ('a', 'c')): (1, 32 * 16 * F32),
+    }
+    return CUBE, fun, (array(64, 64),), expected
+
+
+def some_axes():
+    """A dimension over two axes, gathered along one."""
+    fun = CUBE.sjit(lambda x: x, in_shardings=P(('c', 'a'), 'b'), out_shardings=P(None, 'b'))
+    return CUBE, fun, (array(64, 64),), {('all-gather', ('a', 'c')): (1, 64 * 32 * F32)}
+
+
+def nothing():
+    """What divides the batch and mixes no rows sends nothing."""
+    fun = HELPER.sjit(lambda x: jnp.tanh(x) * 2, in_shardings=P('fsdp', 'tp'))
+    return HELPER, fun, (array(64, 64),), {}
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        *(data_parallel, fsdp_forward, tensor_parallel, scanned, rematerialised, zero_1, resharded),
+        *(rolled, experts, by_hand, some_axes, nothing),
+    )
+}
+PROGRAMS['scan of one layer'] = functools.partial(scanned, 1)
+PROGRAMS['scan in scan'] = functools.partial(scanned, 3, 4)
+
+
+@pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
+def test_programs(program):
+    helper, fun, arguments, expected = program()
+    plan = helper.plan(fun, *arguments)
+    assert rows(plan) == expected
+    assert all(row.counted is Counted.EXACTLY for row in plan.collectives)
+
+
+# --- Loops and branches ---------------------------------------------------------------------------
+
+
+def halved(x):
+    return with_sharding_constraint(jnp.tanh(x @ x), P('fsdp', 'tp'))
+
+
+def reduces(fun, *arguments):
+    """How often, and how well that is known, each all-reduce over tp runs."""
+    plan = HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp', 'tp')), *arguments)
+    found = {}
+    for row in plan.collectives:
+        if row.kind == 'all-reduce':
+            assert row.axes == ('tp',)
+            found[row.counted] = found.get(row.counted, 0) + row.count
+    return found
+
+
+@pytest.mark.parametrize(
+    ('start', 'stop', 'trips'),
+    [(0, 7, 7), (2, 11, 9), (3, 3, 0), (5, 6, 1)],
+)
+def test_trip_counts(start, stop, trips):
+    found = reduces(lambda x: jax.lax.fori_loop(start, stop, lambda i, x: halved(x), x), array(64, 64))
+    assert found == ({Counted.EXACTLY: trips} if trips else {})
+
+
+def test_a_step_of_two():
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, halved(c[1])), (0, x))[1]
+
+    assert reduces(loop, array(64, 64)) == {Counted.EXACTLY: 5}
+
+
+def test_a_loop_whose_length_depends_on_data_is_a_lower_bound():
+    def loop(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, halved, x)
+
+    plan = HELPER.plan(HELPER.sjit(loop, in_shardings=P('fsdp', 'tp')), array(64, 64))
+    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_LEAST}
+    assert '>=1' in str(plan)
+
+
+def test_a_branch_is_an_upper_bound():
+    def branch(x):
+        return jax.lax.cond(x[0, 0] > 0, halved, lambda x: x, x)
+
+    plan = HELPER.plan(HELPER.sjit(branch, in_shardings=P('fsdp', 'tp')), array(64, 64))
+    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_MOST}
+
+
+# --- Sources --------------------------------------------------------------------------------------
+
+
+def test_sources():
+    def model(w, x):
+        y = jnp.tanh(x @ w)  # the line that gathers
+        return with_sharding_annotation(y @ w.T, 'out')  # the line that reduces
+
+    step = HELPER.sjit(
+        model, in_shardings=(P('fsdp', 'tp'), P('fsdp')), annotation_shardings={'out': P('fsdp')}
+    )
+    plan = HELPER.plan(step, array(64, 64), array(16, 64))
+    first = model.__code__.co_firstlineno
+    [reduce] = [row for row in plan.collectives if row.kind == 'all-reduce']
+    assert (reduce.source.annotation, reduce.source.line) == ('out', first + 2)
+    assert reduce.source.function.endswith('model')
+    gathers = [row for row in plan.collectives if row.kind == 'all-gather']
+    assert {row.source.line for row in gathers} == {first + 1, first + 2}
+    assert all(row.source.file == __file__ for row in plan.collectives)
+
+
+def test_an_argument_that_is_moved_is_named():
+    fun = HELPER.sjit(
+        lambda batch: batch['rows'], in_shardings=P('fsdp'), out_shardings=P(), keep_unused=True
+    )
+    plan = HELPER.plan(fun, {'rows': array(64), 'others': array(8)})
+    assert [str(row.source) for row in plan.collectives] == ["argument batch['rows']"]
+
+
+# --- The rest of a plan ---------------------------------------------------------------------------
+
+
+def step(params, x, unused=None, *, scale=2, **more):
+    return {name: w + scale * x.sum() for name, w in params.items()}
+
+
+STEP = HELPER.sjit(
+    step,
+    in_shardings={'params': P('fsdp', 'tp'), 'x': P('fsdp'), 'y': P()},
+    out_shardings=P('fsdp', 'tp'),
+    donate_argnames='params',
+)
+ARGUMENTS = {'w': array(64, 32), 'v': array(8, 4)}, array(16)
+
+
+def test_inputs_and_outputs():
+    plan = HELPER.plan(STEP, *ARGUMENTS, np.ones(3, np.float32), scale=3, y=array(5))
+    assert [(row.path, row.spec) for row in plan.inputs.rows] == [
+        ('params/v', P('fsdp', 'tp')),
+        ('params/w', P('fsdp', 'tp')),
+        ('x', P('fsdp')),
+        ('unused', None),
+        ('scale', None),
+        ('y', P() if plan.inputs.rows[-1].spec is not None else None),  # JAX drops what is not used
+    ]
+    assert [(row.path, row.spec) for row in plan.outputs.rows] == [
+        ('v', P('fsdp', 'tp')),
+        ('w', P('fsdp', 'tp')),
+    ]
+
+
+def test_memory():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    held = (64 * 32 + 8 * 4) // 8 * F32
+    assert plan.memory.arguments == held + 16 // 4 * F32
+    assert plan.memory.donated == held
+    assert plan.memory.outputs == plan.outputs.bytes_per_device - held + 2 * 8  # and a table of pointers
+    assert plan.memory.total == plan.memory.arguments + plan.memory.outputs + plan.memory.temporaries
+    assert plan.memory.estimated
+
+
+def test_text():
+    assert (
+        HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
+    )
+    lines = HELPER.plan(PROGRAMS['data_parallel']()[1], array(64, 32), array(16, 64)).to_text(60).splitlines()
+    assert lines[2].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
+    assert lines[7:] == [
+        'collectives in one call (bytes: the whole array of one group, each time):',
+        'collective  axes  times    bytes  because of',
+        '-' * len(lines[9]),
+        lines[10],
+        '',
+        'along fsdp: 8.0 KiB in all-reduces',
+    ]
+    assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  test_plan.py:')
+    assert all(len(line) <= 60 for line in lines[8:11])
+
+
+def test_a_program_that_nothing_places_runs_on_one_device():
+    plan = HELPER.plan(lambda x: 2 * x, np.ones(4))
+    assert (plan.devices, plan.collectives) == (1, ())
+    assert str(plan).splitlines()[0] == '<lambda> on 1 of 8 devices (fsdp=4, tp=2)'
+    assert str(plan).splitlines()[-1] == 'collectives in one call: none'
+
+
+def test_dict():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    read = json.loads(json.dumps(plan.to_dict()))
+    assert read['collectives'][0] == {
+        'kind': 'all-reduce',
+        'axes': ['fsdp'],
+        'group': 4,
+        'count': 1,
+        'counted': 'exactly',
+        'bytes': F32,
+        'source': {
+            'annotation': '',
+            'file': __file__,
+            'line': step.__code__.co_firstlineno + 1,
+            'function': 'step',
+            'operand': '',
+        },
+    }
+    assert read['memory']['total'] == plan.memory.total
+    assert read['mesh'] == {'fsdp': 4, 'tp': 2}
+
+
+def test_arguments_that_lie_somewhere_are_planned_as_they_lie():
+    x = HELPER.shard(np.ones((64, 4), np.float32), P('fsdp'))
+    plan = HELPER.plan(lambda x: x.sum(0), x)
+    assert rows(plan) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
+
+
+def test_explicit_axes():
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+    fun = helper.sjit(lambda x: x.sum(0), in_shardings=P('fsdp', 'tp'))
+    assert rows(helper.plan(fun, array(64, 8))) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
+
+
+def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
+    options = {
+        'jax_compilation_cache_dir': str(tmp_path),
+        'jax_persistent_cache_min_compile_time_secs': 0,
+        'jax_persistent_cache_min_entry_size_bytes': 0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        helper, fun, arguments, expected = data_parallel()
+        for _ in range(3):
+            assert rows(helper.plan(fun, *arguments)) == expected
+        assert list(tmp_path.iterdir())
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_errors():
+    with pytest.raises(ArgumentError) as wrong:
+        HELPER.plan(array(3), step)
+    assert str(wrong.value) == (
+        'plan takes a function first, got ShapeDtypeStruct: helper.plan(step, *arguments)'
+    )
+    abstract = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((4,), ('fsdp',)))
+    with pytest.raises(MeshError, match='plan'):
+        abstract.plan(step, array(3))
