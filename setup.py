@@ -32,6 +32,7 @@ EXTRAS = {
     'dev': [
         *EXAMPLES,
         'build',
+        'equinox',
         'flatbuffers',
         # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
         'flax>=0.12',
@@ -42,6 +43,7 @@ EXTRAS = {
         'pytest-randomly',
         'rich',
         'ruff',
+        'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.
         'setuptools>=77',
         'wheel',
@@ -58,7 +60,7 @@ setup(
     license_files=['LICENSE'],
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
-    package_data={'scalax': ['py.typed']},
+    package_data={'scalax': ['py.typed', 'assets/*', 'explain/assets/*']},
     install_requires=['jax>=0.10', 'numpy', 'einops'],
     extras_require=EXTRAS,
     classifiers=[

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_FILES = sorted(
     str(path.relative_to(ROOT).as_posix())
     for path in (ROOT / 'scalax').rglob('*')
-    if path.suffix == '.py' or path.name == 'py.typed'
+    if path.suffix == '.py' or path.name == 'py.typed' or path.parent.name == 'assets'
 )
 BUILD_INPUTS = ['setup.py', 'pyproject.toml', 'MANIFEST.in', 'LICENSE', 'README.md', 'CHANGELOG.md']
 

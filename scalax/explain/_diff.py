@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from scalax import _html
 from scalax.explain._fold import fold
 from scalax.explain._rows import ReportRow
 from scalax.explain._text import (
@@ -81,6 +82,13 @@ class ReportDiff:
         """
         return _render(self, columns(width), fold)
 
+    def _repr_html_(self) -> str:
+        cells = _cells(_pairs(self), True)
+        shown = cells[: _html.MOST_LINES]
+        table = [_html.table(_HEADS, shown, right=[4])] if cells else []
+        rest = [f'lines not shown: {len(cells) - len(shown)}'] if len(cells) > len(shown) else []
+        return '\n'.join([*table, _html.paragraphs([*rest, *_summary(self)])])
+
 
 def diff_rows(
     before: Sequence[ReportRow],
@@ -122,21 +130,29 @@ def _layout(row: ReportRow) -> ReportRow:
 _Pair = tuple[str, ReportRow | None, ReportRow | None]
 
 
-def _render(diff: ReportDiff, width: int, folded: bool) -> str:
-    pairs: list[_Pair] = [
+def _pairs(diff: ReportDiff) -> list[_Pair]:
+    return [
         *[('changed', change.before, change.after) for change in diff.changed],
         *[('added', None, row) for row in diff.added],
         *[('removed', row, None) for row in diff.removed],
     ]
+
+
+def _render(diff: ReportDiff, width: int, folded: bool) -> str:
     lines = []
+    pairs = _pairs(diff)
     if pairs:
         cells = [_HEADS, *_cells(pairs, folded)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
         shrink(widths, width - 2 * (len(widths) - 1), [widths[0], 12, 8, 8, widths[4]])
         lines = [*aligned(cells, widths, 1, 4), '']
+    return '\n'.join([*lines, *_summary(diff)])
+
+
+def _summary(diff: ReportDiff) -> list[str]:
     counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
     said = ', '.join(f'{arrays(count)} {what}' for count, what in counts if count)
-    lines.append(said or 'no array changed')
+    lines = [said or 'no array changed']
     old, new = mesh_text(diff.mesh_before), mesh_text(diff.mesh_after)
     if old != new:
         lines.append(f'mesh: ({old}) before, ({new}) after')
@@ -147,7 +163,7 @@ def _render(diff: ReportDiff, width: int, folded: bool) -> str:
         f'bytes/device of all arrays: {total}, {human_bytes(diff.bytes_per_device_after)} after '
         f'({sign}{human_bytes(abs(change))})'
     )
-    return '\n'.join(lines)
+    return lines
 
 
 def _cells(pairs: Sequence[_Pair], folded: bool) -> list[tuple[str, ...]]:

@@ -47,7 +47,7 @@ class Fold:
 
     def short_name(self, most: int | None) -> str:
         """The name with at most *most* runs of numbers between braces; ``...`` stands for others."""
-        return '/'.join(_braces(part, most) if isinstance(part, tuple) else part for part in self.parts)
+        return '/'.join(braces(part, most) if isinstance(part, tuple) else part for part in self.parts)
 
 
 def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
@@ -73,14 +73,19 @@ def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
 
 def _fold_at(place: int, folds: Sequence[tuple[Fold, Hashable]]) -> list[tuple[Fold, Hashable]]:
     """Folds what differs in the key at *place* only."""
+    if not any(_number_at(place, item) for item, _ in folds):
+        return list(folds)
     groups: dict[Hashable, list[tuple[Fold, Hashable]]] = {}
     for number, (item, kind) in enumerate(folds):
         parts = item.parts
-        key = parts[place] if place < len(parts) else ''
-        is_number = isinstance(key, str) and _INTEGER.fullmatch(key)
-        group = (parts[:place], parts[place + 1 :], kind) if is_number else number
+        group = (parts[:place], parts[place + 1 :], kind) if _number_at(place, item) else number
         groups.setdefault(group, []).append((item, kind))
     return [(_merged(place, [item for item, _ in group]), group[0][1]) for group in groups.values()]
+
+
+def _number_at(place: int, item: Fold) -> bool:
+    key = item.parts[place] if place < len(item.parts) else ''
+    return isinstance(key, str) and _INTEGER.fullmatch(key) is not None
 
 
 def _merged(place: int, group: Sequence[Fold]) -> Fold:
@@ -92,25 +97,35 @@ def _merged(place: int, group: Sequence[Fold]) -> Fold:
     return Fold(parts, min(item.first for item in group))
 
 
-def _braces(numbers: Sequence[int], most: int | None) -> str:
-    """Numbers as people write them, in order.
+def braces(numbers: Sequence[int], most: int | None) -> str:
+    """Numbers as people write them, in order, in at most *most* runs.
 
     Example:
-        >>> _braces([0, 2, 5, 6, 7, 8, 9], None), _braces([3, 4], None)
+        >>> braces([0, 2, 5, 6, 7, 8, 9], None), braces([3, 4], None)
         ('{0,2,5..9}', '{3,4}')
-        >>> _braces(range(0, 80, 3), 3)
+        >>> braces(range(0, 80, 3), 3)
         '{0,3,...,78}'
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
     texts = [
-        ('..' if run[-1] > run[0] + 1 else ',').join(map(str, run)) if len(run) > 1 else str(run[0])
-        for run in runs
+        str(first) if first == last else f'{first}{".." if last > first + 1 else ","}{last}'
+        for first, last in runs(numbers)
     ]
     if most is not None and len(texts) > most:
         texts = [*texts[: most - 1], '...', texts[-1]]
     return f'{{{",".join(texts)}}}'
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and last of each run of consecutive numbers.
+
+    Example:
+        >>> runs([0, 1, 2, 5])
+        [(0, 2), (5, 5)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 
 from scalax import _spec
 from scalax._paths import canonical_dtype
@@ -23,50 +24,57 @@ from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
     """Makes the report of a resolution of *rules*."""
     tree = resolution.tree
-    rows = tuple(
-        _row(tree.paths[i], tree.leaves[i], tree.shapes[i], answer, resolution.shardings[i], mesh)
-        for i, answer in enumerate(resolution.answers)
-    )
+
+    # Trees have many leaves, but few dtypes and specs.
+    @functools.cache
+    def facts_of(dtype: Any) -> tuple[str, int]:
+        # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
+        canonical = canonical_dtype(dtype)
+        return str(canonical), _bits(canonical)
+
+    @functools.cache
+    def shards_of(spec: PartitionSpec) -> tuple[int, ...]:
+        return tuple(math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in _spec.entries(spec))
+
+    def row(
+        path: str, leaf: Any, shape: tuple[int, ...], answer: Answer, spec: PartitionSpec | None
+    ) -> ReportRow:
+        dtype, bits = facts_of(leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf))
+        local = list(shape)
+        for dim, shards in enumerate(() if spec is None else shards_of(spec)):
+            local[dim] = -(-shape[dim] // shards)
+        return ReportRow(
+            path,
+            shape,
+            dtype,
+            spec,
+            answer.origin,
+            _reason(answer, spec),
+            # Whole bytes: two int4 share one.
+            -(-math.prod(shape) * bits // 8),
+            -(-math.prod(local) * bits // 8),
+            answer.memory_kind,
+        )
+
+    specs = [None if sharding is None else sharding.spec for sharding in resolution.shardings]
+    rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.answers, specs))
     unused, shadowed = _idle_clauses(rules, resolution)
     return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
 
 
-def _row(
-    path: str,
-    leaf: Any,
-    shape: tuple[int, ...],
-    answer: Any,
-    sharding: NamedSharding | None,
-    mesh: Mapping[str, int],
-) -> ReportRow:
-    # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
-    dtype: Any = canonical_dtype(leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf))
-    spec = None if sharding is None else sharding.spec
-    entries = () if spec is None else _spec.entries(spec)
-    shards = [math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in entries]
-    local = [-(-n // s) for n, s in zip(shape, [*shards, *[1] * len(shape)], strict=False)]
-    reason = answer.reason
-    if spec is not None and _spec.canonical(answer.spec) != spec:
-        asked = f'asked for {answer.spec}, which does not divide'
-        reason = f'{reason}; {asked}' if reason else asked
-    return ReportRow(
-        path,
-        shape,
-        str(dtype),
-        spec,
-        answer.origin,
-        'left to the compiler' if spec is None else reason,
-        _bytes(shape, dtype),
-        _bytes(local, dtype),
-        answer.memory_kind,
-    )
-
-
-def _bytes(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array on a device, where two int4 share one; whole bytes."""
+def _bits(dtype: Any) -> int:
+    """The bits of one element on a device."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # of PRNG keys
-    bits = 8 * dtype.itemsize if extended else jax.dtypes.itemsize_bits(dtype)
-    return -(-math.prod(shape) * bits // 8)
+    return int(8 * dtype.itemsize if extended else jax.dtypes.itemsize_bits(dtype))
+
+
+def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
+    if spec is None:
+        return 'left to the compiler'
+    if answer.spec is None or answer.spec == spec or _spec.canonical(answer.spec) == spec:
+        return answer.reason
+    asked = f'asked for {answer.spec}, which does not divide'
+    return f'{answer.reason}; {asked}' if answer.reason else asked
 
 
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:

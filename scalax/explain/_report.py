@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from scalax.errors import ShardingError, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write
+from scalax.explain._page import data, plain, widget
+from scalax.explain._rich import RichReport, print_report
 from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated
-from scalax.explain._text import render_table
+from scalax.explain._text import idle_notes, lines_of, render_table, totals
+
+_TITLE = 'Sharding report'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +62,47 @@ class ShardingReport:
             fold: whether leaves that differ in integer keys of their paths only share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
-        notes = []
-        if self.unused_rules:
-            notes.append(f'regexes that match nothing: {", ".join(map(repr, self.unused_rules))}')
-        if self.shadowed_rules:
-            notes.append(
-                f'regexes always shadowed by earlier ones: {", ".join(map(repr, self.shadowed_rules))}'
-            )
+        notes = idle_notes(self.unused_rules, self.shadowed_rules)
         return render_table(self.rows, self.mesh, notes, width, fold)
+
+    def print(self, file: TextIO | None = None) -> None:
+        """Prints the report: in colours to a terminal if rich is installed, else as ``str()`` of it.
+
+        Args:
+            file: where to; standard output by default.
+        """
+        print_report(self, file)
+
+    def __rich__(self) -> RichReport:
+        return RichReport(self)
+
+    def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
+        """Writes the report as a page of its own, which loads nothing from anywhere.
+
+        It is a tree that folds, sorts and filters; where scripts do not run, a plain folded table.
+
+        Args:
+            path: the file to write.
+            title: the title of the page.
+
+        Example:
+            >>> import tempfile, pathlib
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / 'report.html'
+            >>> ShardingReport((), {'fsdp': 8}).to_html(path, title='Nothing yet')
+            >>> path.read_text()[:15]
+            '<!DOCTYPE html>'
+        """
+        Path(path).write_bytes(widget().page(title, *self._html_parts(title)).encode())
+
+    def _repr_html_(self) -> str:
+        return widget().fragment(*self._html_parts(_TITLE))
+
+    def _html_parts(self, title: str) -> tuple[str, dict[str, object]]:
+        """The report where scripts do not run, and what they show where they do."""
+        lines = lines_of(self.rows, folded=True)
+        idle = self.unused_rules, self.shadowed_rules
+        below = [*totals(self.rows, self.mesh), *idle_notes(*idle)]
+        return plain(lines, below), data(title, lines, self.mesh, *idle)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""

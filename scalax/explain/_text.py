@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
+from scalax._html import visible
 from scalax.explain._fold import Fold, fold
 from scalax.explain._rows import ReportRow, replicated
 
-_HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
+Line = tuple[Fold, ReportRow]
+"""What a line of a table stands for, and the first of its rows."""
+
+HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _RULE = 4  # the column of the rules
 _LEAST_RULE = 24
-_MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
+_all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
+MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
 
 def human_bytes(count: int) -> str:
@@ -53,18 +60,20 @@ def render_table(
         width: the columns the table may take.
         folded: whether leaves that are the same in many layers share a line.
     """
-    width = columns(width)
-    cells = [_HEADS, *map(_cells, *_lines_of(rows, folded))]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
+    cells = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
+    widths, hint = fitted(cells, columns(width))
+    return '\n'.join([*aligned(cells, widths, 0, 3), '', *totals(rows, mesh), *notes, *hint])
+
+
+def fitted(cells: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], list[str]]:
+    """The widths of a report's columns in so many columns of text, and what to say of those left out."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
     room = width - sum(widths[:_RULE] + [2] * _RULE)
-    hint = []
     if room >= min(_LEAST_RULE, widths[_RULE]):
-        widths[_RULE] = min(room, widths[_RULE])
-    else:
-        widths.pop()
-        shrink(widths, width - 2 * (len(widths) - 1), [12, 10, 8, 10])
-        hint = [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
-    return '\n'.join([*aligned(cells, widths, 0, 3), *_footer(rows, mesh), *notes, *hint])
+        return [*widths[:_RULE], min(room, widths[_RULE])], []
+    widths.pop()
+    shrink(widths, width - 2 * (len(widths) - 1), [12, 10, 8, 10])
+    return widths, [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
 
 
 def aligned(cells: Sequence[tuple[str, ...]], widths: Sequence[int], path: int, size: int) -> list[str]:
@@ -85,7 +94,7 @@ def shrink(widths: list[int], room: int, least: Sequence[int]) -> None:
 
 def folded_path(item: Fold) -> str:
     """The path column of a line that may stand for several leaves."""
-    return item.short_name(_MOST_RUNS) or '(leaf)'
+    return visible(item.short_name(MOST_RUNS)) or '(leaf)'
 
 
 def array_text(row: ReportRow, count: int = 1) -> str:
@@ -110,16 +119,17 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
     return ', '.join(f'{name}={size}' for name, size in mesh.items())
 
 
-def _lines_of(rows: Sequence[ReportRow], folded: bool) -> tuple[list[Fold], list[ReportRow]]:
-    """What each line stands for, and the first of its rows."""
+def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
+    """The lines of a table; without folding there is one for each row."""
     if folded:
-        folds = fold((row.path, dataclasses.replace(row, path='')) for row in rows)
+        folds = fold((row.path, _all_but_path(row)) for row in rows)
     else:
         folds = [Fold((row.path,), index) for index, row in enumerate(rows)]
-    return folds, [rows[item.first] for item in folds]
+    return [(item, rows[item.first]) for item in folds]
 
 
-def _cells(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
+def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
+    """What a line says in each column."""
     size = human_bytes(row.bytes_per_device * item.count)
     return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
 
@@ -127,19 +137,35 @@ def _cells(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
 def _line(cells: tuple[str, ...], widths: Sequence[int], path: int, size: int) -> str:
     texts = []
     for column, (text, width) in enumerate(zip(cells, widths, strict=False)):
-        if len(text) > width:
-            # The end of a path tells leaves apart; of everything else the beginning says more.
-            text = f'...{text[len(text) - width + 3 :]}' if column == path else f'{text[: width - 3]}...'
+        text = cut(text, width, column == path)
         texts.append(text.rjust(width) if column == size else text.ljust(width))
     return '  '.join(texts).rstrip()
 
 
-def _footer(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
+def cut(text: str, width: int, is_path: bool) -> str:
+    """At most *width* characters of a cell."""
+    if len(text) <= width:
+        return text
+    # The end of a path tells leaves apart; of everything else the beginning says more.
+    return f'...{text[len(text) - width + 3 :]}' if is_path else f'{text[: width - 3]}...'
+
+
+def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
+    """What all rows together come to, in two lines."""
     whole = replicated(rows)
     return [
-        '',
         f'{arrays(len(rows))}, {human_bytes(sum(row.bytes for row in rows))} in all, '
         f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
         f'({mesh_text(mesh)})',
         f'replicated: {arrays(len(whole.paths))}, {human_bytes(whole.bytes)} on each device',
     ]
+
+
+def idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
+    """A line for each kind of regex that does nothing."""
+    notes = []
+    if unused:
+        notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')
+    if shadowed:
+        notes.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, shadowed))}')
+    return notes

@@ -5,16 +5,16 @@ A table is a tuple of rows ``(regex, PartitionSpec)`` over the axes ``'fsdp'``, 
 add your own rows in front, ``rule((my_row, *LLAMA))``.
 
 ==============  ====================================================================================
-table           names
+table           the parameter names of
 ==============  ====================================================================================
-`LLAMA`         Hugging Face (``self_attn/q_proj/kernel``), EasyLM (``attention/wq/kernel``), MaxText
-                (``mlp/wi_0/kernel``), bare (``attention/query``, ``mlp/up``)
-`GEMMA`         those, and Google DeepMind's (``attn/q_einsum/w``)
-`MIXTRAL`       those of LLaMA, and experts (``experts/0/w1/kernel``, ``experts/w1``, ``MoeBlock_0/wi_0``)
-`GPT`           GPT-J, GPT-Neo, GPT-NeoX, and GPT-2 with weights of (in, out)
-`GPT2`          Hugging Face's FlaxGPT2, which keeps its weights as (out, in)
-`VIT`           Hugging Face's FlaxViT, Google's vision_transformer and big_vision
-`T5`            Hugging Face's FlaxT5, and T5X
+`LLAMA`         Hugging Face (``self_attn/q_proj``), EasyLM (``attention/wq``), MaxText (``mlp/wi_0``),
+                and bare ones (``attention/query``, ``mlp/up``)
+`GEMMA`         those, and Google DeepMind's gemma (``attn/q_einsum/w``)
+`MIXTRAL`       those of LLaMA, and experts (``experts/0/w1``, ``experts/w1``, ``MoeBlock_0/wi_0``)
+`GPT`           GPT-J, GPT-Neo, GPT-NeoX, and GPT-2 of ordinary linear layers
+`GPT2`          Hugging Face's GPT-2, whose matrices lie the other way round
+`VIT`           Hugging Face, Google's vision_transformer and big_vision, eqxvision
+`T5`            Hugging Face, and T5X
 `SPLIT_HEADS`   rows to put in front where heads are a dimension: (embed, heads, head_dim), as in
                 ``flax.linen.MultiHeadDotProductAttention`` and MaxText
 ==============  ====================================================================================
@@ -27,18 +27,24 @@ split over experts, as in GShard (Lepikhin et al., arXiv:2006.16668, section 3) 
 (Fedus et al., arXiv:2101.03961, section 5). FSDP takes the other dimension of each matrix (ZeRO, stage
 3, Rajbhandari et al., arXiv:1910.02054). Norms and single vectors are replicated.
 
-**Weights are (in, out)**, the convention of flax's ``kernel``. PyTorch's ``weight`` is (out, in), and has
-no row here, except that of norms.
+**The last key says how a matrix lies.** ``kernel`` is (in, out), as in flax, and so is an array that is a
+matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch. Both get the same layout. A
+``value`` after that is the box or variable of flax around an array, and changes nothing.
 
 **A spec has one entry for each dimension of the array.** Arrays of another rank are an error: a spec for
 (8192, 1024) would otherwise shard the layers of (80, 8192, 1024). `rule` takes the place of the stacked
-layers, and ``rule(...).stacked(1)`` is for trees that are stacked throughout. The layers come first (in
-MaxText: ``param_scan_axis=0``). ``PartitionSpec()`` replicates arrays of any rank.
+layers, and ``rule(...).stacked(1)`` is for trees that are stacked throughout. The layers come first.
+``PartitionSpec()`` replicates arrays of any rank.
 
 **What may not divide**: vocabularies that are not padded (GPT-2's 50257; Megatron pads them), and heads
-where the model has fewer of them than tp has devices. Pad them, or pass ``on_indivisible``. In fused
-matrices (``c_attn``, ``qkv``, ``gate_up_proj``) the parts do not end where the shards do, so that XLA
-moves data to split them.
+that are a dimension, where there are fewer of them than tp has devices. Pad them, or pass ``on_indivisible``.
+Heads that are part of a dimension are then cut, and so are the parts of fused matrices (``c_attn``, ``qkv``,
+``gate_up_proj``), which do not end where the shards do: XLA moves data to split them.
+
+**What has no table.** Trees that name their dimensions need none, see `LogicalAxisShardingRule`: haliax
+(Levanter), MaxText and T5X, also where their layers are stacked in the second dimension
+(``param_scan_axis=1``). Layers without names (``layers/0/weight`` of ``equinox.nn.MLP``) need rows of your
+own.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, entries, entry_axes
 from scalax.errors import Problem, RuleError
-from scalax.rules._base import REPLICATED, AxisSizes, Said
+from scalax.rules._base import REPLICATED, Answer, AxisSizes, Said
 from scalax.rules._tree_path import TreePathShardingRule
 
 __all__ = [
@@ -102,7 +108,7 @@ def rule(
         >>> import numpy as np
         >>> layer = {'mlp': {'up_proj': {'kernel': np.zeros((8, 32))}}, 'norm': {'weight': np.zeros(8)}}
         >>> rule(LLAMA, fsdp='data').apply({'layers': [layer]})
-        {'layers': [{'mlp': {'up_proj': {'kernel': P('data', 'tp')}}, 'norm': {'weight': P()}}]}
+        {'layers': [{'mlp': {'up_proj': {'kernel': P('data', 'tp')}}, 'norm': {'weight': P(None,)}}]}
 
         With 80 layers in one array:
 
@@ -167,154 +173,203 @@ class ExactRankRule(TreePathShardingRule):
         # One answer serves all leaves of a clause, so that its rank is worked out once.
         ranks = {id(answer): self._rank(answer) for answer in {id(one): one for one in said}.values()}
         for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
-            if ranks[id(answer)] not in (None, len(shape)):
-                said[index] = self._other_rank(tree, index, answer, len(shape))
+            rank = ranks[id(answer)]
+            if isinstance(answer, Answer) and rank is not None and rank != len(shape):
+                said[index] = _other_rank(tree.describe(index), answer, rank, len(shape))
         return said
 
     def _rank(self, said: Said) -> int | None:
         """The rank that the answer is for; None for any."""
-        # Problems have no clauses, nor have the answers about arrays of one element.
-        clauses = getattr(said, 'clauses', ())
-        if not clauses or clauses[0][0] is not self:
+        # Answers about arrays of one element have no clauses, and those of other rules are their own affair.
+        if not isinstance(said, Answer) or not said.clauses or said.clauses[0][0] is not self:
             return None
-        value = self.rules[clauses[0][1]][1]
+        value = self.rules[said.clauses[0][1]][1]
         spec = value.spec if isinstance(value, NamedSharding) else value
         return len(entries(spec)) or None if isinstance(spec, PartitionSpec) else None
 
-    def _other_rank(self, tree: NamedTree, index: int, said: Said, rank: int) -> Problem:
-        return Problem(
-            'rank',
-            tree.describe(index),
-            f'the spec is for {self._rank(said)} dimensions, and the array has {rank}',
-            spec=str(getattr(said, 'spec', '')),
-            rule=str(getattr(said, 'origin', '')),
-            hint="stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/'); heads "
-            'that are a dimension take catalogue.SPLIT_HEADS in front; others a row of your own.',
-        )
+
+def _other_rank(leaf: str, answer: Answer, expected: int, rank: int) -> Problem:
+    return Problem(
+        'rank',
+        leaf,
+        f'the spec is for an array of rank {expected}, and this one is of rank {rank}',
+        spec=str(answer.spec),
+        rule=answer.origin,
+        hint="stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/'); heads "
+        'that are a dimension take catalogue.SPLIT_HEADS in front; others a row of your own.',
+    )
 
 
 # --- The tables ----------------------------------------------------------------------------------
 
 _COLUMN = PartitionSpec('fsdp', 'tp')  # (in, out) of a column-parallel layer
 _ROW = PartitionSpec('tp', 'fsdp')  # (in, out) of a row-parallel layer; (vocabulary, features)
+_VECTOR = PartitionSpec(None)
+
+_BEGIN = '(^|/)'
+_END = '(/value)?$'  # flax's boxes and variables hold their arrays as `value`
+
+# Attention: Hugging Face's; equinox's MultiheadAttention; flax's. A path that ends with `value` is any boxed
+# array, unless it ends with `attention/value`.
+_QKV = '[qkv]_proj|(query|key|value)_proj|query|key|value(?=/)|(self_)?(attention|attn)/value'
+_OUT = 'o_proj|out|out_proj|output_proj'
 
 
-def _weights(names: str) -> str:
-    """The regex of matrices by these names, themselves arrays or modules with a kernel."""
-    return rf'(^|/)({names})(/kernel)?$'
+def _named(names: str) -> str:
+    """The regex of leaves whose path ends with one of these names."""
+    return f'{_BEGIN}({names}){_END}'
 
 
-def _biases(names: str) -> str:
-    return rf'(^|/)({names})/bias$'
+def _matrices(names: str, spec: PartitionSpec) -> Table:
+    """Matrices by these names; the spec is for (in, out), perhaps of several experts."""
+    *first, inputs, outputs = spec
+    return (
+        (f'{_BEGIN}({names})(/kernel)?{_END}', spec),
+        (f'{_BEGIN}({names})/weight{_END}', PartitionSpec(*first, outputs, inputs)),
+    )
 
 
 def _pairs(first: str, second: str) -> Table:
     """Megatron's pair: the first matrices are column-parallel, the second ones row-parallel."""
     return (
-        (_weights(first), _COLUMN),
-        (_weights(second), _ROW),
-        (_biases(first), PartitionSpec('tp')),
+        *_matrices(first, _COLUMN),
+        *_matrices(second, _ROW),
+        (_named(f'({first})/bias'), PartitionSpec('tp')),
         # Added after the sum over tp, hence whole.
-        (_biases(second), REPLICATED),
+        (_named(f'({second})/bias'), _VECTOR),
     )
 
 
-_NORMS: Table = ((r'(^|/)((?i:\w*norm\w*)|ln_\w+)/(scale|weight|kernel|bias)$', REPLICATED),)
+def _embeddings(names: str) -> Table:
+    """(vocabulary, features): ``embedding`` in flax, ``weight`` in equinox."""
+    return ((_named(f'({names})/(embedding|weight)'), _ROW),)
+
+
+# Vectors, so that a matrix with a norm in its name is an error and not replicated.
+_NORMS: Table = ((_named(r'((?i:\w*norm\w*)|ln_\w+|\w+_ln)/(scale|weight|kernel|bias)'), _VECTOR),)
 
 SPLIT_HEADS: Table = (
-    (r'(^|/)(query|key|value|[qkv]_proj)/kernel$', PartitionSpec('fsdp', 'tp', None)),
-    (r'(^|/)(query|key|value|[qkv]_proj)/bias$', PartitionSpec('tp', None)),
-    (r'(^|/)(out|o_proj)/kernel$', PartitionSpec('tp', None, 'fsdp')),
+    (_named(f'({_QKV})/kernel'), PartitionSpec('fsdp', 'tp', None)),
+    (_named(f'({_QKV})/bias'), PartitionSpec('tp', None)),
+    (_named(f'({_OUT})/kernel'), PartitionSpec('tp', None, 'fsdp')),
 )
-"""Attention whose heads are a dimension: heads over tp, as in Megatron-LM. To be put in front of a table."""
+"""Attention whose heads are a dimension: heads over tp, as in Megatron-LM. To be put in front of a table.
+
+Only there: without such heads, stacked layers that `rule` was not told of have the rank of these rows.
+"""
 
 LLAMA: Table = (
-    (r'(^|/)(embed_tokens|wte|token_embedder|embed)/embedding$', _ROW),
-    (r'(^|/)(lm_head|logits_dense)/kernel$', _COLUMN),
+    *_embeddings('embed_tokens|wte|token_embedder|embed'),
+    *_matrices('lm_head|logits_dense', _COLUMN),
     *_pairs(
-        r'[qkv]_proj|qkv_proj|w[qkv]|wqkv|query|key|value|qkv|(gate|up|gate_up)_proj|w[13]|wi_[01]|gate|up',
-        r'o_proj|wo|out|down_proj|w2|down',
+        f'{_QKV}|qkv_proj|w[qkv]|wqkv|qkv|(gate|up|gate_up)_proj|w[13]|wi_[01]|gate|up',
+        f'{_OUT}|wo|down_proj|w2|down',
     ),
     *_NORMS,
 )
-"""LLaMA and decoders that name their parameters alike (Mistral, Qwen): Megatron-LM's pairs."""
+"""LLaMA and decoders that name their parameters alike (Mistral, Qwen): Megatron-LM's pairs.
+
+Names: ``modeling_flax_llama.py`` of huggingface/transformers 4, ``models/llama`` of young-geng/EasyLM,
+``layers/attentions.py`` and ``layers/linears.py`` of AI-Hypercomputer/maxtext.
+"""
 
 GEMMA: Table = (
-    (r'(^|/)input_embedding$', _ROW),
-    (r'(^|/)q_einsum/w$', PartitionSpec('tp', 'fsdp', None)),  # (heads, embed, head_dim)
-    (r'(^|/)kv_einsum/w$', PartitionSpec(None, 'tp', 'fsdp', None)),  # (2, heads, embed, head_dim)
-    (r'(^|/)attn_vec_einsum/w$', PartitionSpec('tp', None, 'fsdp')),  # (heads, head_dim, embed)
-    (r'(^|/)gating_einsum(/w)?$', PartitionSpec(None, 'tp', 'fsdp')),  # (2, hidden, embed)
-    (r'(^|/)linear(/w)?$', _ROW),  # (hidden, embed)
+    (_named('input_embedding'), _ROW),
+    (_named('q_einsum/w'), PartitionSpec('tp', 'fsdp', None)),  # (heads, embed, head_dim)
+    (_named('q?kv_einsum/w'), PartitionSpec(None, 'tp', 'fsdp', None)),  # (2 or 3, heads, embed, head_dim)
+    (_named('attn_vec_einsum/w'), PartitionSpec('tp', None, 'fsdp')),  # (heads, head_dim, embed)
+    (_named('gating_einsum(/w)?'), PartitionSpec(None, 'tp', 'fsdp')),  # (2, hidden, embed)
+    (_named('linear(/w)?'), _ROW),  # (hidden, embed)
     *LLAMA,
 )
 """Gemma, by the names of Hugging Face and others (see `LLAMA`) and those of Google DeepMind's library.
 
-There ``gating_einsum`` is (2, hidden, embed), as in Gemma 2 9B and 27B and in Gemma 3
-(``transpose_gating_einsum=True``); the older models have (2, embed, hidden), which take a row of your own,
-``('gating_einsum', PartitionSpec(None, 'fsdp', 'tp'))``.
+There (``gm/nn/_modules.py`` of google-deepmind/gemma) ``gating_einsum`` is (2, hidden, embed), as in Gemma 2
+9B and 27B and in Gemma 3 (``transpose_gating_einsum=True``); the others have (2, embed, hidden), which take a
+row of your own, ``('gating_einsum', PartitionSpec(None, 'fsdp', 'tp'))``. Encoders of images have no rows.
 """
 
 _EXPERTS = r'(experts|MoeBlock_\d+)'
 
 MIXTRAL: Table = (
     # Split over neither tp nor expert: every device routes its own tokens.
-    (r'(^|/)(block_sparse_moe|MoeBlock_\d+|moe)/(gate|router)/kernel$', PartitionSpec('fsdp', None)),
+    *_matrices(r'(block_sparse_moe|MoeBlock_\d+|moe|mlp)/(gate|router)', PartitionSpec('fsdp', None)),
     # One expert an array: no dimension of experts, so that their axis helps fsdp.
-    (r'(^|/)experts/\d+/(w[13]|gate_proj|up_proj)(/kernel)?$', PartitionSpec(('expert', 'fsdp'), 'tp')),
-    (r'(^|/)experts/\d+/(w2|down_proj)(/kernel)?$', PartitionSpec('tp', ('expert', 'fsdp'))),
+    *_matrices(r'experts/\d+/(w[13]|gate_proj|up_proj)', PartitionSpec(('expert', 'fsdp'), 'tp')),
+    *_matrices(r'experts/\d+/(w2|down_proj)', PartitionSpec('tp', ('expert', 'fsdp'))),
     # All experts of a layer in one array: (experts, in, out).
-    (
-        rf'(^|/){_EXPERTS}/(w[13]|wi_[01]|gate_proj|up_proj|gate|up)(/kernel)?$',
-        PartitionSpec('expert', 'fsdp', 'tp'),
+    *_matrices(
+        f'{_EXPERTS}/(w[13]|wi_[01]|gate_proj|up_proj|gate|up)', PartitionSpec('expert', 'fsdp', 'tp')
     ),
-    (rf'(^|/){_EXPERTS}/(w2|wo|down_proj|down)(/kernel)?$', PartitionSpec('expert', 'tp', 'fsdp')),
+    *_matrices(f'{_EXPERTS}/(w2|wo|down_proj|down)', PartitionSpec('expert', 'tp', 'fsdp')),
     *LLAMA,
 )
-"""Mixtral: experts over their own axis, as in GShard and Switch Transformers, and the rest as in `LLAMA`."""
+"""Mixtral: experts over their own axis, as in GShard and Switch Transformers, and the rest as in `LLAMA`.
+
+Names: ``models/mixtral`` of huggingface/transformers 4, ``layers/moe.py`` of AI-Hypercomputer/maxtext.
+"""
 
 GPT: Table = (
-    (r'(^|/)(wte|wpe|embed_in)/embedding$', _ROW),
-    (r'(^|/)(lm_head|embed_out)/kernel$', _COLUMN),
-    (r'(^|/)lm_head/bias$', PartitionSpec('tp')),
+    *_embeddings('wte|wpe|embed_in'),
+    *_matrices('lm_head|embed_out', _COLUMN),
+    (_named('lm_head/bias'), PartitionSpec('tp')),
     *_pairs(
-        r'c_attn|qkv|query_key_value|[qkv]_proj|query|key|value|c_fc|fc_in|fc1|dense_h_to_4h|up',
-        r'c_proj|out_proj|out|attention/dense|fc_out|fc2|dense_4h_to_h|down',
+        f'c_attn|qkv|query_key_value|{_QKV}|c_fc|fc_in|fc1|dense_h_to_4h|up',
+        f'c_proj|{_OUT}|attention/dense|fc_out|fc2|dense_4h_to_h|down',
     ),
     *_NORMS,
 )
-"""GPT decoders with weights of (in, out): Megatron-LM's pairs. Tables of positions lie as those of words."""
+"""GPT decoders: Megatron-LM's pairs. Tables of positions lie as those of words.
+
+Names: ``models/gptj``, ``gpt_neo``, ``gpt_neox`` and ``gpt2`` of huggingface/transformers 4.
+"""
 
 GPT2: Table = (
-    (r'(^|/)(c_attn|q_attn|c_fc)/kernel$', PartitionSpec('tp', 'fsdp')),
-    (r'(^|/)c_proj/kernel$', PartitionSpec('fsdp', 'tp')),
+    (_named('(c_attn|q_attn|c_fc)/kernel|c_proj/weight'), _ROW),
+    (_named('(c_attn|q_attn|c_fc)/weight|c_proj/kernel'), _COLUMN),
     *GPT,
 )
-"""Hugging Face's FlaxGPT2, whose FlaxConv1D keeps kernels as (out, in): Megatron-LM's pairs, transposed."""
+"""Hugging Face's GPT-2: Megatron-LM's pairs, on matrices that lie the other way round.
+
+Its ``FlaxConv1D`` keeps ``kernel`` as (out, in), and the ``Conv1D`` of PyTorch keeps ``weight`` as (in, out).
+"""
+
+_PATCHES = 'patch_embeddings/projection|patch_embed/proj|embedding'
+_HEADS = 'classifier|head|fc|pooler/dense|pre_logits'
 
 VIT: Table = (
     # Patches of (height, width, colours, features): of these only the features are many.
-    (r'(^|/)(patch_embeddings/projection|embedding)/kernel$', PartitionSpec(None, None, None, 'fsdp')),
-    (r'(^|/)(patch_embeddings/projection|embedding)/bias$', REPLICATED),
-    (r'(^|/)(position_embeddings|pos_embedding)$', PartitionSpec(None, None, 'fsdp')),
-    (r'(^|/)(cls_token|cls)$', REPLICATED),
-    (r'(^|/)(classifier|head|pooler/dense|pre_logits)/kernel$', _COLUMN),
-    (r'(^|/)(classifier|head|pooler/dense|pre_logits)/bias$', PartitionSpec('tp')),
+    (_named(f'({_PATCHES})/kernel'), PartitionSpec(None, None, None, 'fsdp')),
+    (_named(f'({_PATCHES})/weight'), PartitionSpec('fsdp', None, None, None)),
+    (_named(f'({_PATCHES})/bias'), REPLICATED),
+    (_named('position_embeddings|pos_embedding'), PartitionSpec(None, None, 'fsdp')),
+    (_named('pos_embed'), PartitionSpec(None, 'fsdp')),
+    (_named('cls|cls_token|probe'), REPLICATED),
+    *_matrices(_HEADS, _COLUMN),
+    (_named(f'({_HEADS})/bias'), PartitionSpec('tp')),
     *_pairs(
-        r'query|key|value|qkv|intermediate/dense|MlpBlock_\d+/Dense_0|fc1',
-        r'output/dense|out|attn/proj|MlpBlock_\d+/Dense_1|fc2',
+        rf'{_QKV}|qkv|intermediate/dense|MlpBlock_\d+/Dense_0|fc1',
+        rf'output/dense|{_OUT}|attn/proj|MlpBlock_\d+/Dense_1|fc2',
     ),
     *_NORMS,
 )
-"""Vision transformers: Megatron-LM's pairs; patches and positions over fsdp only."""
+"""Vision transformers: Megatron-LM's pairs; patches and positions over fsdp only.
+
+Names: ``modeling_flax_vit.py`` of huggingface/transformers 4, google-research/vision_transformer,
+``models/vit.py`` of google-research/big_vision, ``models/classification/vit.py`` of paganpasta/eqxvision.
+"""
 
 T5: Table = (
-    (r'(^|/)(shared|token_embedder)/embedding$', _ROW),
+    *_embeddings('shared|token_embedder'),
     # (buckets, heads), a few kilobytes.
-    (r'(^|/)(relative_attention_bias/embedding|rel_embedding)$', REPLICATED),
-    (r'(^|/)(lm_head|logits_dense)/kernel$', _COLUMN),
-    (_weights(r'SelfAttention/[qkv]|EncDecAttention/[qkv]|query|key|value|wi|wi_[01]'), _COLUMN),
-    (_weights(r'SelfAttention/o|EncDecAttention/o|out|wo'), _ROW),
+    (_named('relative_attention_bias/(embedding|weight)|rel_embedding'), REPLICATED),
+    *_matrices('lm_head|logits_dense', _COLUMN),
+    *_matrices(f'(SelfAttention|EncDecAttention)/[qkv]|{_QKV}|wi|wi_[01]', _COLUMN),
+    *_matrices(f'(SelfAttention|EncDecAttention)/o|{_OUT}|wo', _ROW),
     *_NORMS,
 )
-"""T5, of Hugging Face and of T5X: Megatron-LM's pairs, and its layout of cross-attention alike."""
+"""T5, of Hugging Face and of T5X: Megatron-LM's pairs, and its layout of cross-attention alike.
+
+Names: ``modeling_flax_t5.py`` of huggingface/transformers 4, ``examples`` of google-research/t5x. Where T5X
+keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
+"""

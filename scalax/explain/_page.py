@@ -1,0 +1,84 @@
+"""How does a report become HTML? A plain table, and the data that its script makes a tree of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from scalax import _html
+from scalax.explain._fold import Fold, braces, runs
+from scalax.explain._text import (
+    HEADS,
+    MOST_RUNS,
+    Line,
+    array_text,
+    arrays,
+    cells_of,
+    human_bytes,
+    spec_text,
+)
+
+
+@functools.cache
+def widget() -> _html.Widget:
+    """The tree that folds, sorts and filters."""
+    markup, style, model, view = (
+        _html.asset('scalax.explain', name) for name in ('report.html', 'report.css', 'tree.js', 'report.js')
+    )
+    return _html.Widget(markup, style, f'{model}\n{view}')
+
+
+def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
+    """The report where scripts do not run: the folded table, and paragraphs *below* it.
+
+    Of many lines, those that take the most of a device are shown, in the order of the tree.
+    """
+    by_size = sorted(range(len(lines)), key=lambda i: -lines[i][0].count * lines[i][1].bytes_per_device)
+    cells = [cells_of(*lines[i]) for i in sorted(by_size[: _html.MOST_LINES])]
+    rest = [lines[i] for i in by_size[_html.MOST_LINES :]]
+    if rest:
+        count = sum(fold.count for fold, _ in rest)
+        size = sum(fold.count * row.bytes_per_device for fold, row in rest)
+        below = [f'smaller ones, not shown: {arrays(count)}, {human_bytes(size)} on each device', *below]
+    return f'{_html.table(HEADS, cells, right=[3])}\n{_html.paragraphs(below)}'
+
+
+def data(
+    title: str,
+    lines: Sequence[Line],
+    mesh: Mapping[str, int],
+    unused: Sequence[str],
+    shadowed: Sequence[str],
+) -> dict[str, object]:
+    """What the script shows. Texts that many lines share are written once: a line holds their numbers."""
+    texts: dict[str, int] = {}
+
+    def number_of(text: str) -> int:
+        return texts.setdefault(_html.visible(text), len(texts))
+
+    values = [
+        [
+            _path(fold),
+            *map(number_of, (array_text(row), spec_text(row), row.rule, row.reason)),
+            row.bytes,
+            row.bytes_per_device,
+            int(row.is_replicated),
+        ]
+        for fold, row in lines
+    ]
+    return {
+        'title': _html.visible(title),
+        'mesh': [(_html.visible(name), size) for name, size in mesh.items()],
+        'unused': [_html.visible(regex) for regex in unused],
+        'shadowed': [_html.visible(regex) for regex in shadowed],
+        'texts': list(texts),
+        'lines': values,
+    }
+
+
+def _path(fold: Fold) -> list[object]:
+    """The keys of a path; where it has several numbers, how they print and which they are."""
+    return [
+        _html.visible(part) if isinstance(part, str) else (braces(part, MOST_RUNS), runs(part))
+        for part in fold.parts
+    ]

@@ -1,0 +1,204 @@
+"""Which devices hold which block of an array? Pure: a sharding and a shape, no data, no devices touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from scalax import _spec
+from scalax._spec import MeshAxes
+
+Index = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimension:
+    """How one dimension of an array is cut.
+
+    Attributes:
+        size: of the whole array.
+        ranges: the (start, stop) of each part, in order.
+        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty where nothing or nobody names them.
+    """
+
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+    axes: str = ''
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several parts."""
+        return len(self.ranges) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of one array, and who holds them.
+
+    Attributes:
+        dimensions: how each dimension is cut; the blocks are all products of their parts.
+        holders: the number of a part in each dimension -> the devices that hold that block, in mesh order.
+        devices: the numbers of all devices, in mesh order.
+        numbering: what the numbers of devices stand for, as a sentence.
+        placement: the spec, or what else says where the array lies; and its memory, if not the default.
+        notes: what else must be known of the blocks, as sentences.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    holders: Mapping[Index, tuple[int, ...]]
+    devices: tuple[int, ...]
+    numbering: str
+    placement: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(dimension.size for dimension in self.dimensions)
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """The dimensions that have several parts."""
+        return tuple(number for number, dimension in enumerate(self.dimensions) if dimension.is_cut)
+
+    def at(self, index: Index) -> tuple[int, ...]:
+        """The devices that hold a block; none for a block that the sharding leaves out."""
+        return self.holders.get(index, ())
+
+    def slices(self, index: Index) -> str:
+        """What a block holds, as one would index the array: ``[0:2, 8:16]``."""
+        pairs = zip(self.dimensions, index, strict=True)
+        return f'[{", ".join(range_text(dimension.ranges[part]) for dimension, part in pairs)}]'
+
+
+def range_text(bounds: tuple[int, int]) -> str:
+    """A part of a dimension as one would index it: ``0:2``."""
+    return f'{bounds[0]}:{bounds[1]}'
+
+
+def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
+    """The blocks that a sharding makes of an array.
+
+    Args:
+        sharding: a NamedSharding of a ``Mesh`` or an ``AbstractMesh``, or any sharding of devices.
+        shape: the global shape.
+
+    Raises:
+        ValueError: JAX says that the sharding does not fit the shape (of shardings without a spec).
+
+    Example:
+        >>> from jax.sharding import PartitionSpec
+        >>> mesh = AbstractMesh((2, 2), ('data', 'model'))
+        >>> blocks = blocks_of(NamedSharding(mesh, PartitionSpec('model')), (8, 3))
+        >>> dict(blocks.holders)
+        {(0, 0): (0, 2), (1, 0): (1, 3)}
+    """
+    if isinstance(sharding, NamedSharding):
+        return _of_spec(sharding, tuple(shape))
+    return blocks_of_indices(sharding, tuple(shape))
+
+
+def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
+    """From the spec: exact for shapes that do not divide, and for meshes without devices."""
+    mesh, spec = sharding.mesh, sharding.spec
+    axes = MeshAxes.of(mesh)
+    entries = [*map(_spec.entry_axes, _spec.entries(spec)), *[()] * len(shape)][: len(shape)]
+    counts = [axes.size(names) for names in entries]
+    dimensions = tuple(
+        Dimension(size, _even(size, count), _axes_text(names, axes) if count > 1 else '')
+        for size, count, names in zip(shape, counts, entries, strict=True)
+    )
+    order = [axis for names in entries for axis in names]
+    order += [axis for axis in axes.sizes if axis not in order]
+    names_in_mesh = list(axes.sizes)
+    numbers = _numbers(mesh).transpose([names_in_mesh.index(axis) for axis in order])
+    rows = numbers.reshape(math.prod(counts), -1).tolist()
+    holders = dict(zip(itertools.product(*map(range, counts)), map(tuple, rows), strict=True))
+    placement = f'{_spec.canonical(spec)}{_memory(sharding)}'
+    notes = tuple(_notes(spec, dimensions))
+    devices = tuple(_numbers(mesh).ravel().tolist())
+    return Blocks(dimensions, holders, devices, _numbering(mesh, axes), placement, notes)
+
+
+def blocks_of_indices(sharding: Sharding, shape: tuple[int, ...]) -> Blocks:
+    """From what the sharding says of each device; nobody names what cuts the dimensions."""
+    held: dict[Any, tuple[tuple[int, int], ...]] = {
+        device: tuple(map(_bounds, index, shape))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    ranges = [tuple(sorted({bounds[number] for bounds in held.values()})) for number in range(len(shape))]
+    holders: dict[Index, tuple[int, ...]] = {}
+    for device, bounds in held.items():
+        index = tuple(ranges[number].index(pair) for number, pair in enumerate(bounds))
+        holders[index] = (*holders.get(index, ()), device.id)
+    return Blocks(
+        tuple(map(Dimension, shape, ranges)),
+        holders,
+        tuple(device.id for device in held),
+        _ids(held),
+        f'{type(sharding).__name__}{_memory(sharding)}',
+    )
+
+
+def _even(size: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Equal parts; of a size that does not divide, the last ones are smaller, or empty."""
+    step = -(-size // count)
+    return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(count))
+
+
+def _bounds(part: slice | int, size: int) -> tuple[int, int]:
+    if isinstance(part, int):
+        return part, part + 1
+    start, stop, _ = part.indices(size)
+    return start, stop
+
+
+def _axes_text(names: Iterable[str], axes: MeshAxes) -> str:
+    return ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
+
+
+def _numbers(mesh: Mesh | AbstractMesh) -> np.ndarray[Any, Any]:
+    """The ids of the devices in the shape of the mesh; of a mesh without devices, positions."""
+    sizes = tuple(mesh.shape.values())
+    if isinstance(mesh, AbstractMesh):
+        return np.arange(math.prod(sizes)).reshape(sizes)
+    return np.array([device.id for device in mesh.devices.flat]).reshape(sizes)
+
+
+def _numbering(mesh: Mesh | AbstractMesh, axes: MeshAxes) -> str:
+    if isinstance(mesh, AbstractMesh):
+        return f'Numbers are positions, in mesh order, in the abstract mesh ({axes}), which has no devices.'
+    return f'{_ids(mesh.devices.flat)[:-1]}, in the mesh ({axes}).'
+
+
+def _ids(devices: Iterable[Any]) -> str:
+    known = list(devices)
+    processes = {device.process_index for device in known}
+    of = f' of {len(processes)} processes' if len(processes) > 1 else ''
+    return f'Numbers are ids of {known[0].platform.upper()} devices{of}.'
+
+
+def _memory(sharding: Sharding) -> str:
+    kind = sharding.memory_kind
+    return '' if kind in (None, 'device') else f' in {kind}'
+
+
+def _notes(spec: Any, dimensions: Sequence[Dimension]) -> Iterable[str]:
+    for number, dimension in enumerate(dimensions):
+        count = len(dimension.ranges)
+        if dimension.size % count:
+            yield (
+                f'dim {number} of size {dimension.size} does not divide by {count}: '
+                'the last blocks are smaller, and padded by the compiler'
+            )
+    if spec.unreduced:
+        yield (
+            f'unreduced over {", ".join(map(str, sorted(spec.unreduced)))}: '
+            'devices of one block hold terms still to be combined, not copies'
+        )

@@ -1,0 +1,89 @@
+"""How do pictures look in a notebook, on a page, and in a file of their own?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scalax._html import asset, escape
+from scalax.visualize._panels import dimension_texts
+from scalax.visualize._pictures import Picture
+from scalax.visualize._svg import FONT, MOST_LINE, Drawn, below, document, draw, text_lines
+from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, lies_text, notes, wrapped
+
+TITLE = 'Where arrays lie'
+# Files of their own follow the reader's choice of light or dark; inside a page, that page decides.
+_COLORS = (
+    'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
+)
+_TEXT = 'margin: 0; overflow-wrap: anywhere'
+
+
+def render_fragment(pictures: Sequence[Picture]) -> str:
+    """All pictures as HTML to put into a page; it takes the colours and the fonts of that page."""
+    figures = [_figure(picture, pictures) for picture in pictures[:MOST_PICTURES]]
+    last = _paragraphs(closing(pictures), 'opacity: 0.75')
+    return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
+
+
+def render_page(pictures: Sequence[Picture], title: str) -> str:
+    """All pictures as a page of HTML that loads nothing and runs no script."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
+        f'<style>\n{asset("scalax", "palette.css")}{asset("scalax", "page.css")}</style>\n</head>\n'
+        f'<body>\n{render_fragment(pictures)}\n</body>\n</html>\n'
+    )
+
+
+def render_svg(pictures: Sequence[Picture]) -> str:
+    """All pictures as one SVG, one below the other, that needs nothing else."""
+    parts = [_with_words(picture, pictures) for picture in pictures[:MOST_PICTURES]]
+    parts.append(_wrapped(closing(pictures)))
+    label = '. '.join(_label(picture) for picture in pictures[:MOST_PICTURES]) or TITLE
+    return document(below(parts, 32), label, _COLORS, margin=16) + '\n'
+
+
+def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
+    drawn = draw(picture.blocks)
+    # On a narrow screen a picture shrinks as far as it can still be read, and then scrolls.
+    width = round(drawn.width) + 4
+    style = (
+        f'display: block; width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
+    )
+    svg = document(drawn, _label(picture), style)
+    names = ''.join(
+        f'<p style="{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px">{escape(line)}</p>'
+        for line in arrays_texts(picture)
+    )
+    return (
+        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">{names}'
+        f'{_paragraphs([lies_text(picture), _dimensions(picture)])}</figcaption>'
+        f'<div style="overflow-x: auto">{svg}</div>'
+        f'{_paragraphs(notes(picture, pictures), "margin-top: 8px; opacity: 0.75")}</figure>'
+    )
+
+
+def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:
+    """A picture and, as part of it, the words that belong to it."""
+    head = below(
+        [_wrapped(arrays_texts(picture), 'bold'), _wrapped([lies_text(picture), _dimensions(picture)])], 0
+    )
+    said = notes(picture, pictures)
+    return below([head, draw(picture.blocks), *([_wrapped(said)] if said else [])], 12)
+
+
+def _dimensions(picture: Picture) -> str:
+    return '; '.join(dimension_texts(picture.blocks))
+
+
+def _label(picture: Picture) -> str:
+    return f'{", ".join(arrays_texts(picture))}: {lies_text(picture)}'
+
+
+def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
+    return text_lines(wrapped(lines, MOST_LINE), weight)
+
+
+def _paragraphs(lines: Iterable[str], style: str = '') -> str:
+    return ''.join(f'<p style="{_TEXT}; {style}">{escape(line)}</p>' for line in lines if line)

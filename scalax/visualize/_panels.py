@@ -1,0 +1,258 @@
+"""What of the blocks is drawn, and how are devices written? The same for text and for SVG.
+
+At most two dimensions make a panel of rows and columns; a third one makes a row of panels. Dimensions
+that are not cut are left out of the picture. What does not fit is left out, and counted where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from scalax.explain._fold import runs
+from scalax.visualize._blocks import Blocks, Dimension, Index, range_text
+
+MOST_CUT = 3  # dimensions that a picture can show
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One block: where it is among the blocks, and the devices that hold it."""
+
+    index: Index
+    devices: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Blocks in rows and columns.
+
+    Attributes:
+        title: which part of the first dimension this is, if there are several panels.
+        rows: a label for each row; the empty string for none.
+        columns: a label for each column, likewise.
+        cells: row by row; None where blocks are left out.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[Cell | None, ...], ...]
+
+
+def picked(count: int, most: int) -> list[int | None]:
+    """Which of *count* things to show in *most* places (3 at least); None stands for those left out.
+
+    Example:
+        >>> picked(4, 4), picked(100, 5)
+        ([0, 1, 2, 3], [0, 1, 2, None, 99])
+    """
+    if count <= most:
+        return list(range(count))
+    return [*range(most - 2), None, count - 1]
+
+
+def can_draw(blocks: Blocks) -> bool:
+    """Whether a picture can show all dimensions that are cut."""
+    return len(blocks.cut) <= MOST_CUT
+
+
+def panels(
+    blocks: Blocks, most_rows: int, most_columns: int, most_panels: int, *, upright: bool = False
+) -> list[Panel | str]:
+    """The panels of a picture; a text stands for those that are left out.
+
+    Args:
+        blocks: what to draw; see `can_draw`.
+        most_rows: of a panel, the gap counted.
+        most_columns: of a panel, the gap counted.
+        most_panels: of the picture, the gap counted.
+        upright: whether a single dimension is drawn as a column.
+    """
+    across, down, through = _directions(blocks, upright)
+    rows = picked(_parts(blocks, down), most_rows)
+    columns = picked(_parts(blocks, across), most_columns)
+    if through is None:
+        return [_panel(blocks, {}, '', (down, rows), (across, columns))]
+    parts = blocks.dimensions[through].ranges
+    found: list[Panel | str] = []
+    for part in picked(len(parts), most_panels):
+        if part is None:
+            found.append(f'... {left_out(len(parts), most_panels)} ...')
+            continue
+        title = f'dim {through} = {range_text(parts[part])}'
+        found.append(_panel(blocks, {through: part}, title, (down, rows), (across, columns)))
+    return found
+
+
+def cells_of(drawn: Iterable[Panel | str]) -> list[Cell]:
+    """All blocks that are drawn."""
+    found = [panel for panel in drawn if isinstance(panel, Panel)]
+    return [cell for panel in found for row in panel.cells for cell in row if cell]
+
+
+def _directions(blocks: Blocks, upright: bool) -> tuple[int | None, int | None, int | None]:
+    """The dimensions of the columns, of the rows, and of the panels."""
+    cut = blocks.cut
+    if len(cut) == 1:
+        return (None, cut[0], None) if upright else (cut[0], None, None)
+    last = [None, None, None, *cut]
+    return last[-1], last[-2], last[-3]
+
+
+def _parts(blocks: Blocks, dim: int | None) -> int:
+    return 1 if dim is None else len(blocks.dimensions[dim].ranges)
+
+
+def left_out(count: int, most: int) -> str:
+    """How many of *count* things `picked` does not show."""
+    return f'{count - most + 1} more'
+
+
+def _panel(
+    blocks: Blocks,
+    fixed: dict[int | None, int],
+    title: str,
+    down: tuple[int | None, list[int | None]],
+    across: tuple[int | None, list[int | None]],
+) -> Panel:
+    def cell(row: int | None, column: int | None) -> Cell | None:
+        if row is None or column is None:
+            return None
+        parts: dict[int | None, int] = {**fixed, down[0]: row, across[0]: column}
+        index = tuple(parts.get(dim, 0) for dim in range(len(blocks.dimensions)))
+        return Cell(index, blocks.at(index))
+
+    return Panel(
+        title,
+        _labels(blocks, *down),
+        _labels(blocks, *across),
+        tuple(tuple(cell(row, column) for column in across[1]) for row in down[1]),
+    )
+
+
+def _labels(blocks: Blocks, dim: int | None, parts: Sequence[int | None]) -> tuple[str, ...]:
+    if dim is None:
+        return ('',) * len(parts)
+    ranges = blocks.dimensions[dim].ranges
+    more = left_out(len(ranges), len(parts))
+    return tuple(more if part is None else range_text(ranges[part]) for part in parts)
+
+
+# --- Words ----------------------------------------------------------------------------------------
+
+
+def dimension_texts(blocks: Blocks, *, upright: bool = False, drawn: bool = True) -> list[str]:
+    """What is done with each dimension, in the array and in the picture: ``dim 0 ↓ 8 over fsdp=4``.
+
+    Args:
+        blocks: of one array.
+        upright: as for `panels`.
+        drawn: whether there is a picture, and not a list.
+    """
+    none = None, None, None
+    across, down, through = _directions(blocks, upright) if drawn and can_draw(blocks) else none
+    words = {across: ' →', down: ' ↓', through: ':'}
+    texts = []
+    for number, dimension in enumerate(blocks.dimensions):
+        if not dimension.is_cut:
+            texts.append(f'dim {number}: {dimension.size}, whole')
+            continue
+        each = ', a panel for each part' if number == through else ''
+        texts.append(f'dim {number}{words.get(number, ":")} {dimension.size} {_cut_text(dimension)}{each}')
+    return texts
+
+
+def _cut_text(dimension: Dimension) -> str:
+    return f'over {dimension.axes}' if dimension.axes else f'in {len(dimension.ranges)} parts'
+
+
+def blocks_text(blocks: Blocks) -> str:
+    """How many blocks there are, of what shape, on how many devices each."""
+    largest = ','.join(
+        str(max((stop - start for start, stop in dimension.ranges), default=0))
+        for dimension in blocks.dimensions
+    )
+    count = len(blocks.holders)
+    copies = sorted({len(devices) for devices in blocks.holders.values()})
+    on = 'each on ' if count > 1 else 'on '
+    many = f'{copies[0]} to {copies[-1]}' if len(copies) > 1 else str(copies[0])
+    if count == 1 and copies[0] == len(blocks.devices) > 1:
+        many = f'all {many}'
+    number = '1 block' if count == 1 else f'{count} blocks'
+    at_most = (
+        ' at most' if any(dimension.size % len(dimension.ranges) for dimension in blocks.dimensions) else ''
+    )
+    return f'{number} of [{largest}]{at_most}, {on}{many} device{"" if many == "1" else "s"}'
+
+
+def writings(
+    blocks: Blocks, cells: Iterable[Cell], *, counted: bool = True
+) -> list[dict[tuple[int, ...], str]]:
+    """Ways to write the devices of all *cells*, the longest and most exact first; see `devices_text`."""
+    groups = list(dict.fromkeys(cell.devices for cell in cells))
+    if len(blocks.holders) == 1:
+        return [{group: _of_one_block(group, blocks) for group in groups}]
+    return [
+        {group: devices_text(group, most, counted=counted) for group in groups} for most in (None, 3, 2, 1)
+    ]
+
+
+def _of_one_block(group: tuple[int, ...], blocks: Blocks) -> str:
+    if len(group) == 1:
+        return f'device {group[0]}'
+    return (
+        f'all {len(group)} devices' if len(group) == len(blocks.devices) else f'devices {devices_text(group)}'
+    )
+
+
+def devices_text(devices: Sequence[int], most: int | None = None, *, counted: bool = True) -> str:
+    """Numbers of devices in their order, runs of them as ``0..3``.
+
+    Args:
+        devices: the numbers.
+        most: how many runs are written; others become ``...``. With one, it is the first device and the
+            number of others.
+        counted: whether to say how many devices there are where some are not written.
+
+    Example:
+        >>> devices_text([0, 1, 2, 3, 8, 12]), devices_text(range(0, 64, 8), 3), devices_text([5, 7], 1)
+        ('0..3,8,12', '0,8,...,56 (8)', '5 +1')
+    """
+    texts = [
+        str(first) if first == last else f'{first}{".." if last > first + 1 else ","}{last}'
+        for first, last in runs(devices)
+    ]
+    if most is None or len(texts) <= most:
+        return ','.join(texts) or 'none'
+    if most == 1:
+        return f'{devices[0]} +{len(devices) - 1}'
+    return f'{",".join([*texts[: most - 1], "...", texts[-1]])}{f" ({len(devices)})" if counted else ""}'
+
+
+def legend(written: Iterable[str]) -> list[str]:
+    """Explains the shortest way of writing devices, if it is used."""
+    short = next((text for text in written if ' +' in text), None)
+    if short is None:
+        return []
+    first, others = short.split(' +')
+    return [f'{short!r} is device {first} and {others} other{"" if others == "1" else "s"}.']
+
+
+def packed(widths: Sequence[float], room: float, gap: float) -> list[list[int]]:
+    """Puts things side by side, in lines no wider than *room* where that can be; gives their numbers.
+
+    Example:
+        >>> packed([4, 4, 4], 10, 1)
+        [[0, 1], [2]]
+    """
+    lines: list[list[int]] = []
+    used = room
+    for number, width in enumerate(widths):
+        if lines and used + gap + width <= room:
+            lines[-1].append(number)
+            used += gap + width
+        else:
+            lines.append([number])
+            used = width
+    return lines

@@ -1,0 +1,167 @@
+"""Which pictures does a tree need? One for each way of lying that its leaves have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, Sharding
+
+from scalax import _spec
+from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._spec import MeshAxes
+from scalax.errors import Problem, ShardingError, shown
+from scalax.explain._fold import Fold, fold
+from scalax.explain._text import MOST_RUNS
+from scalax.visualize._blocks import Blocks, blocks_of
+
+_RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
+_INSPECT = (
+    'look at arguments and results outside the function, or at values inside with '
+    'jax.debug.inspect_array_sharding(x, callback=...), which gets the sharding.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Leaves that differ in integer keys of their paths only.
+
+    Attributes:
+        name: their paths as one: ``layers/{0..79}/w``.
+        count: how many there are.
+        dtype: the name of their dtype.
+        fold: all of their paths.
+    """
+
+    name: str
+    count: int
+    dtype: str
+    fold: Fold
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Leaves of one shape that lie in one way.
+
+    Attributes:
+        members: which leaves these are.
+        blocks: who holds what of each of them.
+    """
+
+    members: tuple[Member, ...]
+    blocks: Blocks
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each leaf."""
+        return tuple(path for member in self.members for path in member.fold.paths)
+
+    @property
+    def count(self) -> int:
+        """How many leaves these are."""
+        return sum(member.count for member in self.members)
+
+
+def pictures_of(pytree: Any) -> tuple[Picture, ...]:
+    """A picture for each shape and sharding, in the order of the first leaf of each.
+
+    Raises:
+        ShardingError: some leaves have no sharding that could be shown; all of them are named.
+    """
+    tree = NamedTree.of(pytree)
+    shardings = [_sharding(leaf) for leaf in tree.leaves]
+    problems = [
+        Problem(fault.kind, tree.describe(number), fault.detail, hint=fault.hint)
+        for number, fault in enumerate(shardings)
+        if isinstance(fault, _spec.Fault)
+    ]
+    if problems:
+        raise _error(problems)
+    layouts = _numbered(tree.shapes, shardings)
+    dtypes = [str(leaf.dtype) for leaf in tree.leaves]
+    groups: dict[int, list[Fold]] = {}
+    for item in fold(zip(tree.paths, zip(layouts, dtypes, strict=True), strict=True)):
+        groups.setdefault(layouts[item.first], []).append(item)
+    pictures = []
+    for items in groups.values():
+        first = items[0].first
+        sharding = shardings[first]
+        assert isinstance(sharding, Sharding)
+        members = tuple(
+            Member(item.short_name(MOST_RUNS), item.count, dtypes[item.first], item) for item in items
+        )
+        pictures.append(Picture(members, blocks_of(sharding, tree.shapes[first])))
+    return tuple(pictures)
+
+
+def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) -> list[int]:
+    """A number for each leaf, the same for leaves of one shape that lie in one way."""
+    # Trees have many leaves and few shardings, and those are slow to hash.
+    distinct = {id(sharding): sharding for sharding in shardings}
+    layouts: dict[Hashable, int] = {}
+    known = {key: layouts.setdefault(_layout(sharding), len(layouts)) for key, sharding in distinct.items()}
+    numbers: dict[tuple[tuple[int, ...], int], int] = {}
+    pairs = zip(shapes, (known[id(sharding)] for sharding in shardings), strict=True)
+    return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+
+
+def _layout(sharding: Hashable) -> Hashable:
+    """What is equal for shardings that say the same: ``P('x')`` and ``P('x', None)``."""
+    if isinstance(sharding, NamedSharding):
+        return sharding.mesh, _spec.canonical(sharding.spec), sharding.memory_kind
+    return sharding
+
+
+def _sharding(leaf: Any) -> Sharding | _spec.Fault:
+    """The sharding of a leaf, or why there is none to show."""
+    if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
+        return _spec.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
+    traced = isinstance(leaf, jax.core.Tracer)
+    sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
+    if traced and not _is_typed(sharding):
+        return _spec.Fault('traced', 'only the compiler will know where this traced value lies', _INSPECT)
+    if not isinstance(sharding, Sharding):
+        return _spec.Fault('no-sharding', 'this has no sharding: it lies on no device yet', _RULES)
+    if isinstance(sharding, NamedSharding):
+        return _shown(sharding)
+    try:
+        sharding.devices_indices_map(leaf.shape)
+    except ValueError as error:
+        return _spec.Fault('indivisible', f'JAX says: {error}', _RULES)
+    return sharding
+
+
+def _is_typed(sharding: Any) -> bool:
+    """Whether the type of a traced value says all about where it lies: all of its axes are Explicit."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return False
+    return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
+
+
+def _shown(sharding: NamedSharding) -> NamedSharding | _spec.Fault:
+    if _spec.UNCONSTRAINED in _spec.entries(sharding.spec):
+        return _spec.Fault(
+            'unconstrained',
+            f'{sharding.spec} leaves a dimension to the compiler',
+            'show the array that the compiler returns, or name mesh axes or None for that dimension.',
+        )
+    return sharding
+
+
+def _error(problems: Sequence[Problem]) -> ShardingError:
+    count = '1 leaf has' if len(problems) == 1 else f'{len(problems)} leaves have'
+    lines = [f'{count} no sharding that could be shown:']
+    lines.append(shown(f'{problem.leaf}: {problem.detail}' for problem in problems))
+    hints = dict.fromkeys(problem.hint for problem in problems)
+    lines.extend(f'What to do: {hint}' for hint in hints)
+    return ShardingError(problems, message='\n'.join(lines))
+
+
+def array_text(picture: Picture, member: Member) -> str:
+    """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
+    times = '' if member.count == 1 else f'{member.count} x '
+    shape = ','.join(map(str, picture.blocks.shape))
+    name = f'{member.name}: ' if member.name else ''
+    return f'{name}{times}{member.dtype}[{shape}]'

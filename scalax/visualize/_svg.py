@@ -1,0 +1,226 @@
+"""How does one array look as SVG? Blocks in the colours of their devices; no script, no ids, no network.
+
+Lines and labels are drawn in ``currentColor``, so that a picture takes the colour of the text around it.
+Without ids, two pictures on one page cannot clash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from scalax._html import escape
+from scalax.visualize._blocks import Blocks
+from scalax.visualize._boxes import listed
+from scalax.visualize._colors import colors_of, ink
+from scalax.visualize._panels import (
+    Cell,
+    Panel,
+    can_draw,
+    cells_of,
+    devices_text,
+    legend,
+    packed,
+    panels,
+    writings,
+)
+
+MOST_LINE = 110  # characters of a line of text
+LINE = 20  # pixels from one line of text to the next
+CHAR = 7.3  # pixels of a character of 12 px in a monospaced font, the widest of the common ones
+FONT = 'ui-monospace, SFMono-Regular, Menlo, Consolas, &quot;DejaVu Sans Mono&quot;, monospace'
+_MOST_ROWS, _MOST_COLUMNS = 16, 16
+_STRIP_LINES = 8
+_MOST_PANELS = (8, 4)  # fewer of them, where all together are too high
+_MOST_HEIGHT = 900
+_MOST_CELL = 18  # the characters that the devices of a block may take, before some are left out
+_LEAST_CELL = 64
+_ROOM = 1100
+_PANEL_GAP = 28
+_SEAM = 3  # between blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Part of a picture: SVG elements whose upper left corner is at the origin, and their size."""
+
+    body: str
+    width: float
+    height: float
+
+    def at(self, x: float, y: float) -> str:
+        """The elements, moved."""
+        return f'<g transform="translate({_number(x)} {_number(y)})">{self.body}</g>' if self.body else ''
+
+
+def draw(blocks: Blocks) -> Drawn:
+    """The blocks of one array."""
+    if not can_draw(blocks):
+        return text_lines(listed(blocks, MOST_LINE))
+    strip_lines = _STRIP_LINES if len(blocks.cut) == 1 else 1
+    drawer = _Drawer(blocks, panels(blocks, _MOST_ROWS, _MOST_COLUMNS * strip_lines, max(_MOST_PANELS)))
+    columns = min(_MOST_COLUMNS, max(3, int((_ROOM - drawer.left) // (drawer.width + _SEAM))))
+    for most_panels in _MOST_PANELS:
+        items = panels(blocks, _MOST_ROWS, columns * strip_lines, most_panels)
+        if strip_lines > 1:
+            items = [line for item in items if isinstance(item, Panel) for line in _strip(item, columns)]
+        whole = _arranged(items, drawer)
+        if whole.height <= _MOST_HEIGHT:
+            break
+    explained = legend(drawer.way[cell.devices] for cell in cells_of(items))
+    return below([whole, text_lines(explained)], 12) if explained else whole
+
+
+def _strip(panel: Panel, columns: int) -> list[Panel]:
+    """A strip of blocks in several lines, as text is."""
+    return [
+        dataclasses.replace(
+            panel,
+            columns=panel.columns[start : start + columns],
+            cells=(panel.cells[0][start : start + columns],),
+        )
+        for start in range(0, len(panel.columns), columns)
+    ]
+
+
+def _arranged(items: Sequence[Panel | str], drawer: _Drawer) -> Drawn:
+    """Panels side by side as far as there is room; what stands for others has a line of its own."""
+    colors = colors_of(drawer.blocks, [cell.devices for cell in cells_of(items)])
+    drawn = [drawer.item(item, colors) for item in items]
+    widths = [_ROOM if isinstance(item, str) else part.width for item, part in zip(items, drawn, strict=True)]
+    lines = [
+        beside([drawn[number] for number in together], _PANEL_GAP)
+        for together in packed(widths, _ROOM, _PANEL_GAP)
+    ]
+    return below(lines, 16)
+
+
+def text_lines(lines: Sequence[str], weight: str = 'normal') -> Drawn:
+    """Lines of text; blanks at their beginning count."""
+    body = ''.join(
+        f'<text x="0" y="{14 + number * LINE}" fill="currentColor" font-weight="{weight}" '
+        f'xml:space="preserve">{escape(line)}</text>'
+        for number, line in enumerate(lines)
+    )
+    return Drawn(body, max(map(len, lines), default=0) * CHAR, len(lines) * LINE)
+
+
+def beside(parts: Sequence[Drawn], gap: float) -> Drawn:
+    """Parts side by side."""
+    body, x = [], 0.0
+    for part in parts:
+        body.append(part.at(x, 0))
+        x += part.width + gap
+    return Drawn(''.join(body), x - gap, max(part.height for part in parts))
+
+
+def below(parts: Sequence[Drawn], gap: float) -> Drawn:
+    """Parts one below the other."""
+    body, y = [], 0.0
+    for part in parts:
+        body.append(part.at(0, y))
+        y += part.height + gap
+    return Drawn(''.join(body), max(part.width for part in parts), y - gap)
+
+
+def document(drawn: Drawn, label: str, style: str, margin: float = 2) -> str:
+    """A whole ``<svg>`` element, with a title for those who hear it.
+
+    Args:
+        drawn: what is in it.
+        label: what it shows, in words.
+        style: CSS for the element; ``{width}`` stands for its width in pixels.
+        margin: the pixels around it.
+    """
+    width, height = _number(drawn.width + 2 * margin), _number(drawn.height + 2 * margin)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
+        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="{style}" '
+        f'font-family="{FONT}" font-size="12"><title>{escape(label)}</title>'
+        f'{drawn.at(margin, margin)}</svg>'
+    )
+
+
+class _Drawer:
+    """Draws the panels of one picture, all with blocks of one size."""
+
+    def __init__(self, blocks: Blocks, items: Sequence[Panel | str]) -> None:
+        found = [item for item in items if isinstance(item, Panel)]
+        groups = list(blocks.holders.values())
+        # Replicas are counted in each block, unless its text does that.
+        self.counts = len(groups) > 1 and any(len(group) > 1 for group in groups)
+        ways = writings(blocks, cells_of(found), counted=not self.counts)
+        self.way = next((way for way in ways if max(map(len, way.values())) <= _MOST_CELL), ways[-1])
+        self.blocks = blocks
+        longest = max(map(len, [*self.way.values(), *found[0].columns]))
+        self.width = max(longest * CHAR + 14, _LEAST_CELL)
+        self.height = 44 if self.counts else 34
+        labels = max(map(len, found[0].rows))
+        self.left = labels * CHAR + 10 if labels else 0
+
+    def item(self, item: Panel | str, colors: Mapping[tuple[int, ...], str]) -> Drawn:
+        """A panel, or the text that stands for some."""
+        if isinstance(item, str):
+            return text_lines([item])
+        body, top = [], 0
+        if item.title:
+            body.append(_label(self.left, 14, item.title, 'start', 'bold'))
+            top += LINE + 2
+        if any(item.columns):
+            for number, label in enumerate(item.columns):
+                body.append(_label(self._x(number) + self.width / 2, top + 13, label, 'middle'))
+            top += LINE
+        for label, row in zip(item.rows, item.cells, strict=True):
+            if label:
+                body.append(_label(self.left - 10, top + self.height / 2 + 4, label, 'end'))
+            for number, cell in enumerate(row):
+                color = colors[cell.devices] if cell and cell.devices else 'none'
+                body.append(self._cell(cell, color, self._x(number), top))
+            top += self.height + _SEAM
+        return Drawn(''.join(body), self._x(len(item.columns)) - _SEAM, top - _SEAM)
+
+    def _x(self, column: int) -> float:
+        return self.left + column * (self.width + _SEAM)
+
+    def _cell(self, cell: Cell | None, color: str, x: float, y: float) -> str:
+        left, middle, base = _number(x), _number(x + self.width / 2), y + self.height / 2 + 4
+        size = f'width="{_number(self.width)}" height="{self.height}"'
+        rect = f'<rect x="{left}" y="{_number(y)}" {size} rx="4" '
+        if cell is None:
+            return (
+                f'{rect}fill="none" stroke="currentColor" stroke-opacity="0.35" stroke-dasharray="3 3"/>'
+                f'<text x="{middle}" y="{_number(base)}" text-anchor="middle" fill="currentColor">...</text>'
+            )
+        text_color = ink(color) if cell.devices else 'currentColor'
+        if self.counts:
+            base -= 7
+        words = [f'<text x="{middle}" y="{_number(base)}">{escape(self.way[cell.devices])}</text>']
+        if self.counts:
+            words.append(f'<text x="{middle}" y="{_number(base + 15)}" font-size="10">{_many(cell)}</text>')
+        where = devices_text(cell.devices, 9)
+        title = f'{self.blocks.slices(cell.index)} on {_many(cell)}: {where}'
+        return (
+            f'<g fill="{text_color}" text-anchor="middle"><title>{escape(title)}</title>'
+            f'{rect}fill="{color}"/>{"".join(words)}</g>'
+        )
+
+
+def _many(cell: Cell) -> str:
+    return '1 device' if len(cell.devices) == 1 else f'{len(cell.devices)} devices'
+
+
+def _label(x: float, y: float, text: str, anchor: str, weight: str = 'normal') -> str:
+    return (
+        f'<text x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}" fill="currentColor" '
+        f'font-weight="{weight}">{escape(text)}</text>'
+    )
+
+
+def _number(value: float) -> str:
+    """A number as short as SVG takes it.
+
+    Example:
+        >>> _number(12.0), _number(7.25)
+        ('12', '7.2')
+    """
+    return f'{value:.1f}'.removesuffix('.0')

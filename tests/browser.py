@@ -1,0 +1,105 @@
+"""A headless Chromium that tests of pages share: started with nothing to ask of the network, always ended.
+
+A test module makes it a fixture, one browser a module::
+
+    @pytest.fixture(scope='module')
+    def browser(tmp_path_factory):
+        with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
+            yield browser
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+CHROMIUM_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
+SECONDS = 20
+FLAGS = (
+    '--headless=new',
+    *('--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--hide-scrollbars'),
+    *('--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync'),
+    *('--disable-quic', '--disable-default-apps', '--disable-extensions'),
+)
+
+T = TypeVar('T')
+
+
+class Browser:
+    """What tests do with a page. Scripts run unless the browser was started without them."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Opens a file in a window whose inside is *width* by *height*, whatever came before."""
+        size = {'width': width, 'height': height, 'deviceScaleFactor': 1, 'mobile': False}
+        self.driver.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', size)
+        scheme = {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}
+        self.driver.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': [scheme]})
+        self.driver.get_log('browser')  # what an earlier page said
+        self.driver.get(page.as_uri())
+
+    def run(self, script: str, *args: object) -> object:
+        """Runs JavaScript in the page; `return` gives a value back."""
+        return self.driver.execute_script(script, *args)
+
+    def until(self, condition: Callable[[], T]) -> T:
+        """Waits until the condition holds, for so long only, and gives what it gave."""
+        wait = WebDriverWait(self.driver, SECONDS, poll_frequency=0.02)
+        return wait.until(lambda _: condition())
+
+    def complaints(self) -> list[str]:
+        """What the console says since the page was opened, of any level."""
+        return [f'{entry["level"]}: {entry["message"]}' for entry in self.driver.get_log('browser')]
+
+    def overflow(self) -> object:
+        """By how many pixels the page is wider than its window."""
+        return self.run('const page = document.documentElement; return page.scrollWidth - page.clientWidth')
+
+    def screenshot(self, path: Path) -> None:
+        """Takes a picture of the window."""
+        self.driver.save_screenshot(str(path))
+
+
+@contextlib.contextmanager
+def browser_or_skip(profile: Path, scripts: bool = True) -> Iterator[Browser]:
+    """A browser for as long as the context lasts, or the end of the test with a word on what is missing.
+
+    Args:
+        profile: an empty folder for what the browser writes.
+        scripts: whether pages may run scripts.
+    """
+    names = [os.environ.get('CHROME', ''), *CHROMIUM_NAMES]
+    chromium = next((path for name in names if name and (path := shutil.which(name))), None)
+    driver_path = shutil.which('chromedriver')
+    if chromium is None or driver_path is None:
+        missing = 'Chromium' if chromium is None else 'chromedriver'
+        pytest.skip(
+            f'no {missing} here, so nothing opens the page (Debian: apt install chromium chromium-driver)'
+        )
+    options = Options()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f'--user-data-dir={profile}'):
+        options.add_argument(flag)
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    if not scripts:
+        options.add_experimental_option('prefs', {'profile.managed_default_content_settings.javascript': 2})
+    # The path is given, so that selenium looks for no driver on the network.
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=driver_path))
+    try:
+        driver.set_page_load_timeout(SECONDS)
+        driver.set_script_timeout(SECONDS)
+        yield Browser(driver)
+    finally:
+        with contextlib.suppress(WebDriverException):
+            driver.quit()

@@ -1,0 +1,111 @@
+"""Blocks against JAX: on real devices in any order, each block's devices are those that JAX says."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax.visualize import visualize
+from scalax.visualize._blocks import Blocks, blocks_of, blocks_of_indices
+
+AXES = ('a', 'b', 'c', 'd')
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
+    """A sharding over some of the devices in some order, and a shape that divides."""
+    count = len(jax.devices())
+    sizes: list[int] = []
+    for _ in range(draw(st.integers(1, 4))):
+        sizes.append(draw(st.integers(1, count // math.prod(sizes))))
+    order = draw(st.permutations(jax.devices()))[: math.prod(sizes)]
+    names = AXES[: len(sizes)]
+    kind = draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))
+    mesh = Mesh(np.array(order).reshape(sizes), names, axis_types=(kind,) * len(sizes))
+    free = list(draw(st.permutations(names)))
+    spec, shape = [], []
+    for _ in range(draw(st.integers(0, 4))):
+        taken = [free.pop() for _ in range(draw(st.integers(0, len(free))))]
+        spec.append(tuple(taken) or None)
+        shape.append(draw(st.integers(0, 3)) * math.prod(mesh.shape[name] for name in taken))
+    return NamedSharding(mesh, PartitionSpec(*spec)), tuple(shape)
+
+
+def by_range(blocks: Blocks) -> dict[tuple[tuple[int, int], ...], set[int]]:
+    """What holds which part; empty parts of a dimension are one part, as nobody can tell them apart."""
+    found: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    for index, devices in blocks.holders.items():
+        part = tuple(
+            dimension.ranges[number] for dimension, number in zip(blocks.dimensions, index, strict=True)
+        )
+        found.setdefault(part, set()).update(devices)
+    return found
+
+
+def expected(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tuple[int, int], ...], set[int]]:
+    found: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = tuple(
+            (part.indices(size)[0], part.indices(size)[1]) for part, size in zip(index, shape, strict=True)
+        )
+        found.setdefault(part, set()).add(device.id)
+    return found
+
+
+@hypothesis.given(shardings())
+@hypothesis.settings(max_examples=500)
+def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
+    sharding, shape = case
+    blocks = blocks_of(sharding, shape)
+    assert by_range(blocks) == expected(sharding, shape)
+    assert by_range(blocks_of_indices(sharding, shape)) == expected(sharding, shape)
+    # Every device turns up once, and within a block in mesh order.
+    order = [device.id for device in sharding.mesh.devices.flat]
+    assert blocks.devices == tuple(order)
+    assert sorted(device for group in blocks.holders.values() for device in group) == sorted(order)
+    for group in blocks.holders.values():
+        assert sorted(group, key=order.index) == list(group)
+
+
+@hypothesis.given(shardings())
+@hypothesis.settings(max_examples=100)
+def test_abstract_meshes_give_positions_for_devices(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
+    sharding, shape = case
+    real = blocks_of(sharding, shape)
+    abstract = blocks_of(NamedSharding(sharding.mesh.abstract_mesh, sharding.spec), shape)
+    order = [device.id for device in sharding.mesh.devices.flat]
+    named = {index: tuple(order[place] for place in group) for index, group in abstract.holders.items()}
+    assert named == real.holders
+    assert abstract.dimensions == real.dimensions
+
+
+@hypothesis.given(shardings(), st.integers(60, 120))
+@hypothesis.settings(max_examples=100)
+def test_everything_can_be_drawn(case: tuple[NamedSharding, tuple[int, ...]], width: int) -> None:
+    sharding, shape = case
+    picture = visualize({'w': jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)})
+    assert max(map(len, picture.to_text(width).splitlines())) <= width
+    assert picture.to_svg().startswith('<svg ')
+
+
+@pytest.mark.parametrize('size', range(10))
+def test_blocks_that_do_not_divide_are_cut_as_arrays_are_padded(size: int) -> None:
+    mesh = AbstractMesh((4,), ('a',))
+    (dimension,) = blocks_of(NamedSharding(mesh, PartitionSpec('a')), (size,)).dimensions
+    padded = np.arange(-(-size // 4) * 4).reshape(4, -1)
+    kept = [[row for row in part.tolist() if row < size] for part in padded]
+    assert [list(range(*bounds)) for bounds in dimension.ranges] == kept
+
+
+def test_no_device_is_needed_for_a_large_mesh() -> None:
+    mesh = AbstractMesh((64, 8, 8), ('data', 'fsdp', 'tp'))
+    blocks = blocks_of(NamedSharding(mesh, PartitionSpec('tp', 'data')), (8, 128))
+    assert len(blocks.holders) == 512
+    assert blocks.at((3, 1)) == tuple(64 + 8 * fsdp + 3 for fsdp in range(8))
+    assert blocks.slices((3, 1)) == '[3:4, 2:4]'

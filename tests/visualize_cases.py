@@ -1,0 +1,26 @@
+"""What the tests of pictures share: leaves that lie somewhere, and their pictures."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+
+from scalax.sharding import MeshShardingHelper
+from scalax.visualize import visualize
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+POD = AbstractMesh((64, 8, 8), ('data', 'fsdp', 'tp'))
+NUMBERS = 'Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).'
+
+
+def leaf(shape, spec, mesh=HELPER.mesh, dtype=jnp.float32, memory_kind=None):
+    sharding = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def text(tree, width=80):
+    """The picture without the line that says what the numbers are, which all pictures have."""
+    drawn = visualize(tree).to_text(width)
+    assert max(map(len, drawn.splitlines())) <= width
+    picture, _, numbering = drawn.rpartition('\n\n')
+    assert numbering == NUMBERS
+    return picture
