@@ -12,6 +12,7 @@ from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike
 from scalax._resolve import Use, resolve
 from scalax.explain import ShardingReport, make_report
+from scalax.visualize import Visualization, visualize
 
 
 class What(Where):
@@ -62,6 +63,38 @@ class What(Where):
         """
         resolution = resolve(rules, pytree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
         return make_report(rules, resolution, dict(self._mesh.shape))
+
+    def visualize(self, tree_or_array: Any, rules: RuleLike = None) -> Visualization:
+        """Which device holds which block: a picture for terminals and notebooks.
+
+        Args:
+            tree_or_array: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
+                any mesh: jax.Arrays, and the ``jax.ShapeDtypeStruct`` that `abstract` makes.
+            rules: shows where these would place each leaf; None shows the leaves as they lie.
+
+        Returns:
+            A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``
+            or ``to_svg(path)``.
+
+        Raises:
+            ShardingError: leaves that the rules cannot place, or that have no sharding where there are no
+                rules.
+
+        Example:
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> print(helper.visualize(jax.ShapeDtypeStruct((8, 4), 'float32'), PartitionSpec('tp')))
+            float32[8,4]
+            P('tp',): 2 blocks of [4,4], each on 4 devices
+            dim 0 → 8 over tp=2; dim 1: 4, whole
+                0:4       4:8
+            ┌─────────┬─────────┐
+            │ 0,2,4,6 │ 1,3,5,7 │
+            └─────────┴─────────┘
+            <BLANKLINE>
+            Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).
+        """
+        return visualize(tree_or_array if rules is None else self.abstract(tree_or_array, rules))
 
     def shard(self, pytree: Any, rules: RuleLike) -> Any:
         """Places a tree of arrays on the mesh, in one transfer.

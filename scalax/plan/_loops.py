@@ -37,14 +37,14 @@ class Visit:
 
 
 def visits(module: Module) -> Iterator[Visit]:
-    """Every computation that is run, in the place and as often as it is; one called twice comes twice."""
+    """Every computation that is run, where and as often as it is; one called twice comes twice."""
     todo = [Visit(module.computations[module.entry], 1, Counted.EXACTLY)]
     while todo:
         visit = todo.pop()
         yield visit
         for instruction in visit.computation.instructions.values():
             for name, count, counted in _calls(module, visit.computation, instruction):
-                if name in module.computations:
+                if count and name in module.computations:
                     todo.append(
                         Visit(module.computations[name], visit.count * count, visit.counted.along(counted))
                     )

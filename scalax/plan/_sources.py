@@ -39,7 +39,8 @@ class Source(NamedTuple):
     operand: str = ''
 
     def __str__(self) -> str:
-        place = f'{os.path.basename(self.file)}:{self.line} {self.function}'.rstrip() if self.file else ''
+        function = self.function.rpartition('<locals>.')[2]
+        place = f'{os.path.basename(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
         named = f'annotation {self.annotation!r}' if self.annotation else ''
         moved = f'argument {self.operand}' if self.operand else ''
         return ', '.join(part for part in (named, place or moved) if part) or 'not known'

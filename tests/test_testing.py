@@ -1,0 +1,123 @@
+"""`scalax.testing`: what users assert of their own programs, and what they read when it does not hold."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from scalax import testing
+from scalax.errors import ArgumentError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+@HELPER.sjit(in_shardings=P('fsdp'), out_shardings=P())
+def total(x):
+    return x.sum(0) @ np.ones((8, 8), np.float32)
+
+
+X = np.ones((16, 8), np.float32)
+
+
+def test_collectives_that_are_as_expected():
+    testing.assert_collectives(total, X, all_reduce=1, all_gather=0)
+    testing.assert_collectives(total, X, all_reduce={'fsdp': 1, 'tp': 0, ('fsdp', 'tp'): 0})
+    jitted = jax.jit(lambda x: x.sum(), in_shardings=HELPER.match_sharding_rule(P('tp'), X))
+    testing.assert_collectives(jitted, X, helper=HELPER, all_reduce={'tp': 1})
+
+
+def test_collectives_that_are_not():
+    with pytest.raises(AssertionError) as error:
+        testing.assert_collectives(total, X, all_reduce={'tp': 1}, all_gather=2)
+    lines = str(error.value).splitlines()
+    line = total.__wrapped__.__code__.co_firstlineno + 2
+    assert lines[:5] == [
+        'total runs other collectives than expected:',
+        '  all-reduce along tp: 0, expected 1',
+        '  all-gather: 0, expected 2',
+        'All of its collectives:',
+        f'  1 x all-reduce along fsdp, 32 bytes: test_testing.py:{line} total',
+    ]
+
+
+def test_collectives_of_a_program_without_any():
+    with pytest.raises(AssertionError) as error:
+        testing.assert_collectives(HELPER.sjit(lambda x: 2 * x, in_shardings=P('fsdp')), X, all_reduce=1)
+    assert str(error.value) == (
+        '<lambda> runs other collectives than expected:\n  all-reduce: 0, expected 1\n'
+        'All of its collectives:\n  none'
+    )
+
+
+def test_collectives_misused():
+    with pytest.raises(ArgumentError) as error:
+        testing.assert_collectives(total, X, all_reduse=1)
+    assert str(error.value) == (
+        "assert_collectives: there is no collective 'all_reduse' (did you mean 'all_reduce'?)"
+    )
+    with pytest.raises(ArgumentError) as error:
+        testing.assert_collectives(jax.jit(lambda x: x), X, all_reduce=1)
+    assert str(error.value) == 'assert_collectives: give helper=..., because sjit did not make the function'
+
+
+@pytest.mark.parametrize('compiler', [jax.jit, HELPER.sjit], ids=['jit', 'sjit'])
+def test_no_recompile(compiler):
+    def triple(x):
+        return 3 * x
+
+    fun = compiler(triple)
+    fun(X)
+    with testing.assert_no_recompile(fun):
+        fun(X + 1)
+    with pytest.raises(AssertionError) as error, testing.assert_no_recompile(fun):
+        fun(X[:4])
+        fun(X[:5])
+    assert str(error.value) == (
+        'triple was compiled 2 more times: a shape, dtype, weak type, static value or sharding was new, or a '
+        'value was not where the calls before had it '
+        "(jax.config.update('jax_explain_cache_misses', True) says what)"
+    )
+
+
+def test_no_recompile_lets_other_functions_and_threads_be():
+    def mine(x):
+        return x + 1
+
+    def other(x):
+        return x + 2
+
+    fun = jax.jit(mine)
+    fun(X)
+    thread = threading.Thread(target=lambda: jax.jit(mine)(X[:3]))
+    with testing.assert_no_recompile(fun):
+        jax.jit(other)(X)
+        thread.start()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_an_error_inside_is_not_hidden():
+    with pytest.raises(ZeroDivisionError), testing.assert_no_recompile(total):
+        total(np.ones((32, 8), np.float32))
+        _ = 1 / 0
+
+
+def test_sharded_like():
+    tree = HELPER.shard({'w': X, 'b': X[0]}, {'w': P('fsdp', 'tp'), 'b': P()})
+    testing.assert_sharded_like(tree, {'w': P('fsdp', 'tp'), 'b': P()})
+    testing.assert_sharded_like(tree, {'w': P('fsdp', 'tp'), 'b': P(None)}, HELPER)
+    testing.assert_sharded_like({}, P('fsdp'))
+    with pytest.raises(AssertionError) as error:
+        testing.assert_sharded_like({**tree, 'c': X}, P('fsdp'))
+    assert str(error.value) == (
+        'arrays lie otherwise than the rules say:\n'
+        "  b: float32[8] lies as P(), expected P('fsdp',)\n"
+        "  c: float32[16, 8] lies as None, expected P('fsdp',)\n"
+        "  w: float32[16, 8] lies as P('fsdp', 'tp'), expected P('fsdp',)"
+    )
+    with pytest.raises(AssertionError) as error:
+        testing.assert_sharded_like({'w': X}, P('fsdp'))
+    assert str(error.value) == 'no leaf lies on a mesh:\n  w: float32[16, 8]'
