@@ -25,7 +25,7 @@ $(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train digits bench test check clean
+.PHONY: help setup train digits bench test check fuzz clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and all tests on the 
 
 check: $(DEV_STAMP) ## format, lint and types only
 	@$(PY) scripts/run_checks.py static
+
+fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS: --max-examples, --seed)
+	@$(PY) scripts/fuzz.py $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info

@@ -12,9 +12,12 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _prefix, _resolve         the one place where rules meet a tree and a mesh
     _context, _constrain      which helper and bindings are active; constraints and annotations
     _sjit                     WHEN: compiled functions; the cache key is written down there
+    _shard_map, _microbatch   functions of one device's block; batches in parts
     _data, _transfer          host data <-> global arrays; whole trees <-> a mesh
-    explain                   reports of one resolve
+    explain, visualize        reports of one resolve; pictures of which device holds which block
+    plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that
+    testing                   assertions for tests of sharded programs
     sharding, utils           what users import
 
 Importing scalax touches no device and changes no global state of JAX.

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests. The simulated devices are set up in the conftest.py above."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,7 +9,16 @@ import numpy as np
 import pytest
 
 # Tracing and compiling take as long as they take; fixed examples make every failure repeatable.
-hypothesis.settings.register_profile('scalax', deadline=None, derandomize=True)
+hypothesis.settings.register_profile('scalax', max_examples=100, deadline=None, derandomize=True)
+# For `make fuzz`, with --hypothesis-profile and --hypothesis-seed: other examples than those of the suite.
+hypothesis.settings.register_profile(
+    'fuzz',
+    max_examples=int(os.environ.get('FUZZ_EXAMPLES', '250')),
+    deadline=None,
+    derandomize=False,
+    database=None,
+    print_blob=True,
+)
 hypothesis.settings.load_profile('scalax')
 
 

@@ -37,6 +37,7 @@ from scalax.rules._base import (
     ask,
     is_pure,
 )
+from scalax.rules._free import fill, left_by, taken_by
 
 # None is the helper's, which is 'error' unless the user said otherwise.
 _STRICTEST: tuple[_spec.OnIndivisible | None, ...] = ('error', None, 'warn', 'replicate')
@@ -159,28 +160,29 @@ class Overlay(BuiltinRule):
                 below[i] = default if isinstance(default, Problem) else None
         open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
         part = tree.select(open_)
-        mine = [_spec_of(below[i]) for i in open_]
-        if part.taken:  # by a rule further out
-            mine = [
-                fill(outer, spec, len(shape))
-                for outer, spec, shape in zip(part.taken, mine, part.shapes, strict=True)
-            ]
-        taken = [PartitionSpec(*_spec.entries(spec)) for spec in mine]
-        above = ask(self.second, part.with_taken(taken), axis_sizes)
+        outers = part.taken or [REPLICATED] * len(part)
+        first = _left(outers, [below[i] for i in open_], part.shapes)
+        keys = [
+            (outer, _spec_of(said), len(shape))
+            for outer, said, shape in zip(outers, first, part.shapes, strict=True)
+        ]
+        known = {key: taken_by(*key) for key in dict.fromkeys(keys)}
+        taken = [known[key] for key in keys]
+        above = _left(outers, ask(self.second, part.with_taken(taken), axis_sizes), part.shapes)
         merged = list(below)
         # One answer for equal leaves, as each rule gives: what is equal is then validated once.
         memo: dict[Any, Answer] = {}
-        for i, said in zip(open_, above, strict=True):
-            first = below[i]
-            if not isinstance(first, Answer) or isinstance(said, Problem):
+        for i, mine, said in zip(open_, first, above, strict=True):
+            merged[i] = mine
+            if not isinstance(mine, Answer) or isinstance(said, Problem):
                 merged[i] = said
             elif said is not None and said.spec is not None:
-                if None not in (first.mesh, said.mesh) and first.mesh != said.mesh:
-                    merged[i] = _two_meshes(tree, i, first, said)
+                if None not in (mine.mesh, said.mesh) and mine.mesh != said.mesh:
+                    merged[i] = _two_meshes(tree, i, mine, said)
                     continue
-                key = id(first), id(said), tree.shapes[i]
+                key = id(mine), id(said), tree.shapes[i]
                 if key not in memo:
-                    memo[key] = _merged(first, said, tree.shapes[i], axis_sizes or {})
+                    memo[key] = _merged(mine, said, tree.shapes[i], axis_sizes or {})
                 merged[i] = memo[key]
         return merged
 
@@ -191,6 +193,24 @@ class Overlay(BuiltinRule):
 
 def _spec_of(said: Said) -> PartitionSpec:
     return said.spec if isinstance(said, Answer) and said.spec is not None else REPLICATED
+
+
+def _left(
+    outers: Sequence[PartitionSpec], answers: Sequence[Said], shapes: Sequence[tuple[int, ...]]
+) -> list[Said]:
+    """What rules further out leave of each answer, which is all of it that will be placed."""
+    memo: dict[Any, Said] = {}
+    left: list[Said] = []
+    for outer, said, shape in zip(outers, answers, shapes, strict=True):
+        if outer and isinstance(said, Answer) and said.spec is not None:
+            key = id(said), outer, len(shape)
+            if key not in memo:
+                spec = left_by(outer, said.spec, len(shape))
+                same = spec == _spec.canonical(said.spec)
+                memo[key] = said if same else dataclasses.replace(said, spec=spec)
+            said = memo[key]
+        left.append(said)
+    return left
 
 
 def _is_open(said: Said) -> bool:
@@ -248,32 +268,6 @@ def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSiz
     )
 
 
-def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec:
-    """A spec whose free dimensions are filled from another, with axes that it does not use yet.
-
-    Example:
-        >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
-        P('fsdp', 'tp')
-    """
-    used = {*_spec.spec_axes(below), *below.unreduced, *below.reduced}
-    first, second = _spec.entries(below), _spec.entries(above)
-    entries: list[Any] = []
-    # A spec that is longer than the array stays so: validation names the leaf.
-    for dim in range(max(rank, len(first), len(second))):
-        entry = first[dim] if dim < len(first) else None
-        if entry is None and dim < len(second):
-            entry = second[dim]
-            if entry is not _spec.UNCONSTRAINED:
-                # An axis that `above` uses twice stays so too, and is reported as its mistake.
-                entry = tuple(axis for axis in _spec.entry_axes(entry) if axis not in used)
-        entries.append(entry)
-    filled = _spec.replaced(below, entries)
-    unreduced, reduced = above.unreduced - used, above.reduced - used
-    if unreduced or reduced:
-        filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
-    return filled
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Around(BuiltinRule):
     """A rule that changes what one other rule says."""
@@ -308,12 +302,18 @@ class Stacked(_Around):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         memo: dict[int, Answer] = {}
+        layer = tree.without_first(self.dims)
+        if tree.taken:
+            layer = layer.with_taken(list(map(self._taken, tree.taken, layer.shapes)))
         return [
             self._restacked(said, shape, memo) if isinstance(said, Answer) else said
-            for said, shape in zip(
-                ask(self.rule, tree.without_first(self.dims), axis_sizes), tree.shapes, strict=True
-            )
+            for said, shape in zip(ask(self.rule, layer, axis_sizes), tree.shapes, strict=True)
         ]
+
+    def _taken(self, taken: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """What was taken of one layer; the axes of the stack are in use all the same."""
+        stack, layer = PartitionSpec(*taken[: self.dims]), PartitionSpec(*taken[self.dims :])
+        return taken_by(layer, PartitionSpec(*[None] * len(shape), _spec.spec_axes(stack)), len(shape))
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the rule for one layer."""

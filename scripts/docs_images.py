@@ -1,0 +1,82 @@
+"""Remakes the pictures of docs/images: what docs/reports.md shows, as a browser shows it.
+
+Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of that
+page in a scratch folder, and takes pictures of the report that they write there, light and dark. It needs
+Chromium. The pictures depend on its version and on the fonts at hand, so no test compares them.
+"""
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / 'docs' / 'images'
+PAGE = ROOT / 'docs' / 'reports.md'
+
+CHROMIUM_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
+SIZE = (1280, 710)
+SCALE = 1.5  # sharp enough for screens of high density
+COLORS = 128
+MOST_BYTES = 200_000
+SECONDS = 120
+
+
+def main() -> int:
+    chromium = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    if chromium is None:
+        print(f'none of {", ".join(CHROMIUM_NAMES)} is installed', file=sys.stderr)
+        return 1
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        run_blocks(scratch)
+        shutil.copy(scratch / 'blocks.svg', IMAGES / 'blocks.svg')
+        for dark in (False, True):
+            picture = IMAGES / f'llama-405b{"-dark" if dark else ""}.png'
+            photograph(chromium, scratch / 'llama-405b.html', picture, scratch, dark)
+    for picture in sorted(IMAGES.iterdir()):
+        print(f'{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes')
+        if picture.stat().st_size > MOST_BYTES:
+            print(f'that is more than {MOST_BYTES:,}', file=sys.stderr)
+            return 1
+    return 0
+
+
+def run_blocks(folder: Path) -> None:
+    """Runs the page's blocks in a folder, which then holds what they write."""
+    names: dict[str, object] = {}
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(
+            r'^```python\n(.*?)^```', PAGE.read_text(encoding='utf-8'), re.DOTALL | re.MULTILINE
+        ):
+            exec(compile(block, str(PAGE), 'exec', dont_inherit=True), names)
+
+
+def photograph(chromium: str, page: Path, picture: Path, scratch: Path, dark: bool) -> None:
+    shot = scratch / 'shot.png'
+    command = [
+        chromium,
+        *('--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars'),
+        *('--disable-background-networking', '--no-first-run'),
+        f'--user-data-dir={scratch / f"profile-{dark}"}',
+        f'--blink-settings=preferredColorScheme={0 if dark else 1}',
+        f'--window-size={SIZE[0]},{SIZE[1]}',
+        f'--force-device-scale-factor={SCALE}',
+        f'--screenshot={shot}',
+        page.as_uri(),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+    with Image.open(shot) as image:
+        few = image.convert('RGB').quantize(COLORS, dither=Image.Dither.NONE)
+    few.save(picture, optimize=True)
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
