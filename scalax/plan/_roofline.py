@@ -151,7 +151,7 @@ class Roofline:
 
 
 def _line_text(line: Line) -> str:
-    apart = f', every {line.stride}th' if line.stride > 1 else ''
+    apart = f', {line.stride} links apart' if line.stride > 1 else ''
     return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
