@@ -196,30 +196,29 @@ def test_no_torus():
     assert route({'a': 2, 'b': 4}, ('a',), places, switch) == Route(2, 1, 1, ())
 
 
-REFUSED = {
-    'no box': (
-        [(0, 0), (0, 1), (1, 0)],
-        'the 3 devices along tp do not fill a box of the torus (16x4): what they send one '
-        'another cannot be timed',
-    ),
-    'a diagonal': (
-        [(0, 0), (1, 1)],
-        'the 2 devices along tp do not fill a box of the torus (16x4): what they send one '
-        'another cannot be timed',
-    ),
-    'uneven': (
-        [(0, 0), (1, 0), (4, 0)],
-        'the devices along tp are unevenly spaced along axis 0 of the torus (at 0, 1, 4): what they send one '
-        'another cannot be timed',
-    ),
+# What forms no evenly spaced box: (chips, lines of the box around them, groups that share it)
+OTHERS = {
+    'a corner': ([(0, 0), (0, 1), (1, 0)], (line(0, 2), line(1, 2)), 2),
+    'a diagonal': ([(0, 0), (1, 1)], (line(0, 2), line(1, 2)), 2),
+    'uneven': ([(0, 0), (1, 0), (4, 0)], (line(0, 5),), 2),
+    'two of a row, two of the next': ([(0, 0), (0, 2), (1, 1), (1, 3)], (line(0, 2), line(1, 4)), 2),
+    'all along a ring': ([(0, 0), (15, 0), (1, 0)], (ring(0, 16),), 6),
 }
 
 
-@pytest.mark.parametrize(('coords', 'message'), REFUSED.values(), ids=REFUSED)
-def test_refused(coords, message):
+@pytest.mark.parametrize(('coords', 'lines', 'crowd'), OTHERS.values(), ids=OTHERS)
+def test_other_forms_share_the_box_around_them(coords, lines, crowd):
+    found = route_of([Place(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
+    assert found == Route(1, len(coords), len(coords), lines, crowd)
+
+
+def test_unlike_chips():
+    group = [Place(0, (0, 0), 0), Place(0, (0, 0), 1), Place(0, (1, 0), 0)]
     with pytest.raises(PlanError) as error:
-        route_of([Place(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
-    assert str(error.value) == message
+        route_of(group, Torus((16, 4), 2, (True, False)), 'tp')
+    assert str(error.value) == (
+        'of some chips one device lies along tp, of others 2: what they send one another cannot be timed'
+    )
 
 
 def test_unlike_slices():

@@ -20,6 +20,7 @@ members of a group that lie in one slice share that work, and exchange it there
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from scalax.plan._collectives import Kind
@@ -82,7 +83,8 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
         return max(hop * min(line.stride for line in route.lines), whole / _size(route) / (link * way))
     least = hop * sum(line.hops for line in route.lines)
     if kind in _EXCHANGES:
-        middles = (link * line.ways * route.chips / line.length for line in route.lines)
+        box = math.prod(line.length for line in route.lines)
+        middles = (link * line.ways * box / line.length for line in route.lines)
         return max(least, max(whole / 4 / middle for middle in middles))
     ring = any(line.ring for line in route.lines)
     lacking = whole if ring else whole * (route.chips - 1) / route.chips

@@ -1,9 +1,10 @@
 """What joins the devices of a group? Rings and lines of the torus of chips, and the data centre's network.
 
-A group of devices is read off their coordinates. In each slice its chips have to form a box whose members
-are evenly spaced along each axis of the torus: that is what meshes give, also where one axis of the torus
-serves several mesh axes (its groups are then segments of it, or are interleaved on it), or a mesh axis takes
-several axes of the torus. Anything else is refused rather than guessed at.
+A group of devices is read off their coordinates. In each slice its chips form a box whose members are evenly
+spaced along each axis of the torus: that is what most meshes give, also where one axis of the torus serves
+several mesh axes (its groups are then segments of it, or are interleaved on it), or a mesh axis takes several
+axes of the torus. A group of another form, such as every other chip of a path that winds through the torus,
+is taken to use the links of the smallest box around it, and to share them with the other groups in there.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Route:
         devices: how many of its devices lie in each slice.
         chips: on how many chips these are.
         lines: the axes of the torus along which these chips lie.
-        crowd: how many groups share each chip, and so its links.
+        crowd: how many groups share the links: through the devices of a chip, or the box that they lie in.
     """
 
     slices: int
@@ -134,30 +135,29 @@ def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
 
 def _inside(members: Sequence[Place], torus: Torus, along: str) -> Route:
     """What joins those members of a group that lie in one slice."""
-    chips = {place.coords for place in members}
-    cores = len(members) // len(chips)
-    lines = []
-    for axis, places in enumerate(zip(*chips, strict=True)):
-        line = _line(axis, sorted(set(places)), torus, along)
-        lines += [line] if line.length > 1 else []
-    full = math.prod(line.length for line in lines)
     if not torus.extents:
         return Route(1, len(members), len(members), ())
-    if full != len(chips) or cores * len(chips) != len(members):
+    chips = {place.coords for place in members}
+    cores, rest = divmod(len(members), len(chips))
+    if rest:
         raise PlanError(
-            f'the {len(members)} devices along {along} do not fill a box of the torus '
-            f'({"x".join(map(str, torus.extents))}): what they send one another cannot be timed'
+            f'of some chips one device lies along {along}, of others {cores + 1}: '
+            'what they send one another cannot be timed'
         )
-    return Route(1, len(members), len(chips), tuple(lines), torus.devices_per_chip // cores)
-
-
-def _line(axis: int, places: list[int], torus: Torus, along: str) -> Line:
-    steps = {after - before for before, after in itertools.pairwise(places)}
-    if len(steps) > 1:
-        raise PlanError(
-            f'the devices along {along} are unevenly spaced along axis {axis} of the torus (at '
-            f'{", ".join(map(str, places))}): what they send one another cannot be timed'
+    crowd = torus.devices_per_chip // cores
+    along_each = [sorted(set(places)) for places in zip(*chips, strict=True)]
+    strides = [{after - before for before, after in itertools.pairwise(places)} for places in along_each]
+    even = all(len(steps) <= 1 for steps in strides)
+    if not even or math.prod(map(len, along_each)) != len(chips):
+        # The others that lie in this box use its links as well.
+        along_each = [list(range(places[0], places[-1] + 1)) for places in along_each]
+        strides = [{1}] * len(along_each)
+        crowd *= -(-math.prod(map(len, along_each)) // len(chips))
+    lines = (
+        Line(axis, len(places), torus.rings[axis] and len(places) * stride == torus.extents[axis], stride)
+        for axis, (places, (stride, *_)) in enumerate(
+            zip(along_each, (steps or {1} for steps in strides), strict=True)
         )
-    stride = steps.pop() if steps else 1
-    whole = len(places) * stride == torus.extents[axis]
-    return Line(axis, len(places), ring=torus.rings[axis] and whole, stride=stride)
+        if len(places) > 1
+    )
+    return Route(1, len(members), len(chips), tuple(lines), crowd)
