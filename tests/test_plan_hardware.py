@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,19 @@ def test_entries_are_values():
     assert changed != HARDWARE['v5p']
     assert changed == dataclasses.replace(HARDWARE['v5p'], ici_bytes_per_second=8e10)
     assert hash(changed) == hash(dataclasses.replace(HARDWARE['v5p'], ici_bytes_per_second=8e10))
+
+
+def test_the_table_of_the_documentation():
+    lines = (Path(__file__).parent.parent / 'docs' / 'planning.md').read_text(encoding='utf-8').splitlines()
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')]
+    [names] = [row[1:-1] for row in rows if 'v5p' in row]
+    assert names == list(HARDWARE)
+    shown = {row[0].split('`')[1]: row[1:-1] for row in rows if row[0].startswith('`')}
+    assert set(shown) == {*NUMBERS, 'ring_needs_all'}
+    for field, cells in shown.items():
+        for entry, cell in zip(HARDWARE.values(), cells, strict=True):
+            value = getattr(entry, field)
+            if field == 'hbm_bytes' and value is not None:
+                value = round(value / 2**30, 2)
+            known = None if cell == '-' else cell == 'True' if field == 'ring_needs_all' else float(cell)
+            assert known == value, (field, entry.name)

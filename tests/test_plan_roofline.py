@@ -223,6 +223,14 @@ def test_seconds_of_computing():
     assert dataclasses.replace(plan, flops=10**12).roofline(V6E).compute == pytest.approx(1.1e-3, rel=0.02)
 
 
+def test_gathering_in_a_node_of_gpus():
+    """gpus.md, Quiz 2, Question 3 [AllGather cost]: bf16[4096, 65536], 8 GPUs of 450 GB/s: 1.04 ms."""
+    node = Hardware('a node of 8', torus_axes=0, ici_bytes_per_second=450e9)
+    route = route_of([Place(0)] * 8, torus_of([Place(0)] * 8, node), 'X')
+    found = seconds_of('all-gather', 4096 * 65536 * BF16, route, node, 1)
+    assert found.ici == pytest.approx(1.04e-3, rel=0.01)
+
+
 def test_the_days_of_a_training_run():
     """applied-training.md, "Counting Parameters and FLOPs": 6.3e24 operations at 40 % of a pod: 44 days."""
     peak = 8960 * V5P.flops_per_second
@@ -331,13 +339,14 @@ def test_text():
         (
             Communication('ici', ('fsdp', 'tp'), (Line(0, 4, True), Line(1, 2, False, 2)), 0.75),
             Communication('dcn', ('data',), (), 0.001),
+            Communication('ici', ('fsdp', 'tp'), (Line(0, 2, False),), 0.0),  # of a part of the axes
         ),
         model_flops=3 * 10**14,
         counted=Counted.AT_LEAST,
     )
     assert str(roofline).splitlines() == [
         'one call on 64 devices of v5p (at least): 750.000 ms if all overlaps, 1,501.000 ms if nothing does',
-        'bound by ici:fsdp+tp; at most 40.0% of the peak',
+        'bound by ici:fsdp+tp; MFU at most 40.0%',
         '  compute      500.000 ms',
         '  hbm          250.000 ms',
         '  ici:fsdp+tp  750.000 ms  ring of 4 (axis 0) x line of 2 (axis 1, 2 links apart)',

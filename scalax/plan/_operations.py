@@ -41,6 +41,8 @@ def flops_of(equation: Any) -> int:
 
 def _product(equation: Any) -> int:
     (contracted, _), _ = equation.params['dimension_numbers']
+    if not contracted:
+        return 0  # an elementwise product
     left, (result,) = equation.invars[0].aval, _shapes(equation.outvars)
     return _pairs(math.prod(result) * math.prod(left.shape[i] for i in contracted), equation)
 

@@ -129,14 +129,14 @@ class Roofline:
 
     def __str__(self) -> str:
         step = self.step_seconds
-        lines = {row.name: row.lines for row in self.communication}
+        lines = {row.name: row.lines for row in reversed(self.communication)}  # those that take longest
         cells = [
             (name, f'{1e3 * seconds:,.3f} ms', ' x '.join(map(_line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         known = '' if self.counted is Counted.EXACTLY else f' ({self.counted.value})'
-        used = '' if self.mfu is None else f'; at most {self.mfu:.1%} of the peak'
+        used = '' if self.mfu is None else f'; MFU at most {self.mfu:.1%}'
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '

@@ -65,6 +65,8 @@ def _operands(computation: Computation, instruction: Instruction) -> list[Array]
 
 def _product(instruction: Instruction, operands: list[Array]) -> int:
     contracted = _numbers(instruction.attribute('lhs_contracting_dims'))
+    if not contracted:
+        return 0  # an elementwise product
     inner = math.prod(operands[0].dims[i] for i in contracted)
     return _pairs(math.prod(instruction.arrays[0].dims) * inner, operands)
 
