@@ -40,8 +40,9 @@ def make_plan(
     lowered = traced.lower()
     device = mesh.devices.flat[0]
     compiled = compile_lowered(lowered, device.platform)
-    # Where nothing is partitioned, the program is that of one device as it is.
-    module = parse(compiled.text or lowered.as_text(dialect='hlo'))
+    # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
+    # write out every constant.)
+    module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
     executable = compiled.executable
