@@ -13,9 +13,12 @@ import pytest
 
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
+from scalax.plan._collectives import collectives
+from scalax.plan._module import parse
 from scalax.plan._places import Place, places_on_torus
 from scalax.plan._seconds import seconds_of
 from scalax.plan._torus import route_of, torus_of
+from scalax.plan._work import work_of
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -397,3 +400,25 @@ def test_devices_behind_a_switch():
     alone = ALONG.plan(lambda x: x @ x, array(64, 64)).roofline(Hardware('mine', 1e14, 1e12))
     assert alone.communication == ()
     assert alone.bound == 'hbm'
+
+
+# --- Reading programs -----------------------------------------------------------------------------
+
+PROGRAM = """HloModule jit_f, num_partitions=8
+
+ENTRY %main (p: bf16[64,16]) -> bf16[64,64] {
+  %p = bf16[64,16]{1,0} parameter(0)
+  %a = bf16[64,64]{1,0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+  %b = bf16[64,64]{1,0} all-gather(%p), channel_id=2, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+  %c = bf16[256,16]{1,0} all-gather(%p), channel_id=3, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %d = bf16[64,32]{1,0} all-gather(%p), channel_id=4, replica_groups=[4,2]<=[8], dimensions={1}
+  ROOT %dot = bf16[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_gathers_that_are_written_twice_count_once():
+    module = parse(PROGRAM)
+    found = [(row.axes, row.count, row.bytes) for row in collectives(module, {'fsdp': 4, 'tp': 2})]
+    assert found == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
+    assert work_of(module) == Work(2 * 64**3, 3 * 64 * 64 * 2 + 3 * 2048 + 2 * 8192 + 4096)

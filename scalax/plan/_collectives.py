@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import numpy as np
@@ -78,7 +78,7 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
     """
     counts: collections.Counter[Collective] = collections.Counter()
     for visit in visits(module):
-        for instruction in visit.computation.instructions.values():
+        for instruction in distinct(visit.computation):
             kind = _kind(instruction)
             if kind is None:
                 continue
@@ -91,6 +91,23 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
                 counts[row] += visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def distinct(computation: Computation) -> Iterator[Instruction]:
+    """The instructions of a computation, without all-gathers that repeat another one.
+
+    The partitioner of TPUs writes one for each use of a value; common-subexpression elimination, a later
+    pass, leaves the first.
+    """
+    seen = set()
+    for instruction in computation.instructions.values():
+        if instruction.opcode == 'all-gather':
+            groups, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
+            same = instruction.arrays, instruction.operands, groups, dims
+            if same in seen:
+                continue
+            seen.add(same)
+        yield instruction
 
 
 def _keeps_a_part(computation: Computation, instruction: Instruction, group: int) -> bool:

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable
 
-from scalax.plan._collectives import KINDS
+from scalax.plan._collectives import KINDS, distinct
 from scalax.plan._loops import Counted, visits
 from scalax.plan._module import Array, Computation, Instruction, Module
 from scalax.plan._operations import fft_flops, overlaps
@@ -43,7 +43,7 @@ def work_of(module: Module) -> Work:
     flops = moved = 0
     counted = Counted.EXACTLY
     for visit in visits(module):
-        for instruction in visit.computation.instructions.values():
+        for instruction in distinct(visit.computation):
             count = _COUNTS.get(instruction.opcode)
             if count is None and instruction.opcode not in KINDS:
                 continue
