@@ -112,11 +112,10 @@ class Roofline:
     def mfu(self) -> float | None:
         """The part of the peak that the model's own operations are, if the step takes no more than its bound.
 
-        None unless the plan was told them (`Plan.with_model_flops`).
+        None unless the plan was told them (`Plan.with_model_flops`), and for a step that takes no time.
         """
-        if self.model_flops is None:
-            return None
-        return self.model_flops / (self.peak * self.step_seconds.bound)
+        bound = self.step_seconds.bound
+        return None if self.model_flops is None or not bound else self.model_flops / (self.peak * bound)
 
     def _busy(self) -> list[tuple[str, float]]:
         """How long each unit and each set of links is busy, by the name of what uses it most."""
