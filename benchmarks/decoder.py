@@ -169,13 +169,13 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
         return jax.block_until_ready(hand.jit(new_step(hand.constrain))(*params, batch))
 
     name = f'first step, decoder of {layers} layers (CPU time)'
-    return [compare_cold(name, ours, theirs, max(rounds // 1300, 1), prepare, 1.03)]
+    return [compare_cold(name, ours, theirs, max(rounds // 800, 1), prepare, 1.03)]
 
 
 def three_steps() -> list[Row]:
     """How many programs are compiled in three train steps, from an init that was compiled too."""
     helper = mesh_helper()
-    start = functools.partial(init, layers=2)
+    start = functools.partial(init, layers=1)
     key = jax.random.key(0)
     hand = ByHand(helper, jax.eval_shape(start, key))
     ours = _compilations(
