@@ -180,7 +180,7 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
             f'first step, {name} (CPU time)',
             called(ours),
             called(theirs),
-            max(rounds // 800, 1),
+            max(rounds // 500, 1),
             prepare,
             1.03,
         ),

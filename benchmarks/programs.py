@@ -30,7 +30,7 @@ def plans(rounds: int, layers: int = 24) -> list[Row]:
         return step.lower(params, batch).compile()
 
     name = f'plan of a decoder of {layers} layers, against lower and compile (CPU time)'
-    return [decoder.compare_cold(name, ours, theirs, max(rounds // 1300, 1), decoder.forget)]
+    return [decoder.compare_cold(name, ours, theirs, max(rounds // 600, 1), decoder.forget)]
 
 
 def microbatches(rounds: int, layers: int = 4, parts: int = 4) -> list[Row]:
