@@ -427,3 +427,29 @@ def test_clear_cache():
 def test_no_arguments_at_all():
     init = HELPER.sjit(lambda: {'w': jnp.ones((8, 8))}, out_shardings=P('data'))
     assert init()['w'].sharding.spec == P('data')
+
+
+AOT_CALLS = {
+    'defaults': (((X,), {}), ((X,), {}), 6 * X),
+    'a static one by position': (((X, 2), {}), ((X,), {}), 12 * X),
+    'a value behind a static one': (((X, 2, 3.0), {}), ((X, 3.0), {}), 18 * X),
+    'extra ones and a static keyword': (
+        ((X, 1, 2.0, 4.0), {'k': 4.0, 's': 'b'}),
+        ((X, 2.0, 4.0), {'k': 4.0}),
+        8 * X + 4,
+    ),
+    'keywords': (((X,), {'w': 1.0, 'y': 3.0}), ((X,), {'y': 3.0, 'w': 1.0}), 9 * X + 1),
+}
+
+
+@pytest.mark.parametrize(('lowered', 'called', 'expected'), AOT_CALLS.values(), ids=AOT_CALLS)
+def test_executables_are_called_as_the_function_is(lowered, called, expected):
+    @HELPER.sjit(static_argnames=('s', 'n'), in_shardings={'x': P('data')})
+    def scaled(x, n=1, y=2.0, *more, k=3.0, s='a', **extra):
+        return x * y * k * n + sum(more) + sum(extra.values())
+
+    args, kwargs = lowered
+    executable = scaled.lower(*args, **kwargs).compile()
+    args, kwargs = called
+    np.testing.assert_allclose(executable(*args, **kwargs), expected)
+    assert executable.memory_analysis().argument_size_in_bytes >= X.nbytes // 8

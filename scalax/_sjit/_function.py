@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 
 from scalax._context import MeshOwner, checked_bindings
 from scalax._prefix import RuleLike, check
+from scalax._sjit._aot import LoweredCall
 from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
@@ -143,7 +144,11 @@ class _Methods:
                 "use .trace(...).lower(lowering_platforms=('tpu',))"
             )
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        return resolved.program.jitted.lower(*row)
+        lowered = resolved.program.jitted.lower(*row)
+        # What has no defaults and no keywords is called by the row of slots anyhow.
+        return (
+            lowered if not kwargs and len(row) == len(args) else LoweredCall(lowered, self._state.convention)
+        )
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
