@@ -32,9 +32,7 @@ from scalax.sharding import MeshShardingHelper, ShardingReport
 LARGEST = 40_000  # elements of a tree that is placed
 
 
-def assert_names(
-    error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]
-) -> bool:
+def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]) -> bool:
     """An error names exactly the leaves that are wrong; returns whether there was one."""
     names = [shown(path, leaf) for path, leaf in named_leaves(tree)]
     wrong = [name for name, one in zip(names, expected, strict=True) if one.spec in bad]
