@@ -25,6 +25,7 @@ def main() -> None:
 
     groups = {
         'cached': lambda: calls.cached_calls(options.rounds),
+        'host': lambda: calls.host_batches(options.rounds),
         'alternating': lambda: calls.alternating_calls(options.rounds),
         'structures': lambda: calls.alternating_programs(options.rounds),
         'traces': calls.traces_per_signature,

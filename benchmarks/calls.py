@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.timing import Row, compare
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -52,6 +52,37 @@ def cached_calls(rounds: int) -> list[Row]:
                 functools.partial(theirs, tree),
                 count,
                 '1.02',
+            )
+        )
+    return rows
+
+
+def host_batches(rounds: int) -> list[Row]:
+    """Parameters in place and a batch from the host, where types say how arrays lie."""
+    rows = []
+    helper = MeshShardingHelper([-1], ['data'], axis_types=AxisType.Explicit)
+    spec = PartitionSpec('data')
+    sharding = NamedSharding(helper.mesh, spec)
+    batch = np.ones((8, 8), np.float32)
+
+    def step(tree: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+        return _bump(tree)
+
+    for leaves in (1, 300):
+        tree = jax.device_put(_tree(leaves), sharding)
+        ours = helper.sjit(step, in_shardings=(spec, spec), out_shardings=spec)
+        theirs = jax.jit(step, in_shardings=(sharding, sharding), out_shardings=sharding)
+
+        def by_hand(tree: Any = tree, theirs: Any = theirs) -> Any:
+            return theirs(tree, jax.device_put(batch, sharding))
+
+        rows.append(
+            compare(
+                f'numpy batch on Explicit axes, {leaves} leaves',
+                functools.partial(ours, tree, batch),
+                by_hand,
+                max(rounds // (2 if leaves == 1 else 10), 50),
+                '1.1',
             )
         )
     return rows

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,9 +110,7 @@ def _each_holds_its_own(sharding: NamedSharding, shape: tuple[int, ...], axis: i
 
     Computed from all devices, those of other processes too, so that all processes agree.
     """
-    placed = cast(
-        dict[Any, Any], sharding.devices_indices_map(shape)
-    )  # JAX's Device has no attributes for types
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in placed.items():
         start, stop, _ = index[axis].indices(shape[axis])
         if start < here * device.process_index or stop > here * (device.process_index + 1):

@@ -222,8 +222,8 @@ def test_bad_options(options, message):
             'dict by argument name',
         ),
         (
-            'data',
-            'in_shardings of g is str: give a tuple by position, a dict by argument name, or one rule '
+            jax.tree_util.Partial(max, P()),
+            'in_shardings of g is Partial: give a tuple by position, a dict by argument name, or one rule '
             'for every argument',
         ),
     ],
@@ -235,6 +235,44 @@ def test_shardings_that_do_not_fit_the_arguments(in_shardings, message):
     with pytest.raises(StructureError) as error:
         HELPER.sjit(g, in_shardings, static_argnums=2)(Y, Y, 1)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
+@pytest.mark.parametrize(
+    ('rules', 'message'),
+    [
+        (
+            'data',
+            "the rules of {option} of g hold 'data' of type str, which is not a rule: give a ShardingRule, "
+            "a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
+        ),
+        (
+            {'x': {'w': 8}},
+            "the rules of {option} of g hold 8 of type int at 'x/w', which is not a rule: give a "
+            'ShardingRule, a PartitionSpec, a NamedSharding or None',
+        ),
+    ],
+    ids=['text', 'inside'],
+)
+def test_what_is_no_rule_is_said_before_any_call(option, rules, message):
+    def g(x):
+        return x
+
+    with pytest.raises(StructureError) as error:
+        HELPER.sjit(g, **{option: rules})
+    assert str(error.value) == message.format(option=option)
+
+
+def test_names_that_python_does_not_take():
+    for name in ('lambda', 'None', '<lambda>', 'class'):
+
+        def f(x):
+            return x * 2
+
+        f.__name__ = name
+        compiled = HELPER.sjit(f, in_shardings=P())
+        assert compiled.__name__ == name
+        np.testing.assert_array_equal(compiled(Y), Y * 2)
 
 
 def test_leaves_that_are_not_arrays():

@@ -213,7 +213,7 @@ class Convention:
         args = rest[:positional]
         while args and args[-1] is OMITTED:
             args.pop()
-        if OMITTED in [value for value in args if type(value) is _Omitted]:
+        if any(value is OMITTED for value in args):
             # A parameter before the last one given was omitted, so the later ones came by keyword.
             first = next(i for i, value in enumerate(args) if value is OMITTED)
             for name, value in zip(self.positional[first:], args[first:], strict=False):
