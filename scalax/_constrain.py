@@ -156,8 +156,8 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
-            f'inside shard_map over the mesh ({_sizes(ambient)}), but the active helper has the mesh '
-            f'({_sizes(mesh)}): use the helper of the same mesh'
+            f'inside shard_map over the mesh ({_spec.axis_sizes_text(ambient.shape)}), but the active helper has the mesh '
+            f'({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
 
@@ -183,10 +183,6 @@ def _is_compiled() -> bool:
     that depends on nothing is an array.
     """
     return _is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
-
-
-def _sizes(mesh: Mesh | AbstractMesh) -> str:
-    return ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
 
 
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:

@@ -12,6 +12,7 @@ from scalax._constrain import apply_sharding
 from scalax._paths import describe_leaf, path_string
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._signature import explicit_spec, slot_path
+from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, PlacementError, shown
 
 Shardings = Sequence[NamedSharding | None]
@@ -228,5 +229,4 @@ def _short(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'
-    sizes = ', '.join(f'{name}={size}' for name, size in sharding.mesh.shape.items())
-    return f'{sharding.spec}{memory} on ({sizes})'
+    return f'{sharding.spec}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'
