@@ -1,8 +1,10 @@
 """What will a compiled step hold, send and take? Plans: read from what the compiler says, before any run.
 
-``_compile`` has the compiler write its program down, ``_module`` reads it, ``_loops`` says how often each
+``_compile`` has the compiler write its program down, ``_memory`` reads what it holds, ``_shardings`` how
+arguments of a program lie that it refused, ``_module`` reads the program, ``_loops`` says how often each
 part runs, ``_groups`` and ``_mesh_axes`` who talks to whom, ``_sources`` because of which line of the
-user's program, ``_collectives`` puts these together; ``_plan`` is the outcome, ``_text`` prints it.
+user's program, ``_collectives`` puts these together; ``_plan`` is the outcome, ``_text`` prints it, ``_json``
+writes and reads it, ``_diff`` compares two.
 
 ``_flops`` counts the operations of the whole step in its jaxpr (``_operations`` those of one primitive,
 ``_jaxpr_loops`` the rounds of loops), ``_work`` those of one device and the bytes that it moves.
@@ -12,11 +14,12 @@ what joins them, ``_seconds`` how long one collective takes there, ``_roofline``
 """
 
 from scalax.plan._collectives import KINDS, Collective
-from scalax.plan._compile import Memory
+from scalax.plan._diff import PlanDiff
 from scalax.plan._flops import Flops, count_flops
 from scalax.plan._hardware import HARDWARE, Hardware
 from scalax.plan._loops import Counted
 from scalax.plan._make import make_plan
+from scalax.plan._memory import Buffer, Memory
 from scalax.plan._places import Place
 from scalax.plan._plan import Plan
 from scalax.plan._roofline import Communication, Roofline, Seconds
@@ -27,6 +30,7 @@ from scalax.plan._work import Work
 __all__ = [
     'HARDWARE',
     'KINDS',
+    'Buffer',
     'Collective',
     'Communication',
     'Counted',
@@ -36,6 +40,7 @@ __all__ = [
     'Memory',
     'Place',
     'Plan',
+    'PlanDiff',
     'Roofline',
     'Seconds',
     'Source',

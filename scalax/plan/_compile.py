@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tempfile
@@ -9,35 +10,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from scalax.errors import PlanError
+from scalax.plan._memory import Buffer, Memory, Tables, assigned_memory, largest_buffers
+from scalax.plan._module import parse
 
 _PASS = 'spmd-partitioning'
 _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device while a program runs, as the compiler counts them.
-
-    Attributes:
-        arguments: the arguments.
-        outputs: the outputs, without those that take over the buffers of donated arguments.
-        temporaries: all else.
-        donated: the bytes of arguments whose buffers outputs take over.
-        estimated: whether it is the count of a compiler for other hardware than the one that is meant: that
-            of XLA for CPUs is a guide, no more.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    donated: int = 0
-    estimated: bool = True
-
-    @property
-    def total(self) -> int:
-        """All of them together."""
-        return self.arguments + self.outputs + self.temporaries
+# The compiler of TPUs calls the pass otherwise.
+_AFTER = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
+_TPU = {
+    # Products that wait for a collective may be cut into rounds of a loop already while partitioning.
+    'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
+}
+# Leaves out what makes code fast to run, and slow to make.
+_QUICK = {'xla_optimization_level': 'EFFORT_O0'}
+_NO_TABLES = Tables('', '', '')
+_TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,45 +38,78 @@ class Compiled:
         text: the HLO after SPMD partitioning; empty for one device, where nothing is partitioned.
         devices: on how many devices it runs: on one, if nothing says where arguments or outputs lie.
         memory: see `Memory`.
-        executable: what JAX compiled.
+        executable: what JAX compiled; None where the compiler refused to.
+        refusal: what the compiler says of a program that does not fit into memory.
+        buffers: what takes most of the memory of one, the largest first.
     """
 
     text: str
     devices: int
     memory: Memory
     executable: Any
+    refusal: str = ''
+    buffers: tuple[Buffer, ...] = ()
 
 
-def compile_lowered(lowered: Any, platform: str) -> Compiled:
+@dataclasses.dataclass(frozen=True)
+class _Dump:
+    """What a compiler left behind: an executable or a refusal, and its files."""
+
+    executable: Any
+    refusal: str = ''
+    text: str = ''
+    optimized: str = ''
+    tables: Tables = _NO_TABLES
+
+
+def compile_lowered(lowered: Any, platform: str, *, quick: bool = False) -> Compiled:
     """Compiles what ``jax.jit(...).lower(...)`` gave, and keeps the program as the partitioner left it.
 
     Args:
         lowered: a ``jax.stages.Lowered``.
         platform: the kind of the devices, such as ``'cpu'``.
+        quick: have the compiler of TPUs take less trouble; others are quick anyway.
 
     Raises:
-        PlanError: the compiler did not write that program down.
+        PlanError: the compiler failed, or did not write that program down.
     """
-    executable, text = _dumped(lowered, {})
-    devices = _partitions(text or executable.as_text())
-    if not text and devices > 1:
+    options: dict[str, Any] = {}
+    if platform == 'tpu':
+        options = {**_TPU, **(_QUICK if quick else {})}
+    dump = _dumped(lowered, options)
+    if dump.executable is None:
+        return _refused(dump)
+    devices = _partitions(dump.text or dump.executable.as_text())
+    if not dump.text and devices > 1:
         # A persistent compilation cache has answered. Nothing is changed by this option but the key.
         unused = {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
-        executable, text = _dumped(lowered, unused)
-    if not text and devices > 1:
+        dump = _dumped(lowered, {**options, **unused})
+    if not dump.text and devices > 1:
         raise PlanError(
             'the compiler did not write down the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
-    stats = executable.memory_analysis()
+    stats = dump.executable.memory_analysis()
     memory = Memory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
         stats.alias_size_in_bytes,
         estimated=platform == 'cpu',
+        # That of XLA for CPUs is not one of the hardware that is meant.
+        peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    return Compiled(text, devices, memory, executable)
+    return Compiled(dump.text, devices, memory, dump.executable)
+
+
+def _refused(dump: _Dump) -> Compiled:
+    """A program that is too large; the compiler says so once it has laid it out."""
+    memory = assigned_memory(dump.tables)
+    buffers: tuple[Buffer, ...] = ()
+    # Optimized programs hold what no reader knows yet; the numbers of a refusal are worth more than its rows.
+    with contextlib.suppress(PlanError):
+        buffers = largest_buffers(dump.tables, parse(dump.optimized))
+    return Compiled(dump.text, _partitions(dump.optimized), memory, None, dump.refusal, buffers)
 
 
 def _partitions(text: str) -> int:
@@ -95,9 +118,28 @@ def _partitions(text: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _dumped(lowered: Any, options: dict[str, Any]) -> tuple[Any, str]:
+def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
     """The executable, and the program behind the partitioner; empty where nothing was partitioned."""
-    with tempfile.TemporaryDirectory(prefix='scalax-plan-') as folder:
-        executable = lowered.compile(compiler_options={'xla_dump_to': folder, **_DUMP, **options})
-        files = sorted(Path(folder).glob(f'*after_{_PASS}*'))
-        return executable, files[-1].read_text(encoding='utf-8') if files else ''
+    with tempfile.TemporaryDirectory(prefix='scalax-plan-') as name:
+        folder = Path(name)
+        executable, refusal = None, ''
+        try:
+            executable = lowered.compile(compiler_options={'xla_dump_to': name, **_DUMP, **options})
+        except jax.errors.JaxRuntimeError as error:
+            refusal = str(error)
+            if 'RESOURCE_EXHAUSTED' not in refusal or not _last(folder, _TABLES[0]):
+                raise PlanError(
+                    f'{refusal}\nThis is why the compiler made no program, and there is no plan'
+                ) from error
+        files = sorted(path for path in folder.iterdir() if _AFTER.search(path.name))
+        text = files[-1].read_text(encoding='utf-8') if files else ''
+        if executable is not None:
+            return _Dump(executable, text=text)
+        tables = Tables(*(_last(folder, table) for table in _TABLES))
+        return _Dump(None, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables)
+
+
+def _last(folder: Path, what: str) -> str:
+    """The file that ends so, of the last module that was compiled; empty if there is none."""
+    files = sorted(folder.glob(f'*{what}.txt'))
+    return files[-1].read_text(encoding='utf-8') if files else ''

@@ -225,10 +225,15 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
         if wanted not in HARDWARE:
             raise PlanError(f'there is no hardware {wanted!r} ({did_you_mean(wanted, HARDWARE)})')
         return HARDWARE[wanted]
-    for entry in HARDWARE.values():
-        if device_kind in entry.device_kinds:
-            return entry
+    known = hardware_of(device_kind)
+    if known is not None:
+        return known
     raise PlanError(
         f'the numbers of {device_kind!r} devices are not known: give hardware=..., '
         f'a scalax.plan.Hardware of your own or one of {", ".join(map(repr, HARDWARE))}'
     )
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The hardware whose devices JAX calls so; None where nobody has its numbers."""
+    return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)

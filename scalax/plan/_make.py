@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._context import MeshOwner
 from scalax._mesh import require_devices
@@ -17,52 +17,80 @@ from scalax._sjit import names_of_arguments, sjit
 from scalax.errors import ArgumentError
 from scalax.explain import ShardingReport, make_report
 from scalax.plan._collectives import collectives
-from scalax.plan._compile import compile_lowered
+from scalax.plan._compile import Compiled, compile_lowered
 from scalax.plan._flops import count_flops
+from scalax.plan._hardware import hardware_of
 from scalax.plan._module import parse
 from scalax.plan._places import places_of
 from scalax.plan._plan import Plan
+from scalax.plan._shardings import lowered_shardings
 from scalax.plan._work import work_of
 
 
 def make_plan(
-    helper: MeshOwner, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    helper: MeshOwner,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    quick: bool = False,
 ) -> Plan:
-    """See `MeshShardingHelper.plan`, which is documented for users."""
+    """What `MeshShardingHelper.plan` calls, which is documented for users; here one may be in a hurry.
+
+    Args:
+        helper: whose mesh it is for.
+        fun: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        quick: have the compiler of TPUs take less trouble: seconds instead of a minute. Memory is then that
+            of a program that was not optimized for speed, and the plan says so. Nothing else changes.
+    """
     if not callable(fun):
         raise ArgumentError(
             f'plan takes a function first, got {type(fun).__name__}: helper.plan(step, *arguments)'
         )
     mesh = helper.mesh
-    require_devices(mesh, 'plan')
+    if isinstance(mesh, AbstractMesh):
+        require_devices(mesh, 'plan')
     function: Any = fun if hasattr(fun, 'lower') else sjit(helper, fun, jit_kwargs={})
     traced = function.trace(*args, **kwargs)
     lowered = traced.lower()
     device = mesh.devices.flat[0]
-    compiled = compile_lowered(lowered, device.platform)
+    compiled = compile_lowered(lowered, device.platform, quick=quick)
     # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
     # write out every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
-    executable = compiled.executable
-    inputs = _report(list(lowered.args_info[0]), list(executable.input_shardings[0]), mesh)
+    given, returned = _laid(compiled, lowered, traced, mesh)
     names = names_of_arguments(function, args, kwargs) or _positions(len(lowered.args_info[0]))
+    hardware = hardware_of(device.device_kind)
     return Plan(
         name=str(getattr(fun, '__name__', type(fun).__name__)),
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=compiled.memory,
-        inputs=_renamed(inputs, names),
-        outputs=_report(lowered.out_info, executable.output_shardings, mesh),
+        memory=dataclasses.replace(compiled.memory, limit=hardware.hbm_bytes if hardware else None),
+        inputs=_renamed(_report(list(lowered.args_info[0]), given, mesh), names),
+        outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),
         flops=flops.count,
         flops_counted=flops.counted,
         work=work_of(module),
         device_kind=device.device_kind,
         places=places_of(mesh.devices.flat),
+        quick=quick and device.platform == 'tpu',
+        refusal=compiled.refusal,
+        buffers=compiled.buffers,
     )
+
+
+def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """The shardings of arguments and outputs; those that a refused program was asked to have."""
+    if compiled.executable is not None:
+        return list(compiled.executable.input_shardings[0]), compiled.executable.output_shardings
+    given, returned = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
+    return given[: len(jax.tree.leaves(lowered.args_info[0]))], returned
 
 
 def _positions(count: int) -> list[str]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalax.errors import PlanError
 from scalax.explain import ShardingReport
+from scalax.plan import _json
 from scalax.plan._collectives import Collective
-from scalax.plan._compile import Memory
-from scalax.plan._hardware import Hardware, find_hardware
+from scalax.plan._diff import PlanDiff
+from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
+from scalax.plan._memory import Buffer, Memory
 from scalax.plan._places import Place, places_on_torus
 from scalax.plan._roofline import Roofline, make_roofline
 from scalax.plan._text import render
@@ -41,6 +44,11 @@ class Plan:
         model_flops: the operations that the model needs in one call, where the caller has said so.
         device_kind: what JAX calls the devices.
         places: where the devices of the mesh lie, in the order of the mesh.
+        quick: whether the compiler took less trouble than it does for a program that is run; its memory is
+            then near that of such a program, and all else is the same.
+        refusal: what the compiler says of a program that does not fit into the memory of a device; empty
+            for one that it made.
+        buffers: what takes most of the memory of one that was refused, the largest first.
     """
 
     name: str
@@ -57,6 +65,29 @@ class Plan:
     model_flops: int | None = None
     device_kind: str = ''
     places: tuple[Place, ...] = ()
+    quick: bool = False
+    refusal: str = ''
+    buffers: tuple[Buffer, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of each device; None where nobody knows how much there is.
+
+        Compilers for accelerators refuse what does not fit, and so they have the last word.
+        """
+        if self.refusal:
+            return False
+        if not self.memory.estimated:
+            return True
+        return None if self.memory.limit is None else self.memory.peak <= self.memory.limit
+
+    @property
+    def known_roofline(self) -> Roofline | None:
+        """`roofline` of the devices that the plan is for; None where numbers are missing for it."""
+        try:
+            return self.roofline() if hardware_of(self.device_kind) else None
+        except PlanError:
+            return None
 
     @property
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
@@ -150,6 +181,10 @@ class Plan:
             'devices': self.devices,
             'platform': self.platform,
             'memory': {**dataclasses.asdict(self.memory), 'total': self.memory.total},
+            'fits': self.fits,
+            'quick': self.quick,
+            'refusal': self.refusal,
+            'buffers': [{**row._asdict(), 'source': row.source._asdict()} for row in self.buffers],
             'flops': self.flops,
             'flops_counted': self.flops_counted.value,
             'model_flops': self.model_flops,
@@ -173,3 +208,27 @@ class Plan:
                 for row in self.collectives
             ],
         }
+
+    def to_json(self) -> str:
+        """The plan as JSON: `to_dict` and a version; to keep beside a test, and compare."""
+        return _json.write(self)
+
+    @classmethod
+    def load(cls, text_or_path: str | os.PathLike[str]) -> Plan:
+        """Reads what `to_json` wrote.
+
+        Args:
+            text_or_path: the JSON itself, or the path of a file of it.
+
+        Raises:
+            DataError: this is no plan, or one of another version.
+        """
+        return cls(**_json.read(text_or_path))
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What is not the same in *other*, a later plan; false when nothing changed.
+
+        Args:
+            other: the plan to compare with.
+        """
+        return PlanDiff(self, other)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
+_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
 _LEAST = [10, 4, 5, 5, 16]
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
@@ -27,7 +28,9 @@ def render(plan: Plan, width: int | None) -> str:
     size = math.prod(plan.mesh.values())
     on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
     head = f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
-    return '\n'.join([head, _flops(plan), *_memory(plan), '', *_collectives(plan, width)])
+    roofline = plan.known_roofline
+    times = [] if roofline is None else ['', *str(roofline).splitlines()]
+    return '\n'.join([head, _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
 
 
 def _flops(plan: Plan) -> str:
@@ -39,12 +42,28 @@ def _flops(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterable[str]:
     memory = plan.memory
-    estimate = f' (as XLA for {plan.platform} counts: an estimate)' if memory.estimated else ''
-    yield f'memory of each device{estimate}: {human_bytes(memory.total)}'
+    yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
     yield f'  temporaries  {human_bytes(memory.temporaries):>10}'
+    if plan.buffers:
+        yield '  the largest, when most is held:'
+        yield from (
+            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}' for row in plan.buffers[:_BUFFERS]
+        )
+
+
+def _how_known(plan: Plan) -> str:
+    if plan.memory.estimated:
+        return f' (as XLA for {plan.platform} counts: an estimate)'
+    return ' (quick: near what a full plan says)' if plan.quick else ''
+
+
+def _taken(plan: Plan) -> str:
+    peak, limit = human_bytes(plan.memory.peak), plan.memory.limit
+    of = '' if limit is None else f' of {human_bytes(limit)}'
+    return f'{peak}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
 
 
 def _collectives(plan: Plan, width: int) -> Iterable[str]:
