@@ -156,8 +156,8 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
-            f'inside shard_map over the mesh ({_spec.axis_sizes_text(ambient.shape)}), but the active helper has the mesh '
-            f'({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
+            f'inside shard_map over the mesh ({_spec.axis_sizes_text(ambient.shape)}), but the active helper '
+            f'has the mesh ({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
 
@@ -194,13 +194,24 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
         return _constrained(leaf, sharding)
     explicit, auto = ([_only(entry, types, kind) for entry in _spec.entries(spec)] for kind in _KINDS)
     if AxisType.Explicit in kinds:
-        typed = with_types(_spec.replaced(spec, explicit), leaf)
-        leaf = jax.sharding.reshard(leaf, sharding.update(spec=_spec.replaced(spec, typed)))
+        typed = _spec.replaced(spec, with_types(_spec.replaced(spec, explicit), leaf))
+        if not has_type(leaf, mesh, typed):
+            leaf = jax.sharding.reshard(leaf, sharding.update(spec=typed))
     if AxisType.Auto in kinds:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
         constraint = _spec.replaced(PartitionSpec(), auto)
         leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
     return leaf
+
+
+def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
+    """Whether a value of a trace has this type: a reshard would also close its dimensions on Auto axes."""
+    now = jax.typeof(leaf).sharding
+    return (
+        isinstance(leaf, jax.core.Tracer)
+        and dict(now.mesh.shape) == dict(mesh.shape)
+        and _spec.canonical(now.spec) == _spec.canonical(spec)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

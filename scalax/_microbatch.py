@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ def microbatch(
         n: the number of parts.
         batch: the arguments to divide, by position or name.
         batch_axis: the axis of their rows; may be negative.
-        rng: arguments that are PRNG keys; part ``i`` gets ``jax.random.fold_in(key, i)``.
+        rng: arguments that are PRNG keys, or trees of them; part ``i`` gets ``jax.random.fold_in(key, i)``.
         reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
         accumulate_dtype: the dtype of the running sums of floating-point leaves; by default float32 for
             what is narrower, and each leaf's own for what is not. Results have the dtypes of *fun*.
@@ -71,8 +72,11 @@ def microbatch(
         >>> bool(jnp.allclose(grads, jax.grad(loss)(w, x)))
         True
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if not callable(fun):
+        raise ArgumentError(f'microbatch takes a function first, got {type(fun).__name__}')
+    if isinstance(n, bool) or not hasattr(n, '__index__') or operator.index(n) < 1:
         raise ArgumentError(f'microbatch(fun, n): n is a positive number of parts, got {n!r}')
+    n = operator.index(n)
     if reduce not in ('mean', 'sum'):
         raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
     signature = inspect.signature(fun)
@@ -81,16 +85,20 @@ def microbatch(
     @functools.wraps(fun)
     def in_parts(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        whole = {name: bound.arguments[name] for name in divided if name in bound.arguments}
+        bound.apply_defaults()
+        whole = {name: bound.arguments[name] for name in divided}
         parts = _divided(whole, n, batch_axis, getattr(fun, '__name__', 'the function'))
 
         # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the
         # user's code only once, since it finds the trace again.
-        @jax.jit
-        def one(index: Any, part: dict[str, Any]) -> Any:
-            folded = {name: jax.random.fold_in(bound.arguments[name], index) for name in keys}
+        def body(index: Any, part: dict[str, Any]) -> Any:
+            fold = functools.partial(jax.tree.map, lambda key: jax.random.fold_in(key, index))
+            folded = {name: fold(bound.arguments[name]) for name in keys}
             call = inspect.BoundArguments(signature, {**bound.arguments, **part, **folded})
             return fun(*call.args, **call.kwargs)
+
+        body.__name__ = body.__qualname__ = getattr(fun, '__name__', 'body')
+        one = jax.jit(body)
 
         def step(sums: Any, item: tuple[Any, dict[str, Any]]) -> tuple[Any, None]:
             return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
@@ -103,7 +111,9 @@ def microbatch(
         sums, _ = jax.lax.scan(step, zeros, (indices, parts))
         if reduce == 'mean':
             sums = jax.tree.map(lambda total: total / n, sums)
-        return jax.tree.map(lambda total, kind: total.astype(kind.dtype), sums, types)
+        return jax.tree.map(
+            lambda total, kind: total if kind.dtype == bool else total.astype(kind.dtype), sums, types
+        )
 
     return in_parts
 
@@ -162,7 +172,7 @@ def _zeros(kind: Any, dtype: Any) -> jax.Array:
     if jnp.issubdtype(kind.dtype, jnp.floating):
         dtype = jnp.promote_types(kind.dtype, jnp.float32) if dtype is None else dtype
     else:
-        dtype = kind.dtype
+        dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
     # Over Explicit axes the sums are of the types of the results.
     [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
     return zeros

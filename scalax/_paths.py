@@ -205,6 +205,11 @@ class NamedTree:
         path = self.paths[index]
         return at if self.bare else f'{at}/{path}' if at else path
 
+    @property
+    def descriptions(self) -> list[str]:
+        """Every leaf as messages show it."""
+        return [self.describe(index) for index in range(len(self))]
+
     def describe(self, index: int) -> str:
         """Leaf number *index* as error messages show it."""
         return describe_leaf(self.path_below(self.prefix, index), (self.shown or self.leaves)[index])

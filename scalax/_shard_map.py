@@ -16,15 +16,13 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax import _spec
-from scalax._constrain import apply_shardings, mesh_in_force
+from scalax._constrain import apply_shardings, has_type, mesh_in_force
 from scalax._context import ActiveHelper
-from scalax._paths import NamedTree
 from scalax._prefix import RuleLike, is_rule
-from scalax._resolve import Use, named_sharding, resolve, with_types
+from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
 from scalax._sjit._placement import is_concrete
-from scalax._sjit._signature import slot_path
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError, did_you_mean
 from scalax.rules._base import ShardingRule, looks_at_paths_only
@@ -90,22 +88,24 @@ class _Mapped:
 
         # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
         # code only once, since it finds the trace again.
-        @jax.jit
         def body(*blocks: Any) -> Any:
             with self._active:
                 args, keywords = self._convention.restore(treedef.unflatten(blocks))
                 return fun(*args, **keywords)
 
+        body.__name__ = body.__qualname__ = self._convention.name
+        compiled = jax.jit(body)
+
         returned: list[Any] = []
 
         def look(*blocks: Any) -> tuple[()]:
-            returned.append(jax.tree.map(jax.typeof, body(*blocks)))
+            returned.append(jax.tree.map(jax.typeof, compiled(*blocks)))
             return ()
 
         jax.eval_shape(run(look, out_specs=()), *leaves)
         shardings, out_treedef = self._outputs(out_specs, returned[-1])
         results = run(
-            lambda *blocks: tuple(jax.tree.leaves(body(*blocks))),
+            lambda *blocks: tuple(jax.tree.leaves(compiled(*blocks))),
             out_specs=tuple(self._cut(sharding.spec) for sharding in shardings),
         )(*leaves)
         return out_treedef.unflatten(self._laid(results, shardings))
@@ -125,14 +125,10 @@ class _Mapped:
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
-        said = [sharding for slot in layout.dynamic for sharding in by_slot[slot]]
-        described = [
-            tree.describe(i)
-            for slot in layout.dynamic
-            for tree in [NamedTree.of(row[slot], slot_path(layout, slot, ''))]
-            for i in range(len(tree))
-        ]
-        self._reject(described, said, where)
+        resolutions = [by_slot[slot] for slot in layout.dynamic]
+        said = [sharding for resolution in resolutions for sharding in resolution.shardings]
+        self._reject_uneven(resolutions, where)
+        self._reject([text for each in resolutions for text in each.tree.descriptions], said, where)
         shardings = [
             self._of_type(leaf) if sharding is None else sharding
             for leaf, sharding in zip(leaves, said, strict=True)
@@ -155,8 +151,7 @@ class _Mapped:
             where=where,
             as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
         )
-        described = [resolution.tree.describe(i) for i in range(len(resolution.tree))]
-        self._reject(described, resolution.shardings, where, outputs=True)
+        self._reject(resolution.tree.descriptions, resolution.shardings, where, outputs=True)
         return [sharding for sharding in resolution.shardings if sharding is not None], resolution.treedef
 
     def _reject(
@@ -203,6 +198,28 @@ class _Mapped:
         if problems:
             raise ShardingError(problems, str(self._axes), where)
 
+    def _reject_uneven(self, resolutions: Sequence[Resolution], where: str) -> None:
+        """Raises about arguments that a policy would leave whole: blocks are what *fun* means."""
+        problems = []
+        for resolution in resolutions:
+            for i, (answer, shape) in enumerate(zip(resolution.answers, resolution.tree.shapes, strict=True)):
+                cut = PartitionSpec() if answer.spec is None else self._cut(answer.spec)
+                for dim, names in _spec.indivisible(cut, shape, self._axes):
+                    fault = _spec.divisibility_fault(dim, names, shape, self._axes)
+                    problems.append(
+                        Problem(
+                            fault.kind,
+                            resolution.tree.describe(i),
+                            fault.detail,
+                            spec=str(answer.spec),
+                            rule=answer.origin,
+                            hint='pad or change the array: whatever on_indivisible says, a dimension is not '
+                            'left whole along manual axes: every device would compute with all of it.',
+                        )
+                    )
+        if problems:
+            raise ShardingError(problems, str(self._axes), where)
+
     def _interleaved(self, spec: PartitionSpec) -> tuple[str, str] | None:
         for entry in _spec.entries(spec):
             names = _spec.entry_axes(entry)
@@ -231,7 +248,11 @@ class _Mapped:
         mesh = self._mesh
         if isinstance(mesh, AbstractMesh) or not is_concrete(leaf) or not leaf.committed:
             return leaf
-        return leaf if leaf.sharding.device_set == set(mesh.devices.flat) else jax.device_put(leaf, sharding)
+        if isinstance(leaf.sharding, NamedSharding):
+            same = list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat)  # in this order
+        else:
+            same = leaf.sharding.device_set == set(mesh.devices.flat)
+        return leaf if same else jax.device_put(leaf, sharding)
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, sharded as was asked along every axis that JAX does not see to."""
@@ -255,6 +276,9 @@ class _Mapped:
             if own.isdisjoint(names):
                 names = (*names, *[a for a in has if a not in self._manual and a not in own])
             wanted.append(names or free)
+        typed = _spec.replaced(PartitionSpec(), [() if entry is free else entry for entry in wanted])
+        if not own and has_type(leaf, self._mesh, typed):
+            return None
         return sharding.update(spec=_spec.replaced(PartitionSpec(), wanted))
 
 

@@ -14,9 +14,9 @@ from scalax._context import MeshOwner
 from scalax._paths import NamedTree
 from scalax._prefix import RuleLike
 from scalax._resolve import resolve
-from scalax._sjit import owner_of
+from scalax._sjit import owner_of, told_apart
 from scalax.errors import ArgumentError, did_you_mean, shown
-from scalax.plan import KINDS, make_plan
+from scalax.plan import KINDS, Counted, make_plan
 
 Expected = int | Mapping[str | tuple[str, ...], int]
 _COMPILED = '/jax/core/compile/backend_compile_duration'
@@ -37,8 +37,9 @@ def assert_collectives(
             and with a mapping other axes, are not checked.
 
     Raises:
-        AssertionError: they run more or less often; lists them with their lines.
-        ArgumentError: an unknown kind, or no helper.
+        AssertionError: they run more or less often, or as often as data says (a loop of unknown length);
+            lists them with their lines. Also if the program runs on one device, as nothing places it.
+        ArgumentError: an unknown kind or mesh axis, nothing expected, or no helper.
 
     Example:
         >>> import numpy as np
@@ -58,15 +59,30 @@ def assert_collectives(
             raise ArgumentError(
                 f'assert_collectives: there is no collective {name!r} ({did_you_mean(name, kinds)})'
             )
+    if not expected:
+        raise ArgumentError(f'assert_collectives: nothing is expected; name some of {", ".join(kinds)}')
     plan = make_plan(helper, fun, args, {})
+    if plan.devices < helper.mesh.size:
+        raise AssertionError(
+            f'{plan.name} runs on {plan.devices} of {helper.mesh.size} devices, where there is nothing to '
+            'send: nothing says how its arguments or outputs lie (in_shardings=..., or arguments in place)'
+        )
     wrong = []
     for name, counts in expected.items():
         for axes, count in counts.items() if isinstance(counts, Mapping) else [(None, counts)]:
             named = (axes,) if isinstance(axes, str) else axes
             found = plan.count(kinds[name], named)
-            if found != count:
+            vague = [
+                row
+                for row in plan.collectives
+                if row.kind == kinds[name]
+                and row.counted is not Counted.EXACTLY
+                and (named is None or set(named) == set(row.axes))
+            ]
+            if found != count or vague:
                 along = '' if named is None else f' along {", ".join(named)}'
-                wrong.append(f'{kinds[name]}{along}: {found}, expected {count}')
+                known = f' (known: {vague[0].counted.value})' if vague else ''
+                wrong.append(f'{kinds[name]}{along}: {found}{known}, expected {count}')
     if wrong:
         rows = (
             f'{row.count} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes: {row.source}'
@@ -84,9 +100,11 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
     """A context in which calls of a function in this thread must not compile anything.
 
     Args:
-        fun: a function that `sjit` or ``jax.jit`` made. Compilations are told apart by its name.
+        fun: a function that `sjit` or ``jax.jit`` made. Compilations are told apart by its name: give it one
+            (all lambdas share theirs).
 
     Raises:
+        ArgumentError: another function.
         AssertionError: it was compiled; says how often.
 
     Example:
@@ -97,6 +115,10 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         ...     x = double(np.zeros(3))
     """
     name = getattr(fun, '__name__', type(fun).__name__)
+    if not hasattr(fun, 'lower'):
+        raise ArgumentError(
+            f'assert_no_recompile: neither sjit nor jax.jit made {name}; what it calls has names of its own'
+        )
     names = {name, f'jit({name})'}
     thread, compiled = threading.get_ident(), 0
 
@@ -148,7 +170,7 @@ def assert_sharded_like(pytree: Any, rules: RuleLike, helper: MeshOwner | None =
         rules, pytree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
     ).shardings
     wrong = [
-        f'{tree.describe(i)} lies as {getattr(mine, "spec", mine)}, expected {theirs.spec}'
+        f'{tree.describe(i)} lies as {"{}, expected {}".format(*told_apart(mine, theirs))}'
         for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
         if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(tree.shapes[i])))
     ]

@@ -146,6 +146,22 @@ def test_keys_are_folded(rng):
     assert_close(parts, expected)
 
 
+def test_keys_in_a_tree_and_defaults():
+    ones = np.ones(8, np.float32)
+
+    def noise(x, rngs, scale=ones):
+        return jax.random.normal(rngs['dropout'], ()) + 0 * x.sum() + scale.sum()
+
+    rngs = {'dropout': jax.random.key(3), 'other': jax.random.key(4)}
+    parts = microbatch(noise, 4, batch=['x', 'scale'], rng='rngs')(np.ones(8, np.float32), rngs)
+    keys = [jax.random.fold_in(rngs['dropout'], i) for i in range(4)]
+    assert_close(parts, 2 + jnp.stack([jax.random.normal(key, ()) for key in keys]).mean())
+
+
+def test_truth_is_counted():
+    assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
+
+
 def test_counts_have_sums():
     count = microbatch(lambda x: (x > 2).sum(), 2, batch=0, reduce='sum')
     assert int(count(np.arange(6))) == 3

@@ -399,6 +399,47 @@ def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
+def test_none_among_arguments_and_outputs():
+    fun = HELPER.sjit(lambda x, m=None: (x['x'].sum(), None), in_shardings=P('fsdp'), out_shardings=P())
+    plan = HELPER.plan(fun, {'x': array(16), 'n': None}, None)
+    assert [row.path for row in plan.inputs.rows] == ['x/x']
+    assert [row.path for row in plan.outputs.rows] == ['0']
+
+
+def test_arguments_of_jitted_functions_have_names():
+    sharding = HELPER.match_sharding_rule(P('fsdp'), array(16))
+    x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding)
+
+    def fun(w, x, n=2):
+        return w * x * n
+
+    plan = HELPER.plan(jax.jit(fun), x=x, w=x)
+    assert {row.path for row in plan.inputs.rows} == {'w', 'x'}
+    assert plan.inputs.bytes_per_device == plan.memory.arguments
+    assert [row.path for row in HELPER.plan(jax.jit(fun), x, x).inputs.rows] == ['w', 'x']
+    static = HELPER.plan(jax.jit(fun, static_argnums=2), x, x, 3)
+    assert [row.path for row in static.inputs.rows] == ['args[0]', 'args[1]']
+
+
+def test_methods():
+    class Model:
+        @functools.partial(HELPER.sjit, static_argnums=0, in_shardings=P('fsdp'), out_shardings=P())
+        def total(self, x):
+            return x.sum()
+
+    assert HELPER.plan(Model().total, array(16)).count('all-reduce', 'fsdp') == 1
+
+
+def test_counting_what_there_is_not():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    with pytest.raises(ArgumentError) as wrong:
+        plan.count('all_reduce')
+    assert str(wrong.value) == "there is no collective 'all_reduce' (did you mean 'all-reduce'?)"
+    with pytest.raises(ArgumentError) as wrong:
+        plan.count('all-reduce', 'fsdq')
+    assert str(wrong.value) == "the mesh has no axis 'fsdq' (did you mean 'fsdp'?)"
+
+
 def test_errors():
     with pytest.raises(ArgumentError) as wrong:
         HELPER.plan(array(3), step)

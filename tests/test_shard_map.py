@@ -1,6 +1,7 @@
 """`helper.shard_map`: blocks as jax.shard_map cuts them, whatever the mesh is and however arguments lie."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from scalax.sharding import (
     with_sharding_annotation,
 )
 from scalax.sharding import PartitionSpec as P
+from scalax.testing import assert_collectives
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 HELPERS = {
@@ -211,6 +213,47 @@ def test_abstract_meshes_trace():
     mapped = helper.shard_map(lambda x: 2 * x, P('a', 'b'), P('a', 'b'))
     out = jax.eval_shape(mapped, jax.ShapeDtypeStruct((128, 64), jnp.bfloat16))
     assert (out.shape, out.dtype) == ((128, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
+def test_blocks_are_equal_whatever_the_policy(policy):
+    """Left whole, an array would be summed once for each device."""
+    helper = MeshShardingHelper([4, 2], ['a', 'b'], on_indivisible='replicate')
+    rule = TreePathShardingRule(('', P('a')), on_indivisible=policy)
+    mapped = helper.shard_map(lambda x: jax.lax.psum(x.sum(), 'a'), rule, P())
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        with pytest.raises(errors.ShardingError, match='dimension 0 of size 6 does not divide by 4'):
+            mapped(X[:6])
+
+
+def test_the_policy_holds_for_axes_that_are_left_to_the_compiler():
+    helper = MeshShardingHelper([4, 2], ['a', 'b'], on_indivisible='replicate')
+    mapped = helper.shard_map(lambda x: 2 * x, P('a', 'b'), P('a'), axis_names='a')
+    np.testing.assert_array_equal(mapped(X[:, :7]), 2 * X[:, :7])
+
+
+def test_arrays_on_the_same_devices_in_another_order_are_moved():
+    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ('d',))
+    x = jax.device_put(X, jax.sharding.NamedSharding(turned, P('d')))
+    result = HELPER.shard_map(functools.partial(numbered, ['a']), P('a'), P('a'))(x)
+    np.testing.assert_array_equal(result, numbered_by_hand(P('a'), {'a', 'b'}))
+
+
+def test_auto_axes_of_a_mixed_mesh_are_left_alone():
+    helper = HELPERS['mixed']
+    mapped = helper.shard_map(lambda x: 2 * x, P('a'), P('a'), axis_names='a')
+    x = helper.shard(X, P('a', 'b'))
+    assert jax.jit(mapped)(x).sharding.is_equivalent_to(x.sharding, 2)
+    assert_collectives(jax.jit(mapped), x, helper=helper, all_gather=0)
+
+
+def test_the_name_of_the_function_shows_in_the_program():
+    def recognisable(x):
+        return jnp.sin(x)
+
+    text = jax.jit(HELPER.shard_map(recognisable, P('a'), P('a'))).lower(X).as_text(debug_info=True)
+    assert 'jit(recognisable)' in text
 
 
 # --- What goes wrong ------------------------------------------------------------------------------

@@ -63,6 +63,40 @@ def test_collectives_misused():
     assert str(error.value) == 'assert_collectives: give helper=..., because sjit did not make the function'
 
 
+def test_collectives_that_prove_nothing():
+    with pytest.raises(ArgumentError, match='nothing is expected; name some of all_gather, all_reduce'):
+        testing.assert_collectives(total, X)
+    with pytest.raises(AssertionError, match='runs on 1 of 8 devices, where there is nothing to send'):
+        testing.assert_collectives(HELPER.sjit(lambda x: x.sum()), X, all_reduce=0)
+
+    def until(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jax.nn.softmax(x, 0), x)
+
+    fun = HELPER.sjit(until, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
+    count = HELPER.plan(fun, X).count('all-reduce')
+    with pytest.raises(AssertionError, match=r'all-reduce: \d+ \(known: at least\), expected'):
+        testing.assert_collectives(fun, X, all_reduce=count)
+
+
+def test_no_recompile_of_what_has_no_programs():
+    with pytest.raises(ArgumentError) as error, testing.assert_no_recompile(len):
+        pass
+    assert str(error.value) == (
+        'assert_no_recompile: neither sjit nor jax.jit made len; what it calls has names of its own'
+    )
+
+
+def test_sharded_like_tells_apart_what_reads_alike():
+    turned = MeshShardingHelper([4, 2], ['fsdp', 'tp'], devices=jax.devices()[::-1])
+    with pytest.raises(AssertionError) as error:
+        testing.assert_sharded_like(HELPER.shard(X, P('fsdp')), P('fsdp'), turned)
+    assert str(error.value) == (
+        'arrays lie otherwise than the rules say:\n  (the leaf itself): float32[16, 8] lies as '
+        "P('fsdp',) on (fsdp=4, tp=2) of devices 0, 1, 2, 3, 4, 5, 6, 7, expected "
+        "P('fsdp',) on (fsdp=4, tp=2) of devices 7, 6, 5, 4, 3, 2, 1, 0"
+    )
+
+
 @pytest.mark.parametrize('compiler', [jax.jit, HELPER.sjit], ids=['jit', 'sjit'])
 def test_no_recompile(compiler):
     def triple(x):
@@ -114,9 +148,9 @@ def test_sharded_like():
         testing.assert_sharded_like({**tree, 'c': X}, P('fsdp'))
     assert str(error.value) == (
         'arrays lie otherwise than the rules say:\n'
-        "  b: float32[8] lies as P(), expected P('fsdp',)\n"
-        "  c: float32[16, 8] lies as None, expected P('fsdp',)\n"
-        "  w: float32[16, 8] lies as P('fsdp', 'tp'), expected P('fsdp',)"
+        "  b: float32[8] lies as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
+        "  c: float32[16, 8] lies as None, expected P('fsdp',) on (fsdp=4, tp=2)\n"
+        "  w: float32[16, 8] lies as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)"
     )
     with pytest.raises(AssertionError) as error:
         testing.assert_sharded_like({'w': X}, P('fsdp'))

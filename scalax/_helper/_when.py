@@ -111,7 +111,9 @@ class When(Where):
         Args:
             fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...).
             in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
-                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only.
+                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
+                that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
+                leave small arrays whole: *fun* has to reckon with that.
             out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
                 that look at paths only (the shape of an output depends on its spec).
             axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left

@@ -8,5 +8,6 @@ twice, ``_placement`` looks at where arguments lie, ``_caller`` is the function 
 """
 
 from scalax._sjit._function import SjitFunction, names_of_arguments, owner_of, sjit
+from scalax._sjit._placement import told_apart
 
-__all__ = ['SjitFunction', 'names_of_arguments', 'owner_of', 'sjit']
+__all__ = ['SjitFunction', 'names_of_arguments', 'owner_of', 'sjit', 'told_apart']

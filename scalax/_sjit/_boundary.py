@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax._context import MeshOwner
 from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike, is_rule
-from scalax._resolve import Use, named_sharding, resolve
+from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
 from scalax._sjit._signature import explicit_spec, slot_path
@@ -77,7 +77,7 @@ class Boundary:
     def _by_slot(
         self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
     ) -> dict[int, Shardings]:
-        return resolve_slots(
+        by_slot = resolve_slots(
             self.convention.rules_by_slot(rules, row, what),
             layout,
             row,
@@ -87,6 +87,7 @@ class Boundary:
             on_indivisible=self.helper.on_indivisible,
             as_leaf=_struct,
         )
+        return {slot: resolution.shardings for slot, resolution in by_slot.items()}
 
     def outputs(
         self,
@@ -145,8 +146,8 @@ def resolve_slots(
     where: str,
     on_indivisible: OnIndivisible,
     as_leaf: Callable[[Any], Any] | None = None,
-) -> dict[int, Shardings]:
-    """The shardings of every dynamic slot of a call, leaf by leaf; what is wrong is said of all together.
+) -> dict[int, Resolution]:
+    """Resolves the rules of every dynamic slot of a call; what is wrong is said of all together.
 
     Args:
         rules: the rules of each dynamic slot.
@@ -162,12 +163,12 @@ def resolve_slots(
         ShardingError: some leaves cannot be sharded as asked.
         StructureError: rules do not have the structure of their arguments.
     """
-    shardings: dict[int, Shardings] = {}
+    by_slot: dict[int, Resolution] = {}
     problems: list[Problem] = []
     misfits: list[str] = []
     for slot in layout.dynamic:
         try:
-            shardings[slot] = resolve(
+            by_slot[slot] = resolve(
                 rules[slot],
                 row[slot],
                 mesh,
@@ -176,7 +177,7 @@ def resolve_slots(
                 at=slot_path(layout, slot, ''),
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
-            ).shardings
+            )
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -185,7 +186,7 @@ def resolve_slots(
         raise StructureError('\n'.join(misfits))
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
-    return shardings
+    return by_slot
 
 
 def donated_shardings(

@@ -208,7 +208,8 @@ def reject_mismatched(
         for (path, leaf), sharding in zip(flat, wanted, strict=True):
             if _mismatched(leaf, sharding):
                 described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
-                bad.append(f'{described} lies as {_short(leaf.sharding)}, asked: {_short(sharding)}')
+                lies, asked = told_apart(leaf.sharding, sharding)
+                bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
         raise PlacementError(
             f'{convention.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
@@ -223,6 +224,16 @@ def reject_mismatched(
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
         )
+
+
+def told_apart(first: Any, second: Any) -> tuple[str, str]:
+    """Two shardings that differ, in as few words as show it."""
+    texts = _short(first), _short(second)
+    if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):
+        # What is left to differ is the order of the devices, or which they are.
+        ids = [', '.join(str(device.id) for device in each.mesh.devices.flat) for each in (first, second)]
+        texts = f'{texts[0]} of devices {ids[0]}', f'{texts[1]} of devices {ids[1]}'
+    return texts
 
 
 def _short(sharding: Any) -> str:

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scalax._spec import axis_sizes_text
 from scalax.explain import ReportDiff
-from scalax.explain._text import human_bytes, mesh_text
+from scalax.explain._text import human_bytes
 
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
@@ -57,7 +58,7 @@ class PlanDiff:
     def __str__(self) -> str:
         if not self:
             return f'{self.after.name}: nothing changed'
-        meshes = [mesh_text(plan.mesh) for plan in (self.before, self.after)]
+        meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
         lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
         lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._numbers()]
         if self.collectives:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +54,11 @@ def make_plan(
     mesh = helper.mesh
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
-    function: Any = fun if hasattr(fun, 'lower') else sjit(helper, fun, jit_kwargs={})
+    if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
+        # Attributes of a bound method are those of the function: they know nothing of what it is bound to.
+        bound: types.MethodType = fun
+        fun, args = bound.__func__, (bound.__self__, *args)
+    function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     traced = function.trace(*args, **kwargs)
     lowered = traced.lower()
     device = mesh.devices.flat[0]
@@ -63,7 +69,10 @@ def make_plan(
     flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
-    names = names_of_arguments(function, args, kwargs) or _positions(len(lowered.args_info[0]))
+    positional, by_name = lowered.args_info
+    names = names_of_arguments(function, args, kwargs)
+    if names is None:
+        names = _positions(function, len(args), len(positional))
     hardware = hardware_of(device.device_kind)
     return Plan(
         name=str(getattr(fun, '__name__', type(fun).__name__)),
@@ -71,7 +80,7 @@ def make_plan(
         devices=compiled.devices,
         platform=device.platform,
         memory=dataclasses.replace(compiled.memory, limit=hardware.hbm_bytes if hardware else None),
-        inputs=_renamed(_report(list(lowered.args_info[0]), given, mesh), names),
+        inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),
         flops=flops.count,
@@ -88,22 +97,41 @@ def make_plan(
 def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
     """The shardings of arguments and outputs; those that a refused program was asked to have."""
     if compiled.executable is not None:
-        return list(compiled.executable.input_shardings[0]), compiled.executable.output_shardings
+        positional, by_name = compiled.executable.input_shardings
+        inputs: Any = jax.tree.structure(lowered.args_info)
+        outputs: Any = jax.tree.structure(lowered.out_info)
+        given = inputs.flatten_up_to((tuple(positional), by_name))
+        return given, outputs.flatten_up_to(compiled.executable.output_shardings)
     given, returned = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
-    return given[: len(jax.tree.leaves(lowered.args_info[0]))], returned
+    return given[: len(jax.tree.leaves(lowered.args_info))], returned
 
 
-def _positions(count: int) -> list[str]:
-    return [f'args[{i}]' for i in range(count)]
+def _is_jitted(fun: Any) -> bool:
+    return hasattr(fun, 'trace') and hasattr(fun, 'lower')
 
 
-def _report(tree: Any, shardings: Any, mesh: Mesh) -> ShardingReport:
-    """What lies how. Shardings that are none of this mesh are shown as the compiler's own."""
+def _positions(function: Any, given: int, count: int) -> list[str]:
+    """What the positional arguments of a jitted function are called; static ones are not among *count*."""
+    names = [name for name, kind in _parameters(function) if kind in _POSITIONAL]
+    return names[:count] if given == count <= len(names) else [f'args[{i}]' for i in range(count)]
+
+
+def _parameters(function: Any) -> list[tuple[str, Any]]:
+    try:
+        return [(name, parameter.kind) for name, parameter in inspect.signature(function).parameters.items()]
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return []
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
+    """What lies how, leaf by leaf. Shardings that are none of this mesh are shown as the compiler's own."""
     laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    flat = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
-    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in flat])
+    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in shardings])
     resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(

@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax.errors import PlanError
+from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 from scalax.plan import _json
-from scalax.plan._collectives import Collective
+from scalax.plan._collectives import KINDS, Collective
 from scalax.plan._diff import PlanDiff
 from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
@@ -100,13 +100,22 @@ class Plan:
             totals.setdefault(row.axes, collections.Counter())[row.kind] += row.count * row.bytes
         return {axes: dict(kinds) for axes, kinds in totals.items()}
 
-    def count(self, kind: str, axes: tuple[str, ...] | None = None) -> int:
+    def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind are executed in one call.
 
         Args:
             kind: such as ``'all-gather'``.
-            axes: count only those along these mesh axes.
+            axes: count only those along these mesh axes (or this one).
+
+        Raises:
+            ArgumentError: an unknown kind, or an axis that the mesh does not have.
         """
+        axes = (axes,) if isinstance(axes, str) else axes
+        if kind not in KINDS:
+            raise ArgumentError(f'there is no collective {kind!r} ({did_you_mean(kind, KINDS)})')
+        for axis in axes or ():
+            if axis not in self.mesh:
+                raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), self.mesh)})')
         return sum(
             row.count
             for row in self.collectives
