@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from scalax import _spec
 from scalax._constrain import apply_shardings, explicit_sharding
 from scalax._paths import NamedTree
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
@@ -33,6 +35,8 @@ def microbatch(
     Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
     else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
     with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
+
+    Inside `shard_map` it needs ``check_vma=False``.
 
     Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
     to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
@@ -139,10 +143,9 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     """Each array as a stack of *n* parts; the rows of one part lie *n* apart."""
     tree = NamedTree.of(whole)
     wrong = [
-        f'{tree.describe(i)}: '
-        + (f'no axis {batch_axis}' if not -len(shape) <= batch_axis < len(shape) else 'does not divide')
-        for i, shape in enumerate(tree.shapes)
-        if not -len(shape) <= batch_axis < len(shape) or shape[batch_axis] % n
+        f'{tree.describe(i)}: {fault}'
+        for i, leaf in enumerate(tree.leaves)
+        if (fault := _fault(leaf, tree.shapes[i], batch_axis, n))
     ]
     if wrong:
         raise DataError(
@@ -161,11 +164,23 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
 
 
-def _types(fun: Callable[..., Any], *args: Any) -> Any:
-    """The types of what a function returns. ``jax.eval_shape`` leaves out shardings on mixed meshes."""
-    seen: list[Any] = []
-    jax.eval_shape(lambda *args: seen.append(jax.tree.map(jax.typeof, fun(*args))), *args)
-    return seen[0]
+def _types(compiled: Any, *args: Any) -> Any:
+    """The types of what a jitted function returns, all that they say of shardings included."""
+    traced = compiled.trace(*args)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+
+
+def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
+    """Why the rows of an array cannot be divided; empty if they can."""
+    if not -len(shape) <= axis < len(shape):
+        return f'no axis {axis}'
+    if shape[axis] % n:
+        return 'does not divide'
+    # Over Explicit axes the type tells how many rows a device has; JAX would refuse to move some.
+    sharding = jax.typeof(leaf).sharding
+    entries = [*_spec.entries(sharding.spec), *[None] * len(shape)][: len(shape)]
+    shards = math.prod(sharding.mesh.shape[name] for name in _spec.entry_axes(entries[axis]))
+    return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} rows'
 
 
 def _zeros(kind: Any, dtype: Any) -> jax.Array:

@@ -158,6 +158,28 @@ def test_keys_in_a_tree_and_defaults():
     assert_close(parts, 2 + jnp.stack([jax.random.normal(key, ()) for key in keys]).mean())
 
 
+def test_inside_shard_map(params, batch):
+    helper = HELPERS['auto']
+    grads_of = microbatch(jax.value_and_grad(loss), 2)
+
+    def block(params, batch):
+        return jax.lax.pmean(grads_of(params, batch), ('data', 'tp'))
+
+    mapped = helper.shard_map(block, (P(), P(('data', 'tp'))), P(), check_vma=False)
+    assert_close(mapped(params, batch), jax.value_and_grad(loss)(params, batch))
+
+
+def test_rows_that_do_not_divide_on_each_device(params, batch):
+    parts = microbatch(jax.grad(loss), 32)
+    with pytest.raises(DataError, match=r'batch/x: float32\[64, 16\]: each device has 16 rows'):
+        HELPERS['explicit'].sjit(parts, in_shardings=(P(), P('data')))(params, batch)
+    # On Auto axes a trace cannot know; XLA moves what it has to, and the gradient is right all the same.
+    assert_close(
+        HELPERS['auto'].sjit(parts, in_shardings=(P(), P('data')))(params, batch),
+        jax.grad(loss)(params, batch),
+    )
+
+
 def test_truth_is_counted():
     assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
 
