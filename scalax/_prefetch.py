@@ -7,6 +7,7 @@ in another order on another process, and all of them wait for ever.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import queue
 import threading
@@ -33,18 +34,37 @@ class _Item:
 
 
 class _Shared:
-    """What the thread and the consumer share; the thread knows nothing else of the consumer."""
+    """What the thread and the consumer share; the thread knows nothing else of the consumer.
+
+    Only such queues as may be used while they are in use: `stop` is also called when garbage is collected,
+    which happens anywhere.
+    """
 
     def __init__(self, size: int) -> None:
         self.items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self.room = threading.Semaphore(size)
-        self.stopped = threading.Event()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stopped = False
+        for _ in range(size):
+            self.room.put(None)
 
     def stop(self) -> None:
-        self.stopped.set()
-        self.room.release()
-        # A consumer that waits in another thread learns of it.
+        """Ends the thread once it is done with its batch; wakes it, and whoever waits for a batch."""
+        self.stopped = True
+        self.room.put(None)
         self.items.put(_Item())
+
+
+# What the interpreter must not leave behind: it ends in an abort where a thread still runs inside JAX.
+_running: dict[threading.Thread, _Shared] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    left = list(_running.items())
+    for _, shared in left:
+        shared.stop()
+    for thread, _ in left:
+        thread.join(_PATIENCE)
 
 
 class Prefetch(Iterator[Any]):
@@ -66,8 +86,10 @@ class Prefetch(Iterator[Any]):
         # The iterable is asked for its iterator here, so that what is none is an error here.
         arguments = (iter(iterable), options, self._shared, bool(jax.config.jax_enable_x64))
         self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
+        _running[self._thread] = self._shared
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._shared.stop)
+        self._finalizer.atexit = False
 
     def __iter__(self) -> Self:
         return self
@@ -85,7 +107,7 @@ class Prefetch(Iterator[Any]):
 
     def _completed(self, item: _Item) -> Any:
         """The batch, once all processes have one."""
-        if self._shared.stopped.is_set():
+        if self._shared.stopped:
             raise StopIteration
         error = item.error
         if self._together:
@@ -97,7 +119,7 @@ class Prefetch(Iterator[Any]):
             raise StopIteration
         batch = item.finish()
         self._count += 1
-        self._shared.room.release()
+        self._shared.room.put(None)
         return batch
 
     def close(self) -> None:
@@ -118,16 +140,19 @@ class Prefetch(Iterator[Any]):
 
 def _load(iterator: Iterator[Any], options: _data.Options, shared: _Shared, x64: bool) -> None:
     """What the thread does, until the data ends or nobody wants any more."""
-    with jax.enable_x64(x64):  # contexts belong to threads: the consumer's holds here too
-        while True:
-            shared.room.acquire()
-            if shared.stopped.is_set():
-                return
-            item = _next_item(iterator, options)
-            shared.items.put(item)
-            if item.finish is None:
-                return
-            del item  # the consumer's alone now
+    try:
+        with jax.enable_x64(x64):  # contexts belong to threads: the consumer's holds here too
+            while True:
+                shared.room.get()
+                if shared.stopped:
+                    return
+                item = _next_item(iterator, options)
+                shared.items.put(item)
+                if item.finish is None:
+                    return
+                del item  # the consumer's alone now
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
 def _next_item(iterator: Iterator[Any], options: _data.Options) -> _Item:
