@@ -95,7 +95,7 @@ class Exchange:
         moved = _processes.without_context(self.program(tuple(axes)), list(buffers))
         return [[part.data for part in array.addressable_shards] for array in moved]
 
-    @functools.cache  # noqa: B019 - an Exchange lives as long as its cache
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - of a few values that live long
     def program(self, axes: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         """The compiled program for arrays whose rows lie along *axes*."""
         specs = [PartitionSpec(*[None] * axis, 'device') for axis in axes]

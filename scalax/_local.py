@@ -116,7 +116,8 @@ def _assemble(leaf: jax.Array, axis: int, wanted: Sequence[tuple[int, int]]) -> 
     shape = list(leaf.shape)
     shape[axis] = sum(stop - start for start, stop in wanted)
     result = np.empty(shape, leaf.dtype)
-    parts = {_box(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+    held = {_box(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+    parts = jax.device_get(held)
     offset = 0
     for start, stop in wanted:
         for box, data in parts.items():
@@ -126,6 +127,6 @@ def _assemble(leaf: jax.Array, axis: int, wanted: Sequence[tuple[int, int]]) -> 
             target = [slice(*sides) for sides in rows]
             target[axis] = slice(rows[axis][0] - start + offset, rows[axis][1] - start + offset)
             source = slice(rows[axis][0] - box[axis][0], rows[axis][1] - box[axis][0])
-            result[tuple(target)] = np.asarray(data)[(*[slice(None)] * axis, source)]
+            result[tuple(target)] = data[(*[slice(None)] * axis, source)]
         offset += stop - start
     return result

@@ -82,7 +82,7 @@ def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
     """
     grid = _grid(mesh)
     whole = _by_process(grid, row, PartitionSpec('process'))
-    return np.asarray(without_context(_replicate(grid), whole).addressable_data(0))
+    return np.asarray(jax.device_get(without_context(_replicate(grid), whole).addressable_data(0)))
 
 
 def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
@@ -109,7 +109,7 @@ def broadcast(mesh: Mesh, position: int, data: np.ndarray) -> np.ndarray:
     # Integers, all but one of them zero: their sum has every bit as it was.
     parts = without_context(_add_up(grid), whole).addressable_shards
     ordered = sorted(parts, key=lambda part: part.index[0].indices(words.size)[0])
-    return np.concatenate([np.asarray(part.data) for part in ordered]).view(np.uint8)[: data.size]
+    return np.concatenate(jax.device_get([part.data for part in ordered])).view(np.uint8)[: data.size]
 
 
 def broadcast_bytes(mesh: Mesh, position: int, data: bytes) -> bytes:
