@@ -6,6 +6,7 @@ from processes import Outcome, names_of_checks, run_checks
 CHECKS = names_of_checks('data_checks')
 # Where more than two processes can go wrong in another way than two.
 OF_FOUR = [
+    'check_every_mesh',
     'check_other_batch_axes',
     'check_processes_with_devices_of_unequal_number',
     'check_what_moves_is_the_least',
