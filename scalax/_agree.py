@@ -35,22 +35,24 @@ class Statement:
         leaves: (leaf path, what must be the same about the leaf) for each leaf.
         state: how far this process has come, in words, where that can differ.
         trouble: why this process cannot take part, if it cannot.
+        order: where in the mesh each device is.
     """
 
     call: str
     leaves: Sequence[tuple[str, str]] = ()
     state: str = ''
     trouble: str = ''
+    order: str = ''
 
     def encoded(self) -> bytes:
         """As bytes, the same for equal statements."""
-        return json.dumps([self.call, list(self.leaves), self.state, self.trouble]).encode()
+        return json.dumps([self.call, list(self.leaves), self.state, self.trouble, self.order]).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Statement:
         """The inverse of `encoded`."""
-        call, leaves, state, trouble = json.loads(data)
-        return cls(call, [(path, text) for path, text in leaves], state, trouble)
+        call, leaves, *rest = json.loads(data)
+        return cls(call, [(path, text) for path, text in leaves], *rest)
 
 
 def agree(
@@ -72,6 +74,7 @@ def agree(
     """
     if error is not None:
         statement = Statement(statement.call, trouble=f'{type(error).__name__}: {error}')
+    statement = dataclasses.replace(statement, order=_processes.processes_of(mesh).order)
     encoded = statement.encoded()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     mine = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.trouble)], np.uint32)
@@ -124,6 +127,8 @@ def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str
     """How one statement differs from that of the process named *other*."""
     if mine.call != theirs.call:
         yield f'calls it with {mine.call}, and {other} with {theirs.call}'
+    if mine.order != theirs.order:
+        yield f'has the devices of the mesh in another order than {other}'
     if mine.state != theirs.state:
         yield f'{mine.state}, and {other} {theirs.state}'
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -30,11 +31,13 @@ class Processes:
         devices: all devices of the mesh, by process and then by id: an order that all processes share,
             however each of them came by the mesh.
         owners: for each of these devices, the position of its process in *indices*.
+        order: a digest of where in the mesh each device is.
     """
 
     indices: tuple[int, ...]
     devices: tuple[Any, ...]
     owners: tuple[int, ...]
+    order: str
 
     @property
     def several(self) -> bool:
@@ -63,9 +66,10 @@ def processes_of(mesh: Mesh) -> Processes:
     """The processes of a mesh."""
     devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
     indices = sorted({device.process_index for device in devices})
-    return Processes(
-        tuple(indices), tuple(devices), tuple(indices.index(device.process_index) for device in devices)
-    )
+    owners = tuple(indices.index(device.process_index) for device in devices)
+    placed = [(device.process_index, device.id) for device in mesh.devices.flat]
+    order = hashlib.blake2b(repr((mesh.devices.shape, placed)).encode(), digest_size=8).hexdigest()
+    return Processes(tuple(indices), tuple(devices), owners, order)
 
 
 def require_this_process(mesh: Mesh) -> None:

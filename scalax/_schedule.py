@@ -30,15 +30,14 @@ class _Wish:
     target: int
     start: int
     stop: int
-    shift: int  # how many processes on the source is: moves with equal shifts never meet
+    shift: int  # how far away the source is: moves with equal shifts never meet
 
 
 Round = tuple[Move, ...]
+Rows = tuple[int, int]
 
 
-def schedule(
-    owners: Sequence[int], tiles: Sequence[tuple[int, int]], rows: int
-) -> tuple[tuple[Round, ...], int]:
+def schedule(owners: Sequence[int], tiles: Sequence[Rows], rows: int) -> tuple[tuple[Round, ...], int]:
     """The rounds in which rows move, and how many of them go between processes; the others come after.
 
     Args:
@@ -55,19 +54,24 @@ def schedule(
     for process, mine in devices.items():
         for tile in dict.fromkeys(tiles[device] for device in mine):
             needing = [device for device in mine if tiles[device] == tile]
-            for start, stop in _foreign(tile, process, rows):
-                source = start // rows
-                for (first, last), target in zip(_split(start, stop, len(needing)), needing, strict=False):
+            for target, pieces in zip(
+                needing, _shared(_foreign(tile, process, rows), len(needing)), strict=True
+            ):
+                for start, stop in pieces:
+                    source = start // rows
                     shift = (source - process) % len(devices)
-                    between.append(_Wish(tuple(devices[source]), target, first, last, shift))
+                    between.append(_Wish(tuple(devices[source]), target, start, stop, shift))
+                for start, stop in _joined(pieces):
                     inside += [
-                        _Wish((target,), other, first, last, 0) for other in needing if other != target
+                        _Wish((target,), other, start, stop, (other - target) % len(owners))
+                        for other in needing
+                        if other != target
                     ]
     first_rounds = _rounds(between, tiles)
     return (*first_rounds, *_rounds(inside, tiles)), len(first_rounds)
 
 
-def _foreign(tile: tuple[int, int], process: int, rows: int) -> list[tuple[int, int]]:
+def _foreign(tile: Rows, process: int, rows: int) -> list[Rows]:
     """The parts of a tile that other processes bring, one for each of them."""
     start, stop = tile
     if start == stop:
@@ -78,15 +82,37 @@ def _foreign(tile: tuple[int, int], process: int, rows: int) -> list[tuple[int, 
     ]
 
 
-def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """Rows in equal parts, one for each device that needs them; in one part where they do not divide."""
-    if (stop - start) % parts:
-        return [(start, stop)]
-    size = (stop - start) // parts
-    return [(first, first + size) for first in range(start, stop, size)]
+def _shared(parts: list[Rows], count: int) -> list[list[Rows]]:
+    """Which of the devices that need the same rows receives which of them.
+
+    Many parts are dealt out whole, neighbours together, so that each device passes on few ranges. Few parts
+    are cut, so that no device waits while another receives.
+    """
+    if len(parts) >= count:
+        each = -(-len(parts) // count)
+        return [parts[i * each : (i + 1) * each] for i in range(count)]
+    shares: list[list[Rows]] = [[] for _ in range(count)]
+    for start, stop in parts:
+        size = (stop - start) // count
+        if (stop - start) % count:
+            shares[0].append((start, stop))
+        else:
+            for i, share in enumerate(shares):
+                share.append((start + i * size, start + (i + 1) * size))
+    return shares
 
 
-def _rounds(wishes: list[_Wish], tiles: Sequence[tuple[int, int]]) -> tuple[Round, ...]:
+def _joined(parts: list[Rows]) -> list[Rows]:
+    """Ascending ranges, with neighbours made one."""
+    joined: list[Rows] = []
+    for start, stop in parts:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined
+
+
+def _rounds(wishes: list[_Wish], tiles: Sequence[Rows]) -> tuple[Round, ...]:
     """Each wish goes into the first round of its size in which its target and one of its sources are free."""
     rounds: list[list[Move]] = []
     sizes: list[int] = []

@@ -331,6 +331,17 @@ def check_disagreement() -> None:
     assert_same(helper.local_data_to_global_array(7), 7)
 
 
+def check_meshes_that_differ() -> None:
+    devices = orders()['backwards' if last() else 'as they come']
+    helper = MeshShardingHelper([-1], ['data'], devices=devices)
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    with raises(
+        f'local_data_to_global_array: the processes disagree ({call}):\n'
+        f'  process {count() - 1}: has the devices of the mesh in another order than process 0\n{ADVICE}'
+    ):
+        helper.local_data_to_global_array(np.zeros(jax.device_count()))
+
+
 def check_replicas_that_differ() -> None:
     helper = MeshShardingHelper([2, -1], ['data', 'tp'], dcn_axis_dims=[1, count()])
     sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())

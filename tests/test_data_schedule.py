@@ -94,6 +94,7 @@ def test_no_row_crosses_twice(case: Case) -> None:
         ([0, 0, 1, 1], [0, 0, 0, 0], 2, 1),  # the two copies halve what comes, and exchange halves
         ([0, 1, 2, 3], [0, 0, 0, 0], 3, 3),  # a ring
         ([0, 1, 2, 3], [3, 2, 1, 0], 1, 1),
+        ([0, 0, 1, 1, 2, 2], [0] * 6, 2, 1),  # each copy takes one of two parts, and passes it on
     ],
 )
 def test_rounds(owners: list[int], numbers: list[int], rounds: int, between: int) -> None:
