@@ -5,6 +5,7 @@
 
 VENV := .venv
 OLDEST := .venv-oldest
+RELEASE := .venv-0.2.5
 PY := $(VENV)/bin/python
 ARGS :=
 
@@ -15,10 +16,12 @@ PYTHON_OLDEST ?= $(PYTHON)
 EXAMPLES_STAMP := $(VENV)/.installed-examples
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST_STAMP := $(OLDEST)/.installed
+RELEASE_STAMP := $(RELEASE)/.installed
 
 # A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
 $(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(DEV_STAMP))
 $(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
+$(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -40,7 +43,7 @@ digits: $(EXAMPLES_STAMP) ## train on handwritten digits (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m examples.digits $(ARGS)
 
-bench: $(EXAMPLES_STAMP) ## run the benchmarks (flags in ARGS)
+bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) ## run the benchmarks (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m benchmarks $(ARGS)
 
@@ -55,7 +58,7 @@ fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS: 
 	@$(PY) scripts/fuzz.py $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -73,4 +76,9 @@ $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
 
 $(OLDEST_STAMP): setup.py
 	@PYTHON='$(PYTHON_OLDEST)' scripts/setup_venv.sh $(OLDEST) oldest jax==0.10.0 jaxlib==0.10.0 -e '.[dev]'
+	@touch $@
+
+# The release that `make bench ARGS="--against 0.2.5"` compares with. It runs on the newest JAX too.
+$(RELEASE_STAMP):
+	@scripts/setup_venv.sh $(RELEASE) newest scalax==0.2.5
 	@touch $@

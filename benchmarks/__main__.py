@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--rounds N] [--only NAME]``: prints the table that docs/benchmarks.md shows."""
+"""``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 
 import jax
 
-from benchmarks.timing import Row, render
+from benchmarks.timing import render
 
 
 def main() -> None:
@@ -16,32 +16,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m benchmarks', description=__doc__)
     parser.add_argument('--rounds', type=int, default=4000, help='timed calls of the fastest cases')
     parser.add_argument('--only', default='', help='run the groups whose name holds this')
+    parser.add_argument(
+        '--against', choices=['0.2.5'], help='compare with that release of scalax, in its environment'
+    )
+    parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
     options = parser.parse_args()
+    if options.against:
+        from benchmarks import against
+
+        print(against.table(options.against, options.rounds, options.only, options.repeats))
+        return
     if not any(flag in os.environ for flag in ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
 
     # Imported here: they build meshes, and the devices must be there first.
-    from benchmarks import calls, trees
+    from benchmarks.groups import all_groups, run
 
-    groups = {
-        'cached': lambda: calls.cached_calls(options.rounds),
-        'alternating': lambda: calls.alternating_calls(options.rounds),
-        'structures': lambda: calls.alternating_programs(options.rounds),
-        'traces': calls.traces_per_signature,
-        'resolve': lambda: trees.resolving(options.rounds),
-        'shard': lambda: trees.sharding_trees(options.rounds),
-        'data': lambda: trees.batches(options.rounds),
-    }
     device = jax.devices()[0]
     print(
         f'JAX {jax.__version__}, Python {platform.python_version()}, '
         f'{jax.device_count()} x {device.device_kind}, {os.cpu_count()} cores\n'
     )
-    rows: list[Row] = []
-    for name, run in groups.items():
-        if options.only in name:
-            rows += run()
-    print(render(rows))
+    rows = run(all_groups(options.rounds), options.only)
+    print(render(('what', 'scalax', 'by hand', 'ratio', 'aim'), [row.cells for row in rows]))
 
 
 if __name__ == '__main__':

@@ -15,39 +15,63 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table: what was measured, ours, theirs, and the ratio aimed at."""
+    """One line of the table.
+
+    Attributes:
+        name: what was measured.
+        ours: seconds with scalax; with `counted`, a number of something.
+        theirs: the same by hand.
+        aim: the ratio (with `counted`, the number) that is not to be exceeded; None where none is set.
+        counted: whether this is a number of something, and no time.
+    """
 
     name: str
-    ours: str
-    theirs: str
-    ratio: float | None
-    aim: str
+    ours: float
+    theirs: float
+    aim: float | None = None
+    counted: bool = False
 
     @property
-    def verdict(self) -> str:
-        """The ratio as text."""
-        return '' if self.ratio is None else f'{self.ratio:.3f}'
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, column by column."""
+        aim = '' if self.aim is None else f'{self.aim:g}'
+        if self.counted:
+            return self.name, f'{self.ours:g}', f'{self.theirs:g}', '', aim
+        return self.name, human_seconds(self.ours), human_seconds(self.theirs), f'{self.ratio:.3f}', aim
 
 
-def medians(contestants: Sequence[Callable[[], object]], rounds: int, warmup: int = 5) -> list[float]:
+def medians(
+    contestants: Sequence[Callable[[], object]],
+    rounds: int,
+    warmup: int = 5,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """The median seconds of each contestant; they take turns, in an order that rotates.
 
     Args:
         contestants: what to time; each call is timed by itself, with garbage collection off.
         rounds: how often each is called.
         warmup: calls before that, which do not count.
+        before: is called before each of them, and not timed.
+        clock: what time it is, in seconds.
     """
     times: list[list[float]] = [[] for _ in contestants]
     for contestant in contestants:
         for _ in range(warmup):
             contestant()
     order = list(range(len(contestants)))
-    clock = time.perf_counter
     gc.collect()
     gc.disable()
     try:
         for turn in range(rounds):
             for i in order if turn % 2 else reversed(order):
+                if before is not None:
+                    before()
                 start = clock()
                 contestants[i]()
                 times[i].append(clock() - start)
@@ -57,11 +81,19 @@ def medians(contestants: Sequence[Callable[[], object]], rounds: int, warmup: in
 
 
 def compare(
-    name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int, aim: str
+    name: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    rounds: int,
+    aim: float | None = None,
+    *,
+    warmup: int = 5,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Row:
     """Times two contestants against each other."""
-    mine, other = medians([ours, theirs], rounds)
-    return Row(name, human_seconds(mine), human_seconds(other), mine / other, aim)
+    mine, other = medians([ours, theirs], rounds, warmup, before, clock)
+    return Row(name, mine, other, aim)
 
 
 def human_seconds(seconds: float) -> str:
@@ -72,13 +104,12 @@ def human_seconds(seconds: float) -> str:
     return f'{seconds * 1e9:.3g} ns'
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    head = ('what', 'scalax', 'by hand', 'ratio', 'aim')
-    cells = [head, *((r.name, r.ours, r.theirs, r.verdict, r.aim) for r in rows)]
+def render(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    cells = [head, *lines]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    lines = [
+    rows = [
         '| ' + ' | '.join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + ' |'
         for line in cells
     ]
-    return '\n'.join([lines[0], '|' + '|'.join('-' * (w + 2) for w in widths) + '|', *lines[1:]])
+    return '\n'.join([rows[0], '|' + '|'.join('-' * (width + 2) for width in widths) + '|', *rows[1:]])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -115,12 +116,12 @@ def constrain(
         rules,
         pytree,
         mesh,
-        use=Use.INTERMEDIATE if _is_traced() else Use.EAGER,
+        use=Use.INTERMEDIATE if _is_compiled() else Use.EAGER,
         where=where,
         on_indivisible=on_indivisible,
     )
     leaves = [
-        leaf if sharding is None else _apply(leaf, sharding)
+        leaf if sharding is None else apply_sharding(leaf, sharding)
         for leaf, sharding in zip(resolution.tree.leaves, resolution.shardings, strict=True)
     ]
     return resolution.treedef.unflatten(leaves)
@@ -130,7 +131,7 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
     """Applies shardings that are resolved already, one for each leaf; None leaves a leaf as it is."""
     leaves, treedef = jax.tree.flatten(pytree)
     applied = [
-        leaf if sharding is None else _apply(leaf, sharding)
+        leaf if sharding is None else apply_sharding(leaf, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     return jax.tree.unflatten(treedef, applied)
@@ -155,8 +156,8 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
-            f'inside shard_map over the mesh ({_sizes(ambient)}), but the active helper has the mesh '
-            f'({_sizes(mesh)}): use the helper of the same mesh'
+            f'inside shard_map over the mesh ({_spec.axis_sizes_text(ambient.shape)}), but the active helper has the mesh '
+            f'({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
 
@@ -175,11 +176,17 @@ def _is_traced() -> bool:
     return False
 
 
-def _sizes(mesh: Mesh | AbstractMesh) -> str:
-    return ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+def _is_compiled() -> bool:
+    """Whether what the caller does now is compiled later, rather than done now.
+
+    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a value
+    that depends on nothing is an array.
+    """
+    return _is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
-def _apply(leaf: Any, sharding: NamedSharding) -> Any:
+def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+    """Applies a sharding that is resolved already to one array or value of a trace."""
     mesh, spec = sharding.mesh, sharding.spec
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kinds = set(types.values())
@@ -201,8 +208,9 @@ def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
     """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
 
     Outside of ``jax.jit`` a constraint says where all of the array lies, and would undo the reshard.
+    Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
     """
-    return jax.jit(lambda leaf: _constrained(leaf, sharding), inline=True)
+    return jax.jit(lambda leaf: _constrained(leaf, sharding))
 
 
 def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
@@ -227,13 +235,11 @@ def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
     """Without any mesh: NamedShardings bring their own, everything else has none to use."""
-    for part in split(rules, pytree):
-        if isinstance(part.rule, NamedSharding):
-            break
-    else:
+    parts = split(rules, pytree)
+    if not any(isinstance(part.rule, NamedSharding) for part in parts):
         return pytree
     leaves: list[Any] = []
-    for part in split(rules, pytree):
+    for part in parts:
         subtree = part.subtree
         if isinstance(part.rule, NamedSharding):
             subtree = constrain(subtree, part.rule, part.rule.mesh)

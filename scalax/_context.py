@@ -9,7 +9,6 @@ of whoever traced it first. It also makes the context local to a thread.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from scalax._prefix import RuleLike, is_rule, key_of
+from scalax._prefix import RuleLike, check, is_rule, key_of
+from scalax._recent import Recent
 from scalax._spec import OnIndivisible
 from scalax.errors import StructureError
 
@@ -60,6 +60,7 @@ class Context:
         used: the names of `bindings` that some trace has used. JAX may reuse an inner trace without
             running it again, but only under the same context, where its names are already here.
         asked: every name that some trace has asked for, bound or not.
+        token: what stands for this context in JAX's caches.
     """
 
     helper: MeshOwner
@@ -67,11 +68,11 @@ class Context:
     outside: weakref.ref[Context] | None = None
     used: set[str] = dataclasses.field(default_factory=set)
     asked: set[str] = dataclasses.field(default_factory=set)
+    token: _Token = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def token(self) -> _Token:
-        """What stands for this context in JAX's caches."""
-        return _Token(self)
+    def __post_init__(self) -> None:
+        # Made here, once: of two tokens, which threads in a race would make, JAX knows one only.
+        object.__setattr__(self, 'token', _Token(self))
 
     @property
     def outer(self) -> Context | None:
@@ -112,21 +113,20 @@ class ContextCache:
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
-        self._outermost: dict[Any, Context] = {}
-        self._inside: weakref.WeakKeyDictionary[Context, dict[Any, Context]] = weakref.WeakKeyDictionary()
+        self._outermost: Recent[Any, Context] = Recent()
+        self._inside: weakref.WeakKeyDictionary[Context, Recent[Any, Context]] = weakref.WeakKeyDictionary()
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
         """The context of *bindings* inside the one that is active now."""
         outer = current()
-        kept = self._outermost if outer is None else self._inside.setdefault(outer, {})
+        kept = self._outermost if outer is None else self._inside.setdefault(outer, Recent())
         key = tuple((name, _hashable(key_of(bindings[name]))) for name in sorted(bindings))
         known = kept.get(key)
         if known is None:
             helper = self._helper()
             assert helper is not None  # whoever owns this cache holds the helper
             outside = None if outer is None else weakref.ref(outer)
-            # setdefault, so that threads that race for a new context agree on one.
-            known = kept.setdefault(key, Context(helper, dict(bindings), outside))
+            known = kept.add(key, Context(helper, dict(bindings), outside))
         return known
 
 
@@ -166,12 +166,7 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     for name, rules in bindings.items():
         if not isinstance(name, str):
             raise StructureError(f'annotation names are strings, got {name!r} in annotation_shardings')
-        for rule in jax.tree.leaves(rules, is_leaf=is_rule):
-            if not is_rule(rule):
-                raise StructureError(
-                    f'annotation_shardings[{name!r}] holds {rule!r}, which is not a rule: give a '
-                    'ShardingRule, a PartitionSpec, a NamedSharding or None'
-                )
+        check(rules, f'annotation_shardings[{name!r}]')
     return dict(bindings)
 
 

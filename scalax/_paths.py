@@ -110,6 +110,7 @@ class NamedTree:
     (for messages only: rules never see it). ``parent`` and ``indices`` are set on a selection of
     leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that another
     rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see others.
+    ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is ``''`` too.
     """
 
     paths: Sequence[str]
@@ -121,6 +122,7 @@ class NamedTree:
     indices: Sequence[int] = ()
     taken: Sequence[PartitionSpec] = ()
     shown: Sequence[Any] = ()
+    bare: bool = False
 
     @classmethod
     def of(cls, pytree: Any, prefix: str = '', as_leaf: Callable[[Any], Any] | None = None) -> NamedTree:
@@ -142,7 +144,8 @@ class NamedTree:
         except AttributeError:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]
         shown = [] if as_leaf is None else [leaf for _, leaf in flat]
-        return cls(paths, leaves, shapes, treedef, prefix, shown=shown)
+        bare = jax.tree_util.treedef_is_leaf(treedef)
+        return cls(paths, leaves, shapes, treedef, prefix, shown=shown, bare=bare)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -163,6 +166,7 @@ class NamedTree:
             indices,
             rows(self.taken),
             rows(self.shown),
+            self.bare,
         )
 
     def with_taken(self, taken: Sequence[PartitionSpec]) -> NamedTree:
@@ -185,11 +189,25 @@ class NamedTree:
             self.indices,
             [PartitionSpec(*spec[dims:]) for spec in self.taken],
             self.shown or self.leaves,
+            self.bare,
         )
+
+    def root(self) -> tuple[NamedTree, list[int]]:
+        """The tree of which this is a selection, perhaps of a selection, and where its leaves are there."""
+        tree, indices = self, list(range(len(self)))
+        while tree.parent is not None:
+            indices = [tree.indices[i] for i in indices]
+            tree = tree.parent
+        return tree, indices
+
+    def path_below(self, at: str, index: int) -> str:
+        """The path of leaf number *index* in a tree in which this one lies at *at*."""
+        path = self.paths[index]
+        return at if self.bare else f'{at}/{path}' if at else path
 
     def describe(self, index: int) -> str:
         """Leaf number *index* as error messages show it."""
-        return describe_leaf(join(self.prefix, self.paths[index]), (self.shown or self.leaves)[index])
+        return describe_leaf(self.path_below(self.prefix, index), (self.shown or self.leaves)[index])
 
     @functools.cached_property
     def tree(self) -> Any:

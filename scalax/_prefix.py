@@ -56,11 +56,8 @@ def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
     """
     if is_rule(rules):
         return [Part(rules, '', pytree)]
-    flat, structure = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
-    treedef: Any = structure
-    for path, rule in flat:
-        if not is_rule(rule):
-            _reject(rule, '/'.join(map(key_string, path)), where)
+    flat = check(rules, where)
+    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
@@ -70,6 +67,19 @@ def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
         Part(rule, '/'.join(map(key_string, path)), subtree)
         for (path, rule), subtree in zip(flat, subtrees, strict=True)
     ]
+
+
+def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
+    """The leaves of a tree of rules with their paths.
+
+    Raises:
+        StructureError: a leaf is not a rule; says which, and what was probably meant.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    for path, rule in flat:
+        if not is_rule(rule):
+            _reject(rule, '/'.join(map(key_string, path)), where)
+    return flat
 
 
 def _of(where: str) -> str:

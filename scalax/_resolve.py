@@ -11,7 +11,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -22,6 +22,7 @@ from scalax._prefix import RuleLike, is_rule, key_of, split
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
 from scalax.rules._base import Answer, ShardingRule, is_pure, settled, strangers
+from scalax.rules._compose import as_rule
 
 
 class Use(enum.Enum):
@@ -112,14 +113,18 @@ def resolve(
     answers, shardings = [], []
     for part, tree in zip(parts, trees, strict=True):
         said = task.ask(part.rule, tree)
-        answers.extend(said)
+        answers.extend(cast(list[Answer], said))  # a Problem among them ends this resolve
         shardings.extend(task.shardings(tree, said))
     task.finish()
     if is_rule(rules):
         whole = trees[0]
         return Resolution(whole, answers, shardings, whole.treedef, whole.paths)
     whole = NamedTree(
-        [join(part.at, path) for part, tree in zip(parts, trees, strict=True) for path in tree.paths],
+        [
+            tree.path_below(part.at, i)
+            for part, tree in zip(parts, trees, strict=True)
+            for i in range(len(tree))
+        ],
         [leaf for tree in trees for leaf in tree.leaves],
         [shape for tree in trees for shape in tree.shapes],
         jax.tree.structure(pytree),
@@ -149,20 +154,20 @@ class _Task:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
         self.problems.extend(strangers(tree))
 
-    def ask(self, rule: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree) -> list[Answer]:
-        """What *rule* says about every leaf of *tree*; nothing where it is wrong about some leaves."""
-        if isinstance(rule, ShardingRule):
-            try:
-                return settled(rule, tree, self.axes.sizes)
-            except ShardingError as error:
-                # The other parts of the tree are looked at too, so that everything is said at once.
-                self.problems.extend(error.problems)
-                return []
-        names = {type(None): '', NamedSharding: 'the NamedSharding given'}
-        origin = names.get(type(rule), 'the spec given')
-        return [Answer.of(rule, origin, '', self.on_indivisible)] * len(tree)
+    def ask(
+        self, value: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree
+    ) -> list[Answer | Problem]:
+        """What the rule says about every leaf of *tree*; nothing where it raised."""
+        rule = as_rule(value)
+        assert rule is not None  # `split` gave it
+        try:
+            return settled(rule, tree, self.axes.sizes)
+        except ShardingError as error:
+            # A user's code. The other parts of the tree are looked at too, so that all is said at once.
+            self.problems.extend(error.problems)
+            return []
 
-    def shardings(self, tree: NamedTree, answers: list[Answer]) -> list[NamedSharding | None]:
+    def shardings(self, tree: NamedTree, answers: list[Answer | Problem]) -> list[NamedSharding | None]:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
@@ -180,7 +185,10 @@ class _Task:
                 self._checked(tree, i, answer)
         return [checked[key] for key in keys]
 
-    def _checked(self, tree: NamedTree, index: int, answer: Answer) -> NamedSharding | None:
+    def _checked(self, tree: NamedTree, index: int, answer: Answer | Problem) -> NamedSharding | None:
+        if isinstance(answer, Problem):
+            self.problems.append(answer)
+            return None
         spec, shape = answer.spec, tree.shapes[index]
         if spec is not None and self.axes.any_manual:
             spec = _spec.without_manual(spec, self.axes)
@@ -245,7 +253,7 @@ class _Task:
     ) -> PartitionSpec:
         """Applies the policy for dimensions that do not divide; returns the spec to use."""
         shape = tree.shapes[index]
-        policy = answer.on_indivisible or self.on_indivisible
+        policy = _spec.strictest(policy or self.on_indivisible for policy in answer.policies)
         found = [_spec.divisibility_fault(dim, names, shape, self.axes) for dim, names in uneven]
         explicit = any(
             self.axes.types[name] is jax.sharding.AxisType.Explicit for _, names in uneven for name in names
@@ -292,11 +300,13 @@ class _Task:
             )
 
 
-def _typed(answer: Answer, leaf: Any) -> Answer:
-    spec = answer.spec
-    if spec is None or _spec.UNCONSTRAINED not in _spec.entries(spec):
+def _typed(answer: Answer | Problem, leaf: Any) -> Answer | Problem:
+    if isinstance(answer, Problem) or answer.spec is None:
         return answer
-    return dataclasses.replace(answer, spec=_spec.replaced(spec, with_types(spec, leaf)))
+    if _spec.UNCONSTRAINED not in _spec.entries(answer.spec):
+        return answer
+    spec = _spec.replaced(answer.spec, with_types(answer.spec, leaf))
+    return dataclasses.replace(answer, spec=spec)
 
 
 def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import AxisType, PartitionSpec
@@ -22,6 +22,11 @@ def checked_policy(value: str) -> OnIndivisible:
         if value == policy:
             return policy
     raise RuleError(f"on_indivisible is 'error', 'replicate' or 'warn', got {value!r}")
+
+
+def strictest(policies: Iterable[OnIndivisible]) -> OnIndivisible:
+    """Of several policies for one array the one that lets the least pass in silence."""
+    return min(policies, key=('error', 'warn', 'replicate').index)
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
@@ -72,6 +77,16 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return replaced(spec, entries(spec))
 
 
+def axis_sizes_text(sizes: Mapping[str, int]) -> str:
+    """The axes of a mesh with their sizes, as messages and reports show them.
+
+    Example:
+        >>> axis_sizes_text({'fsdp': 4, 'tp': 2})
+        'fsdp=4, tp=2'
+    """
+    return ', '.join(f'{name}={size}' for name, size in sizes.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
     """What resolving needs to know of a mesh: the sizes and types of its axes, in order."""
@@ -85,7 +100,7 @@ class MeshAxes:
         return cls(dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
 
     def __str__(self) -> str:
-        return ', '.join(f'{name}={size}' for name, size in self.sizes.items())
+        return axis_sizes_text(self.sizes)
 
     def size(self, axes: Sequence[str]) -> int:
         """The number of shards along *axes* together."""

@@ -10,7 +10,7 @@ already catch for the same kind of mistake::
     ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
     ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
-    ├── PlanError             (ValueError)   a compiled program is written in an unknown way
+    ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
@@ -58,7 +58,7 @@ class PlacementError(ScalaxError, ValueError):
 
 
 class PlanError(ScalaxError, ValueError):
-    """A compiled program cannot be read: it is written in a way that is not known."""
+    """A compiled program cannot be read, or a plan cannot be made of these numbers."""
 
 
 class DataError(ScalaxError, ValueError):

@@ -35,6 +35,7 @@ class Spec:
     policies: tuple[str | None, ...] = ()
     memory: str | None = None
     meshes: frozenset[bool] = frozenset()  # of NamedShardings: whether it is the mesh in force
+    warned: bool = False  # by the rule itself, about dimensions that do not divide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,7 @@ def ask(term: Any, leaf: Leaf, mesh: MeshOf, policy: str | None = None) -> Said:
             path = re.sub('^(mu|nu)/', '', leaf.path)
             if path == 'count':
                 return Spec()
-            # The parameters are no part of this tree: nobody has placed anything of theirs.
-            return settled(ask(term.rule, Leaf(path, leaf.shape), mesh))
+            return settled(ask(term.rule, dataclasses.replace(leaf, path=path), mesh))
         case language.Either():
             first = ask(term.first, leaf, mesh)
             return ask(term.second, leaf, mesh) if isinstance(first, Nothing) else first
@@ -174,7 +174,8 @@ def fill(first: Spec, second: Spec, rank: int, used: frozenset[str]) -> Spec:
         dims.append(mine or tuple(axis for axis in theirs if axis not in used))
         owner = first if mine else second
         policies.append(owner.policies[d] if d < len(owner.policies) else None)
-    return dataclasses.replace(first, dims=tuple(dims), policies=tuple(policies))
+    warned = first.warned or second.warned
+    return dataclasses.replace(first, dims=tuple(dims), policies=tuple(policies), warned=warned)
 
 
 def stacked(term: language.Stack, leaf: Leaf, mesh: MeshOf) -> Said:
@@ -206,6 +207,7 @@ def logical(term: language.Logical, leaf: Leaf, mesh: MeshOf) -> Said:
         return WRONG
     used = set(leaf.used)
     dims: list[Axes] = []
+    dropped = False
     for dim, (group, n) in enumerate(zip(groups, leaf.shape, strict=True)):
         sizes = part_sizes(group, n, dict(term.sizes))
         if sizes is None:
@@ -215,13 +217,15 @@ def logical(term: language.Logical, leaf: Leaf, mesh: MeshOf) -> Said:
             continue
         for name, size in zip(group, sizes, strict=True):
             axes = choose(term, name, used, mesh)
-            while len(group) > 1 and size is not None and size % math.prod(mesh.shape[a] for a in axes):
-                if term.policy == 'error':
+            while size is not None and size % math.prod(mesh.shape[axis] for axis in axes):
+                if term.policy == 'error' and len(group) > 1:
                     return WRONG
-                axes = axes[:-1]
+                if term.policy == 'error':
+                    break  # what becomes of whole dimensions is not the rule's affair
+                axes, dropped = axes[:-1], True
             used |= set(axes)
             dims[-1] += axes
-    return Spec(tuple(dims), (term.policy,) * len(dims))
+    return Spec(tuple(dims), (term.policy,) * len(dims), warned=dropped and term.policy == 'warn')
 
 
 def part_sizes(group: list[str], n: int, known: dict[str, int]) -> list[int | None] | None:
@@ -252,20 +256,16 @@ def choose(term: language.Logical, name: str, used: set[str], mesh: MeshOf) -> A
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one leaf gets: a canonical spec and a memory, COMPILER, or WRONG.
-
-    By `rule` is what a rule found wrong by itself; it may end the look at the leaves that it decides about.
-    """
+    """What one leaf gets: a canonical spec and a memory, COMPILER, or WRONG."""
 
     spec: P | str
     memory: str | None = None
-    by_rule: bool = False
     warns: bool = False
 
 
 def outcome(said: Spec | str, shape: tuple[int, ...], mesh: MeshOf) -> Outcome:
     if not isinstance(said, Spec):
-        return Outcome(said, by_rule=said == WRONG)
+        return Outcome(said)
     axes = [axis for dim in said.dims for axis in dim]
     mixed = any(len({mesh.kind(axis) for axis in dim if axis in mesh.shape}) > 1 for dim in said.dims)
     too_long = any(said.dims[len(shape) :])
@@ -286,16 +286,14 @@ def outcome(said: Spec | str, shape: tuple[int, ...], mesh: MeshOf) -> Outcome:
     while kept and not kept[-1]:
         kept.pop()
     spec = P(*(dim[0] if len(dim) == 1 else dim or None for dim in kept))
-    return Outcome(spec, said.memory, warns='warn' in policies)
+    return Outcome(spec, said.memory, warns='warn' in policies or said.warned)
 
 
-def by_hand(terms: Any, tree: Any, mesh: MeshOf) -> list[list[Outcome]]:
-    """What each leaf gets; one list for each part of the tree that one term decides about."""
+def by_hand(terms: Any, tree: Any, mesh: MeshOf) -> list[Outcome]:
+    """What each leaf gets."""
     flat, treedef = jax.tree.flatten(terms, is_leaf=is_term)
     return [
-        [
-            outcome(settled(ask(term, Leaf(path, shape_of(leaf)), mesh)), shape_of(leaf), mesh)
-            for path, leaf in named_leaves(subtree)
-        ]
+        outcome(settled(ask(term, Leaf(path, shape_of(leaf)), mesh)), shape_of(leaf), mesh)
         for term, subtree in zip(flat, treedef.flatten_up_to(tree), strict=True)
+        for path, leaf in named_leaves(subtree)
     ]

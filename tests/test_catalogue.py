@@ -1,14 +1,18 @@
 """The ready tables, name by name, and the rules made of them. Whole models: test_catalogue_models.py."""
 
+import math
 import pickle
+import re
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import RuleError, ShardingError
 from scalax.rules import catalogue
+from scalax.rules._base import looks_at_paths_only
 from scalax.rules.catalogue import GEMMA, GPT, GPT2, LLAMA, MIXTRAL, SPLIT_HEADS, T5, VIT, ExactRankRule, rule
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
@@ -202,12 +206,39 @@ ENDS = {GEMMA: LLAMA, MIXTRAL: LLAMA, GPT2: GPT}
 @pytest.mark.parametrize('name', TABLES)
 def test_no_row_is_for_nothing(name):
     table = TABLES[name]
-    leaves = {path: shape for of, path, shape, _ in NAMES if of in (table, ENDS.get(table))}
-    helper = MeshShardingHelper.from_mesh(AbstractMesh((2, 2, 2), ('fsdp', 'tp', 'expert')))
+    paths = [path for of, path, _, _ in NAMES if of in (table, ENDS.get(table))]
     if name == 'GPT2':  # what is not of GPT-2 in GPT
-        leaves |= {f'attn/{key}_proj/weight': MATRIX for key in ('key', 'out')}
-    report = helper.explain(tree(leaves), rule(table))
-    assert report.unused_rules == () and report.shadowed_rules == ()
+        paths += [f'attn/{key}_proj/weight' for key in ('key', 'out')]
+    first = {next(n for n, (regex, _) in enumerate(table) if re.search(regex, path)) for path in paths}
+    assert [regex for n, (regex, _) in enumerate(table) if n not in first] == []
+
+
+@pytest.mark.parametrize('name', TABLES)
+def test_reports_list_idle_rows_of_the_user_only(name):
+    leaves = {'layers/norm/scale': (4, 64)}
+    for stacked in ('', 'layers/'):
+        shapes = leaves if stacked else {'norm/scale': (64,)}
+        report = HELPER.explain(tree(shapes), rule(TABLES[name], stacked=stacked, expert='tp'))
+        assert (report.unused_rules, report.shadowed_rules) == ((), ())
+        report.check(no_unused_rules=True)
+    own = (('wrong_name', P()), *TABLES[name], ('norm/scale', P()))
+    report = HELPER.explain(tree(leaves), rule(own, stacked='layers/'))
+    assert (report.unused_rules, report.shadowed_rules) == (('wrong_name',), ('norm/scale',))
+    report = HELPER.explain(tree({'norm/scale': (64,)}), rule(TABLES[name], stacked='layer/'))
+    assert report.unused_rules == ('layer/',)
+
+
+@pytest.mark.parametrize('stacked', ['', 'layers/'])
+def test_outputs_of_shard_map_take_a_table(stacked):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    table = rule(LLAMA, stacked=stacked)
+    assert looks_at_paths_only(table)
+    shape = (3, 8, 8) if stacked else (8, 8)
+    leaves = {'layers/up_proj/kernel': np.arange(math.prod(shape), dtype='f').reshape(shape)}
+    twice = helper.shard_map(lambda x: jax.tree.map(lambda block: 2 * block, x), table, table)
+    out = twice(leaves)['layers/up_proj/kernel']
+    assert out.sharding.spec == (P(None, *COLUMN) if stacked else COLUMN)
+    np.testing.assert_array_equal(out, 2 * leaves['layers/up_proj/kernel'])
 
 
 def spec_of(table, path, *shape, **axes):

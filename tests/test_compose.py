@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import IndivisibleWarning, ShardingError
+from scalax.errors import IndivisibleWarning, RuleError, ShardingError
 from scalax.rules._compose import Everywhere, FirstAnswer, fill
 from scalax.sharding import (
     FSDPShardingRule,
@@ -222,6 +222,32 @@ def test_whose_policy_counts(shape, first, second, expected):
     assert said == (drops if expected == 'warning' else expected)
 
 
+@pytest.mark.parametrize('helpers', ['error', 'warn', 'replicate'])
+@pytest.mark.parametrize('second', ['error', 'warn', 'replicate', "the helper's"])
+@pytest.mark.parametrize('first', ['error', 'warn', 'replicate', "the helper's"])
+@pytest.mark.parametrize('bracketed', [False, True])
+def test_the_stricter_of_two_policies_counts_for_both(first, second, helpers, bracketed):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], on_indivisible=helpers)
+
+    def placing(spec, policy):
+        bare = policy == "the helper's"
+        return P() & by_path(P()) & spec if bare else by_path(spec, on_indivisible=policy)
+
+    rule = placing(P('fsdp'), first) & placing(P(None, 'tp'), second)
+    if bracketed:
+        rule = by_path(P(), on_indivisible='error') & (rule & FSDP)
+    policies = {helpers if policy == "the helper's" else policy for policy in (first, second)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        if 'error' in policies:
+            with pytest.raises(ShardingError, match='dimension 1 of size 7 does not divide'):
+                helper.match_sharding_rule(rule, leaf_w(7, 7))
+        else:
+            assert helper.match_sharding_rule(rule, leaf_w(7, 7))['w'].spec == P()
+    expected = [IndivisibleWarning] if policies in ({'warn'}, {'warn', 'replicate'}) else []
+    assert [warning.category for warning in caught] == expected
+
+
 @pytest.mark.parametrize('policy', ['error', 'replicate'])
 def test_a_bare_spec_takes_the_policy_of_the_helper(policy):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], on_indivisible=policy)
@@ -232,6 +258,18 @@ def test_a_bare_spec_takes_the_policy_of_the_helper(policy):
                 helper.match_sharding_rule(rule, leaf_w(6, 5))
         else:
             assert helper.match_sharding_rule(rule, leaf_w(6, 5))['w'].spec == P()
+
+
+def test_a_rule_without_leaves_is_not_asked():
+    typo = FSDPShardingRule('fdsp')
+    closed = by_path(None)
+    assert spec_of(closed & typo) is None
+    assert spec_of(closed | typo) is None
+    assert spec_of(P('tp') | typo) == P('tp')
+    assert spec_of(TreePathShardingRule(('elsewhere', typo), ('w', P('tp')))) == P('tp')
+    for rule in (by_path(P()) & typo, STRICT_MISS | typo, by_path(typo)):
+        with pytest.raises(RuleError, match="the mesh has no axis 'fdsp'"):
+            spec_of(rule)
 
 
 # --- Laws, over random meshes, shapes and specs -----------------------------------------------------

@@ -1,5 +1,7 @@
 """Composed rules in use: in trees, stacks of layers, memories, messages, reports, sjit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -325,6 +327,32 @@ def test_idle_regexes_are_found_inside_compositions(helper):
         assert report.shadowed_rules == ('up',)
     with pytest.raises(ShardingError, match="'misspelt' matches nothing"):
         report.check(no_unused_rules=True)
+
+
+@dataclasses.dataclass
+class Unhashable(ShardingRule):
+    """A plain dataclass has `==`, and so no hash."""
+
+    def apply(self, pytree):
+        return jax.tree.map(lambda leaf: P('tp'), pytree)
+
+
+def test_rules_without_a_hash_are_explained(helper):
+    table = TreePathShardingRule(('up', Unhashable()), ('misspelt', Unhashable()), ('wup|up', P()), ('', P()))
+    for rule in (table, FSDP & table, {'up': table, 'norm': table}):
+        tree = {'up': {'up': leaf(16, 64)}, 'norm': {'scale': leaf(16)}}
+        report = helper.explain(tree, rule)
+        assert report.unused_rules == ('misspelt',)
+        assert report.shadowed_rules == ('wup|up',)
+
+
+def test_equal_rules_are_one_in_a_report(helper):
+    def table():
+        return TreePathShardingRule(('up', P('tp')), ('down', P()), ('misspelt', P()))
+
+    assert helper.explain(
+        {'a': {'up': leaf(8)}, 'b': {'down': leaf(8)}}, {'a': table(), 'b': table()}
+    ).unused_rules == ('misspelt',)
 
 
 def test_none_closes_a_leaf_to_the_second_rule(helper):

@@ -184,7 +184,7 @@ def test_what_is_free_in_brackets(term: Any, shape: tuple[int, ...], expected: P
     mesh = MeshOf((2, 2, 2, 2), 'AAAA', None)
     tree = {'w': jax.ShapeDtypeStruct(shape, 'float32')}
     assert Asked(mesh, tree)(make(term, mesh)) == [(expected, None)]
-    assert [one.spec for part in by_hand(term, tree, mesh) for one in part] == [expected]
+    assert [one.spec for one in by_hand(term, tree, mesh)] == [expected]
 
 
 def test_an_unreduced_axis_is_in_use() -> None:

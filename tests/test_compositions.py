@@ -15,6 +15,7 @@ import numpy as np
 from rule_examples import attempt, examples
 from rule_language import (
     Situation,
+    State,
     is_impossible,
     is_term,
     make,
@@ -31,26 +32,16 @@ from scalax.sharding import MeshShardingHelper, ShardingReport
 LARGEST = 40_000  # elements of a tree that is placed
 
 
-def assert_names(
-    error: ScalaxError | None, tree: Any, parts: list[list[Outcome]], bad: Sequence[Any]
-) -> bool:
-    """An error names exactly the leaves that are wrong; returns whether there was one.
-
-    Where a rule is wrong about some of its leaves by itself, the others may be left unnamed.
-    """
-    may, must = set(), set()
-    names = iter([shown(path, leaf) for path, leaf in named_leaves(tree)])
-    for part in parts:
-        mine = [(next(names), one) for one in part]
-        may |= {name for name, one in mine if one.spec in bad}
-        first = {name for name, one in mine if one.by_rule}
-        must |= first or {name for name, one in mine if one.spec in bad}
-    if not may:
+def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]) -> bool:
+    """An error names exactly the leaves that are wrong; returns whether there was one."""
+    names = [shown(path, leaf) for path, leaf in named_leaves(tree)]
+    wrong = [name for name, one in zip(names, expected, strict=True) if one.spec in bad]
+    if not wrong:
         assert error is None, error
         return False
     assert isinstance(error, ShardingError)
     named = list(dict.fromkeys(problem.leaf for problem in error.problems))
-    assert must <= set(named) <= may
+    assert named == list(dict.fromkeys(wrong))
     assert all(f'\n  {name}\n' in str(error) for name in named[:10])
     return True
 
@@ -85,15 +76,14 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
         assert str(refused) == str(error)
         assert any(is_impossible(term, mesh) for term in terms)
         return
-    parts = by_hand(situation.terms, tree, mesh)
-    if assert_names(error, tree, parts, [WRONG]):
+    expected = by_hand(situation.terms, tree, mesh)
+    if assert_names(error, tree, expected, [WRONG]):
         hypothesis.event('an error')
         assert isinstance(refused, ShardingError)
         return
-    expected = [one for part in parts for one in part]
-    # Where the sizes of names are known, those of parts of dimensions are looked at too.
-    parts_warn = any(mentions(term, lambda one: bool(getattr(one, 'sizes', ()))) for term in terms)
-    assert any(one.warns for one in expected) == warned or (warned and parts_warn)
+    # Parameters are asked about by themselves too, before it is known what was taken of their copies.
+    more = any(mentions(term, lambda one: isinstance(one, State)) for term in terms)
+    assert any(one.warns for one in expected) == warned or (warned and more)
 
     assert [row.spec if row.spec is not None else COMPILER for row in report.rows] == [
         one.spec for one in expected
@@ -103,7 +93,7 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
     assert ShardingReport.load(report.to_json()) == report
     assert all(row.rule in report.to_text(10**6, fold=False) for row in report.rows)
 
-    if assert_names(refused, tree, parts, [WRONG, COMPILER]):
+    if assert_names(refused, tree, expected, [WRONG, COMPILER]):
         return
     assert jax.tree.structure(shardings) == jax.tree.structure(tree)
     assert all(s.mesh == helper.mesh for s in jax.tree.leaves(shardings))

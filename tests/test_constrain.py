@@ -261,6 +261,30 @@ def test_outside_of_jit_nothing_pads(helper):
         with_sharding_constraint(np.zeros(6), P('a'))
 
 
+@pytest.mark.parametrize(
+    'run',
+    [
+        lambda f: jax.vmap(f)(np.ones((3, 6), np.float32)),
+        lambda f: jax.grad(lambda x: f(x).sum())(np.ones(6, np.float32)),
+        lambda f: jax.jvp(f, [np.ones(6, np.float32)], [np.ones(6, np.float32)]),
+    ],
+    ids=['vmap', 'grad', 'jvp'],
+)
+def test_what_is_traced_and_run_at_once_is_not_padded(run):
+    with AUTO.get_context(), pytest.raises(ShardingError) as error:
+        run(lambda x: with_sharding_constraint(x, P('a')))
+    assert str(error.value) == (
+        'One leaf of a sharding constraint cannot be sharded as asked (mesh: a=4, b=2):\n'
+        '  (the leaf itself): float32[6]\n'
+        '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
+        "    asked for: P('a',) from the spec given\n"
+        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+        'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
+    )
+    with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='the compiler will pad'):
+        jax.make_jaxpr(lambda: run(lambda x: with_sharding_constraint(x, P('a'))))()
+
+
 @pytest.mark.parametrize('size', [6, 7, 9, 10])
 def test_padded_values_may_be_outputs(size):
     x = np.arange(size, dtype=np.float32)

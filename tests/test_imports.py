@@ -20,6 +20,7 @@ MAX_LINES = 400
 LAYERS = [
     '_version',
     'errors',
+    '_recent',
     '_paths',
     '_spec',
     '_html',

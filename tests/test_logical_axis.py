@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import re
+import warnings
 
 import hypothesis
 import jax
@@ -224,6 +225,40 @@ def test_indivisible_dimensions_follow_the_policy():
 
 
 @pytest.mark.parametrize(
+    ('names', 'shape', 'spec'),
+    [
+        ('a b', (3, 8), P(None, 'y')),
+        ('(a c) b', (12, 8), P('x', 'y')),
+        ('a (b c)', (3, 32), P(None, ('y', 'x'))),
+        ('d b', (6, 8), P('y', None)),  # x is left out, y is in use
+        ('a d', (3, 8), P(None, ('y', 'x'))),
+    ],
+)
+@pytest.mark.parametrize('policy', ['replicate', 'warn'])
+def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape, spec, policy):
+    mapping = {'a': 'y', 'b': 'y', 'c': 'x', 'd': ('y', 'x')}
+    rule = LogicalAxisShardingRule(mapping, [('w', names)], on_indivisible=policy, sizes={'a': 3})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert specs(rule, {'w': leaf(*shape)}, {'x': 4, 'y': 2}) == {'w': canonical(spec)}
+    assert [warning.category for warning in caught] == [IndivisibleWarning] * (policy == 'warn')
+
+
+def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
+    pairs = [('a', 'y'), ('a', 'x'), ('b', 'x')]
+    rule = LogicalAxisShardingRule(pairs, [('w', 'a b')], on_indivisible='warn')
+    with pytest.warns(IndivisibleWarning) as caught:
+        assert specs(rule, {'w': leaf(3, 8)}, {'x': 3, 'y': 2}) == {'w': P()}
+    assert [str(warning.message) for warning in caught] == [
+        'dimensions that do not divide:\n'
+        "  w: float32[3, 8], regex 'w': 'a b': 'a' of size 3 in dimension 0, a, does not divide by 2 (y=2); "
+        'no axis is used\n'
+        "  w: float32[3, 8], regex 'w': 'a b': 'b' of size 8 in dimension 1, b, does not divide by 3 (x=3); "
+        'no axis is used'
+    ]
+
+
+@pytest.mark.parametrize(
     ('names', 'sizes', 'shape', 'detail'),
     [
         (
@@ -362,6 +397,14 @@ def test_rules_are_values(rule):
     assert rule.is_pure == (rule.on_indivisible != 'warn')
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.strict = False
+
+
+def test_long_regexes_are_shown_whole():
+    regex = re.compile('w|' + 'a' * 300)
+    rule = LogicalAxisShardingRule({'a': 'x'}, [(regex, 'a b')], strict=False)
+    assert eval(repr(rule), {'LogicalAxisShardingRule': LogicalAxisShardingRule, 're': re}) == rule
+    (row,) = helper_for({'x': 2}).explain({'w': leaf(8, 8)}, rule).rows
+    assert row.rule == f"regex re.compile({regex.pattern!r}): 'a b'"
 
 
 def test_the_simplest_repr():

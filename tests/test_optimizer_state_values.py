@@ -153,6 +153,43 @@ def test_the_rule_is_asked_once_about_all_parameters():
     assert asked == [jax.tree.map(lambda x: struct(*np.shape(x)), PARAMS)]
 
 
+def test_copies_do_without_what_a_rule_further_out_took():
+    params = {'w': struct(64, 32), 'b': struct(64)}
+    fsdp = FSDPShardingRule('fsdp', min_fsdp_size=1)
+    rule = OptimizerStateShardingRule(fsdp, params)
+
+    def specs(rule, tree):
+        return jax.tree.map(lambda sharding: sharding.spec, HELPER.match_sharding_rule(rule, tree))
+
+    for first in (P('tp'), P(None, 'tp'), P('fsdp'), P(None, ('fsdp', 'tp')), P()):
+        mu = {'w': params['w']}
+        assert specs(first & rule, {'mu': mu}) == {'mu': specs(first & fsdp, mu)}
+        assert specs(first & (P() & rule), {'mu': mu}) == {'mu': specs(first & fsdp, mu)}
+    # Something else of each copy, and of some nothing.
+    first = TreePathShardingRule(('mu/w', P('tp')), ('nu/w', P(None, 'tp')), ('', P()))
+    state = {'count': struct(), 'mu': params, 'nu': params, 'ema': params, 'v_row': {'w': struct(64)}}
+    assert specs(first & rule, state) == {
+        'count': P(),
+        'mu': {'w': P('tp', 'fsdp'), 'b': P('fsdp')},
+        'nu': {'w': P('fsdp', 'tp'), 'b': P('fsdp')},
+        'ema': {'w': P('fsdp'), 'b': P('fsdp')},
+        'v_row': {'w': P('fsdp')},
+    }
+    stack = {'mu': {'w': struct(8, 64, 32)}}
+    assert specs(P('fsdp') & rule.stacked(1), stack) == {'mu': {'w': P('fsdp')}}
+    assert specs(P(None, 'tp') & rule.stacked(1), stack) == {'mu': {'w': P(None, 'tp', 'fsdp')}}
+
+
+def test_params_whose_key_is_empty():
+    params = {'w': {'': struct(8, 16)}, 'b': struct(16)}
+    state = {'mu': params}
+    for param_rule in (P('tp'), {'w': P('tp'), 'b': P('tp')}):
+        rule = OptimizerStateShardingRule(param_rule, params)
+        assert rule.apply(state) == {'mu': {'w': {'': P('tp')}, 'b': P('tp')}}
+        with pytest.raises(ShardingError, match="the parameter 'w/' has shape"):
+            rule.apply({'mu': {'w': {'': struct(7)}, 'b': struct(16)}})
+
+
 def test_memory_kinds_and_none_are_passed_on():
     params = {'w': struct(8, 16)}
     state = {'mu': params, 'count': struct()}

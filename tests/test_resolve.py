@@ -86,6 +86,40 @@ def test_none_nodes_and_empty_trees():
     assert resolve(P(), None, HELPER.mesh).shardings == []
 
 
+def test_an_empty_key_is_part_of_the_path():
+    tree = {'w': {'': leaf(6, 3)}, 'v': leaf(6, 3), 'u': {'k': {'': leaf(6, 3)}}}
+    paths = ['u/k/', 'v', 'w/']
+    miss = TreePathShardingRule(('nothing', P()))
+    for rule in (P(), {'u': {'k': P()}, 'v': P(), 'w': P()}):
+        assert [row.path for row in HELPER.explain(tree, rule).rows] == paths
+    for rule in (P('data'), miss, miss.stacked(1), FSDPShardingRule('data') & P('data')):
+        for rules in (rule, {'u': {'k': rule}, 'v': rule, 'w': rule}, {'u': rule, 'v': rule, 'w': rule}):
+            with pytest.raises(ShardingError) as error:
+                HELPER.match_sharding_rule(rules, tree)
+            assert [problem.leaf for problem in error.value.problems] == [
+                f'{p}: float32[6, 3]' for p in paths
+            ]
+
+
+def test_everything_that_is_wrong_is_said_at_once_in_tree_order():
+    rule = TreePathShardingRule(('[ac]$', P('data')), ('d', P('dta')), ('e', P()))
+    own = PolicyShardingRule(lambda path, x: 'data' if path == 'z' else P('data'))
+    tree = {
+        'part': {'a': leaf(6), 'b': leaf(8), 'c': leaf(7), 'd': leaf(8), 'e': leaf(5)},
+        'more': {'x': leaf(6), 'y': leaf(8), 'z': leaf(8)},
+    }
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule({'part': rule, 'more': own}, tree)
+    assert [(problem.kind, problem.leaf) for problem in error.value.problems] == [
+        ('indivisible', 'more/x: float32[6]'),
+        ('not-a-spec', 'more/z: float32[8]'),
+        ('indivisible', 'part/a: float32[6]'),
+        ('unmatched', 'part/b: float32[8]'),
+        ('indivisible', 'part/c: float32[7]'),
+        ('unknown-axis', 'part/d: float32[8]'),
+    ]
+
+
 def test_leaves_with_the_same_path_are_different_leaves():
     tree = {'a/b': leaf(8, 4), 'a': {'b': leaf(2, 8)}}
     rule = PolicyShardingRule(lambda path, x: P('data') if x.shape[0] == 8 else P(None, 'data'))

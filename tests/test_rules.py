@@ -275,6 +275,41 @@ def test_policies_may_return_rules():
 # --- Rules of users -------------------------------------------------------------------------------
 
 
+class Counting(ShardingRule):
+    """Counts how often it is asked."""
+
+    def __init__(self):
+        self.count = 0
+
+    def apply(self, pytree):
+        self.count += 1
+        return jax.tree.map(lambda x: P('tp'), pytree)
+
+
+@pytest.mark.parametrize(
+    'around',
+    [
+        lambda rule: PolicyShardingRule(lambda path, x: rule),
+        lambda rule: TreePathShardingRule(*((f'k{i}$', rule) for i in range(20))),
+        lambda rule: TreePathShardingRule(('k1', rule), ('k[23]', P('data')), ('k', rule)),
+    ],
+)
+def test_a_rule_is_asked_once_about_all_of_its_leaves(around):
+    rule, other = Counting(), Counting()
+    tree = {f'k{i}': leaf(8) for i in range(20)}
+    specs = around(rule).apply(tree)
+    assert rule.count == 1
+    assert {path for path, spec in specs.items() if spec == P('tp')} >= set(tree) - {'k2', 'k3'}
+    # Each clause still says that the answer was its.
+    helper = MeshShardingHelper([2, 4], ['data', 'tp'])
+    rows = helper.explain(tree, TreePathShardingRule(('k[0-4]$', rule), ('k5', other), ('k', rule))).rows
+    said = {row.path: row.rule for row in rows}
+    assert (said['k3'], said['k5'], said['k7']) == tuple(
+        f"regex '{regex}' -> Counting" for regex in ('k[0-4]$', 'k5', 'k')
+    )
+    assert other.count == 1
+
+
 class LastDimension(ShardingRule):
     def apply(self, pytree):
         return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), 'tp') if x.ndim else P(), pytree)
@@ -379,6 +414,15 @@ def test_the_repr_recreates_the_rule(rule):
         're': re,
     }
     assert eval(repr(rule), names) == rule
+
+
+@pytest.mark.parametrize('flags', [0, re.ASCII, re.IGNORECASE | re.MULTILINE])
+def test_the_repr_of_a_long_regex_recreates_the_rule(flags):
+    regex = re.compile("it's|" + 'a' * 300, flags)
+    rule = TreePathShardingRule((regex, P('x')), ('b', P()))
+    assert eval(repr(rule), {'TreePathShardingRule': TreePathShardingRule, 'P': P, 're': re}) == rule
+    short = re.compile('a b', flags)
+    assert repr(TreePathShardingRule((short, None))) == f'TreePathShardingRule(({short!r}, None))'
 
 
 def test_different_rules_differ():

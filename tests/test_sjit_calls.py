@@ -222,8 +222,8 @@ def test_bad_options(options, message):
             'dict by argument name',
         ),
         (
-            'data',
-            'in_shardings of g is str: give a tuple by position, a dict by argument name, or one rule '
+            jax.tree_util.Partial(max, P()),
+            'in_shardings of g is Partial: give a tuple by position, a dict by argument name, or one rule '
             'for every argument',
         ),
     ],
@@ -235,6 +235,44 @@ def test_shardings_that_do_not_fit_the_arguments(in_shardings, message):
     with pytest.raises(StructureError) as error:
         HELPER.sjit(g, in_shardings, static_argnums=2)(Y, Y, 1)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
+@pytest.mark.parametrize(
+    ('rules', 'message'),
+    [
+        (
+            'data',
+            "the rules of {option} of g hold 'data' of type str, which is not a rule: give a ShardingRule, "
+            "a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
+        ),
+        (
+            {'x': {'w': 8}},
+            "the rules of {option} of g hold 8 of type int at 'x/w', which is not a rule: give a "
+            'ShardingRule, a PartitionSpec, a NamedSharding or None',
+        ),
+    ],
+    ids=['text', 'inside'],
+)
+def test_what_is_no_rule_is_said_before_any_call(option, rules, message):
+    def g(x):
+        return x
+
+    with pytest.raises(StructureError) as error:
+        HELPER.sjit(g, **{option: rules})
+    assert str(error.value) == message.format(option=option)
+
+
+def test_names_that_python_does_not_take():
+    for name in ('lambda', 'None', '<lambda>', 'class'):
+
+        def f(x):
+            return x * 2
+
+        f.__name__ = name
+        compiled = HELPER.sjit(f, in_shardings=P())
+        assert compiled.__name__ == name
+        np.testing.assert_array_equal(compiled(Y), Y * 2)
 
 
 def test_leaves_that_are_not_arrays():
@@ -389,3 +427,29 @@ def test_clear_cache():
 def test_no_arguments_at_all():
     init = HELPER.sjit(lambda: {'w': jnp.ones((8, 8))}, out_shardings=P('data'))
     assert init()['w'].sharding.spec == P('data')
+
+
+AOT_CALLS = {
+    'defaults': (((X,), {}), ((X,), {}), 6 * X),
+    'a static one by position': (((X, 2), {}), ((X,), {}), 12 * X),
+    'a value behind a static one': (((X, 2, 3.0), {}), ((X, 3.0), {}), 18 * X),
+    'extra ones and a static keyword': (
+        ((X, 1, 2.0, 4.0), {'k': 4.0, 's': 'b'}),
+        ((X, 2.0, 4.0), {'k': 4.0}),
+        8 * X + 4,
+    ),
+    'keywords': (((X,), {'w': 1.0, 'y': 3.0}), ((X,), {'y': 3.0, 'w': 1.0}), 9 * X + 1),
+}
+
+
+@pytest.mark.parametrize(('lowered', 'called', 'expected'), AOT_CALLS.values(), ids=AOT_CALLS)
+def test_executables_are_called_as_the_function_is(lowered, called, expected):
+    @HELPER.sjit(static_argnames=('s', 'n'), in_shardings={'x': P('data')})
+    def scaled(x, n=1, y=2.0, *more, k=3.0, s='a', **extra):
+        return x * y * k * n + sum(more) + sum(extra.values())
+
+    args, kwargs = lowered
+    executable = scaled.lower(*args, **kwargs).compile()
+    args, kwargs = called
+    np.testing.assert_allclose(executable(*args, **kwargs), expected)
+    assert executable.memory_analysis().argument_size_in_bytes >= X.nbytes // 8

@@ -20,6 +20,7 @@ from scalax.errors import ArgumentError, MeshError, StructureError
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
+    PolicyShardingRule,
     ShardingRule,
     with_sharding_annotation,
 )
@@ -170,8 +171,8 @@ def test_rules_that_cannot_be_hashed_bind():
         ({1: P()}, 'annotation names are strings, got 1 in annotation_shardings'),
         (
             {'h': 'data'},
-            "annotation_shardings['h'] holds 'data', which is not a rule: give a ShardingRule, a "
-            'PartitionSpec, a NamedSharding or None',
+            "the rules of annotation_shardings['h'] hold 'data' of type str, which is not a rule: give a "
+            "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
         ),
     ],
 )
@@ -224,6 +225,16 @@ def test_nodes_that_refuse_anything_but_arrays():
             warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
             out = HELPER.sjit(lambda node: Strict(node.w * 2), **options)(node)
         np.testing.assert_array_equal(out.w, X * 2)
+        with pytest.raises(StructureError) as error:
+            HELPER.sjit(lambda node: node, P('data')).shardings_for(node)
+        assert str(error.value) == (
+            'a node of the tree refuses to hold shardings in place of arrays (TypeError: w must be a '
+            'matrix, got NamedSharding), so they cannot be shown in place'
+        )
+    for rules in (P('data'), FSDPShardingRule('data', min_fsdp_size=0)):
+        out = HELPER.sjit(lambda node: Strict(node.w * 2), out_shardings=rules)(node)
+        np.testing.assert_array_equal(out.w, X * 2)
+        assert out.w.sharding.spec == P('data')
     placed = HELPER.shard(node, P('data'))
     assert placed.w.sharding.spec == P('data')
     np.testing.assert_array_equal(HELPER.gather(placed).w, X)
@@ -237,6 +248,20 @@ def test_shard_map_over_a_mesh_of_ones_own_inside():
         return jax.shard_map(lambda y: y * 2, mesh=own, in_specs=P('all'), out_specs=P('all'))(x)
 
     np.testing.assert_array_equal(mapped(X), X * 2)
+
+
+@pytest.mark.parametrize('in_specs', [P('data', 'model'), P()], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [{'in_shardings': P('data')}, {'out_shardings': P('data')}, {'args_sharding_constraint': P('data')}],
+    ids=str,
+)
+def test_what_runs_already_runs_inline_inside_shard_map(options, in_specs):
+    compiled = HELPER.sjit(lambda x: x * 2, **options)
+    compiled(X)
+    mapped = jax.shard_map(compiled, mesh=HELPER.mesh, in_specs=in_specs, out_specs=in_specs)
+    for call in (mapped, jax.jit(mapped), mapped):
+        np.testing.assert_array_equal(call(X), X * 2)
 
 
 def test_an_abstract_mesh_answers_questions_about_arrays():
@@ -256,7 +281,7 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
     with jax.log_compiles(False):
         state = compiled.__globals__['_scalax_state']
         monkeypatch.setattr(type(state), 'slow', lambda *_: traces.append('slow'))
-        monkeypatch.setattr(type(state), '_run', lambda *_: traces.append('traced'))
+        monkeypatch.setattr(type(state), '_inside', lambda *_: traces.append('traced'))
         monkeypatch.setattr(type(state), 'missed', lambda *_: traces.append('missed'))
         for x in inputs * 2:
             compiled(x)
@@ -269,8 +294,42 @@ def test_many_signatures_of_two_programs_are_told_apart_by_a_look():
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
     for n in range(1, 41):
         np.testing.assert_array_equal(compiled(np.full((4 * n, 3), n, np.float32)), 2 * n)
-    looks = compiled.__globals__['_scalax_state'].hot._looks
-    assert len(looks) == 1
+    (table,) = compiled.__globals__['_scalax_state'].hot._tables.values()
+    assert len(table.looks) == 1
+
+
+def never_slow(compiled, calls, monkeypatch):
+    """Each call once, then each again without the slow path."""
+    wanted = [compiled(*call) for call in calls]
+    state = compiled.__globals__['_scalax_state']
+    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    for call, out in zip(calls, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
+
+
+def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatch):
+    by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float32 else P())
+    compiled = HELPER.sjit(lambda x: x * 2, in_shardings=by_dtype)
+    wide = np.ones(8, np.float64), np.ones(8, np.int64)
+    never_slow(compiled, [(wide[0],), (wide[1],), (jnp.asarray(wide[0]),)], monkeypatch)
+
+
+def test_programs_are_told_apart_by_looks_at_numbers_too(monkeypatch):
+    by_rank = PolicyShardingRule(lambda path, leaf: P('data') if leaf.shape else P())
+    by_dtype = PolicyShardingRule(lambda path, leaf: P() if leaf.dtype == np.float32 else None)
+    for rule in (by_rank, by_dtype):
+        with monkeypatch.context() as patched:
+            never_slow(HELPER.sjit(lambda x: x * 2, rule, rule), [(2.0,), (X,), (3,)], patched)
+
+
+def test_programs_are_told_apart_among_calls_of_one_length(monkeypatch):
+    rule = FSDPShardingRule('data', min_fsdp_size=64)
+    compiled = HELPER.sjit(lambda *arrays: [x * 2 for x in arrays], in_shardings=rule)
+    small = np.ones(8, np.float32)
+    calls = [(small,), (X,), (X, X), (X, small), (small, small, small)]
+    never_slow(compiled, calls, monkeypatch)
+    tables = compiled.__globals__['_scalax_state'].hot._tables
+    assert {length: len(table.looks) for length, table in tables.items()} == {1: 1, 2: 1, 3: 0}
 
 
 def test_nothing_is_kept_alive_by_the_caches_of_jax():

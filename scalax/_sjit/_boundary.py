@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax._context import MeshOwner
 from scalax._paths import canonical_dtype
-from scalax._prefix import RuleLike
+from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._signature import slot_path
+from scalax._sjit._signature import explicit_spec, slot_path
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 
@@ -34,33 +34,23 @@ class Options:
     jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Outputs:
-    """What a traced function returns: the types of the leaves, and the structure.
+class Boundary:
+    """Resolves the rules of one sjit function for its arguments and outputs.
 
-    They stay apart until a rule needs the tree: nodes of other libraries may refuse to hold types.
+    Attributes:
+        helper: whose mesh it is.
+        convention: how the function is called.
+        options: the rules.
+        any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
+        any_rule: whether some rule speaks about arguments.
     """
 
-    leaves: Sequence[jax.ShapeDtypeStruct]
-    treedef: Any
-
-    @classmethod
-    def of(cls, traced: Any) -> Outputs:
-        """The outputs of what ``jit(...).trace(...)`` returned."""
-        return cls(list(map(_struct_of, traced.jaxpr.out_avals)), traced.out_tree)
-
-    @property
-    def tree(self) -> Any:
-        """The outputs as a tree of ShapeDtypeStruct."""
-        return self.treedef.unflatten(self.leaves)
-
-
-class Boundary:
-    """Resolves the rules of one sjit function for its arguments and outputs."""
-
     def __init__(self, helper: MeshOwner, convention: Convention, options: Options) -> None:
-        self._helper, self._convention, self._options = helper, convention, options
+        self.helper, self.convention, self.options = helper, convention, options
         self.any_explicit = AxisType.Explicit in helper.mesh.axis_types
+        self.any_rule = any(
+            rule is not None for rule in jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
+        )
 
     def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.
@@ -69,12 +59,17 @@ class Boundary:
             ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
             StructureError: the rules do not have the structure of the arguments.
         """
-        rules = self._options.in_shardings
-        return self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
+        rules = self.options.in_shardings
+        shardings = self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
+        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
+            # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
+            whole = named_sharding(self.helper.mesh, PartitionSpec())
+            return {slot: [whole] * len(wanted) for slot, wanted in shardings.items()}
+        return shardings
 
     def constraints(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings to which the arguments are constrained inside; empty without any."""
-        rules = self._options.args_sharding_constraint
+        rules = self.options.args_sharding_constraint
         if rules is None:
             return {}
         return self._by_slot(rules, layout, row, 'args_sharding_constraint', Use.INTERMEDIATE)
@@ -83,19 +78,19 @@ class Boundary:
         self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
     ) -> dict[int, Shardings]:
         return resolve_slots(
-            self._convention.rules_by_slot(rules, row, what),
+            self.convention.rules_by_slot(rules, row, what),
             layout,
             row,
-            mesh=self._helper.mesh,
+            mesh=self.helper.mesh,
             use=use,
-            where=f'the arguments of {self._convention.name!r} ({what})',
-            on_indivisible=self._helper.on_indivisible,
-            as_leaf=_as_struct,
+            where=f'the arguments of {self.convention.name!r} ({what})',
+            on_indivisible=self.helper.on_indivisible,
+            as_leaf=_struct,
         )
 
     def outputs(
         self,
-        outputs: Outputs,
+        tree: Any,
         layout: Layout,
         row: Sequence[Any],
         arguments: Mapping[int, Shardings],
@@ -103,7 +98,7 @@ class Boundary:
         """The shardings of the outputs, leaf by leaf: what the rules say, then what donation asks for.
 
         Args:
-            outputs: what the function returns.
+            tree: what the function returns, inside its trace.
             layout: the slots.
             row: the call.
             arguments: what `arguments` gave.
@@ -111,41 +106,33 @@ class Boundary:
         Raises:
             ShardingError, StructureError: as for `arguments`.
         """
-        shardings: list[NamedSharding | None] = [None] * len(outputs.leaves)
-        if self._options.out_shardings is not None:
+        leaves, treedef = jax.tree.flatten(tree)
+        shardings: list[NamedSharding | None] = [None] * len(leaves)
+        try:
+            structs = list(map(_struct, leaves))
+        except TypeError:
+            return shardings  # JAX says what is wrong with an output that is no array
+        if self.options.out_shardings is not None:
             shardings = resolve(
-                self._options.out_shardings,
-                outputs.tree,
-                self._helper.mesh,
+                self.options.out_shardings,
+                tree,
+                self.helper.mesh,
                 use=Use.BOUNDARY,
-                where=f'the outputs of {self._convention.name!r} (out_shardings)',
-                on_indivisible=self._helper.on_indivisible,
+                where=f'the outputs of {self.convention.name!r} (out_shardings)',
+                on_indivisible=self.helper.on_indivisible,
+                as_leaf=_struct,
             ).shardings
         donated = [(row[slot], arguments[slot]) for slot in layout.donated]
         if any(any(wanted) for _, wanted in donated):
-            shardings = donated_shardings(outputs, shardings, donated)
-        if self._types_decide(arguments):
-            shardings = [
-                given or self._by_type(leaf) for given, leaf in zip(shardings, outputs.leaves, strict=True)
-            ]
+            shardings = donated_shardings(structs, treedef, shardings, donated)
+        if self.any_explicit and not any(map(len, arguments.values())):
+            # Without an argument JAX does not know on which devices to run.
+            shardings = [given or self._by_type(leaf) for given, leaf in zip(shardings, structs, strict=True)]
         return shardings
 
-    def _types_decide(self, arguments: Mapping[int, Shardings]) -> bool:
-        """Whether outputs are given the shardings of their types.
-
-        With Explicit axes and no argument that rules place, JAX may not know on which devices to run.
-        The types say so; but where some axes are Auto they do not say all, so that they are used only
-        when there is no argument at all.
-        """
-        if AxisType.Auto in self._helper.mesh.axis_types:
-            return self.any_explicit and not any(map(len, arguments.values()))
-        return self.any_explicit and not any(any(wanted) for wanted in arguments.values())
-
-    def _by_type(self, leaf: Any) -> NamedSharding:
-        sharding, spec = getattr(leaf, 'sharding', None), PartitionSpec()
-        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
-            spec = sharding.spec
-        return named_sharding(self._helper.mesh, spec)
+    def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        return named_sharding(self.helper.mesh, spec)
 
 
 def resolve_slots(
@@ -202,7 +189,8 @@ def resolve_slots(
 
 
 def donated_shardings(
-    outputs: Outputs,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    out_tree: Any,
     given: Sequence[NamedSharding | None],
     donated: Sequence[tuple[Any, Shardings]],
 ) -> list[NamedSharding | None]:
@@ -212,7 +200,8 @@ def donated_shardings(
     donated argument takes that argument's shardings: only then can XLA reuse the buffers.
 
     Args:
-        outputs: what the function returns.
+        outputs: the types of what the function returns.
+        out_tree: the structure of it.
         given: the shardings asked for, leaf by leaf.
         donated: each donated argument with the shardings of its leaves.
     """
@@ -221,12 +210,12 @@ def donated_shardings(
     for tree, shardings in donated:
         leaves, treedef = jax.tree.flatten(tree)
         if any(shardings):
-            free.append(((treedef, _types(map(_as_struct, leaves))), shardings))
-    for start, treedef in _elements(outputs.treedef):
+            free.append(((treedef, _types(map(_struct, leaves))), shardings))
+    for start, treedef in _elements(out_tree):
         stop = start + treedef.num_leaves
         if start == stop or any(result[start:stop]):
             continue
-        kind = treedef, _types(outputs.leaves[start:stop])
+        kind = treedef, _types(outputs[start:stop])
         match = next((pair for pair in free if pair[0] == kind), None)
         if match:
             free.remove(match)
@@ -248,15 +237,17 @@ def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
     return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """A leaf without its data: rules see shapes and dtypes only."""
+def _nowhere(layout: Layout, row: Sequence[Any]) -> bool:
+    """Whether no argument has a type that says where it lies."""
+    return all(
+        _struct(leaf).sharding is None for slot in layout.dynamic for leaf in jax.tree.leaves(row[slot])
+    )
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    """A leaf without its data: rules see shapes and dtypes, and where types say that they lie."""
     kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype))
-
-
-def _struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract value as a ShapeDtypeStruct, with its sharding where its type has one."""
-    sharding = getattr(aval, 'sharding', None)
-    if sharding is None or sharding.mesh.empty:
-        sharding = None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+    sharding = getattr(kind, 'sharding', None)
+    if explicit_spec(sharding) is None:
+        sharding = None  # not part of the type: calls that lie otherwise share what rules say
+    return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)

@@ -7,6 +7,7 @@ Python then binds positions, keywords and defaults in C. A wrapper with ``*args,
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -38,7 +39,9 @@ def generate_caller(convention: Convention, state: Any) -> FunctionType:
     """
     row = _row(convention)
     # Named in the source: Python calls a function faster whose code was never replaced.
-    name = convention.name if convention.name.isidentifier() else 'sjit_function'
+    name = convention.name
+    if not name.isidentifier() or keyword.iskeyword(name):
+        name = 'sjit_function'
     source = _HEAD.format(name=name, parameters=', '.join(_declarations(convention)))
     source += _BODY.format(row=row, tuple=f'{row},' if row else '')
     namespace: dict[str, Any] = {

@@ -14,8 +14,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
+from scalax._paths import canonical_dtype
 from scalax._sjit._convention import Layout
 from scalax._sjit._program import Program
 from scalax._sjit._signature import Signature
@@ -45,20 +47,18 @@ class Chooser:
     """
 
     def __init__(self, cases: Sequence[Case], exact: Look, missed: Callable[[], Exception]) -> None:
-        probes = _enough(_candidates(cases), cases)
-        if probes is None:
-            probes = [Probe(exact, tuple(signature for _, signature, _ in cases))]
-        self._looks = [probe.look for probe in probes]
         self._missed = missed
-        keys = zip(*(probe.seen for probe in probes), strict=True)
-        self._table: Mapping[tuple[Hashable, ...], Program] = {
-            key: case[2] for key, case in zip(keys, cases, strict=True)
-        }
+        # Calls of another length have other slots: looks are for those of one layout.
+        by_length: dict[int, list[Case]] = {}
+        for case in cases:
+            by_length.setdefault(len(case[0].slots), []).append(case)
+        self._tables = {length: _Table.of(alike, exact) for length, alike in by_length.items()}
 
     def program(self, row: Sequence[Any]) -> Program | None:
         """The program for a call; None for a call of a kind that is not known."""
         try:
-            return self._table.get(tuple([look(row) for look in self._looks]))
+            table = self._tables[len(row)]
+            return table.programs.get(tuple([look(row) for look in table.looks]))
         except Exception:  # a look may fail in any way at arguments of another structure
             return None
 
@@ -68,6 +68,24 @@ class Chooser:
         if program is None or program.call is None:
             raise self._missed()
         return program.call(*row)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """The looks at the calls of one layout, and the program for what they see."""
+
+    looks: Sequence[Look]
+    programs: Mapping[tuple[Hashable, ...], Program]
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], exact: Look) -> _Table:
+        probes = _enough(_candidates(cases), cases)
+        if probes is None:
+            probes = [Probe(exact, tuple(signature for _, signature, _ in cases))]
+        return cls(
+            [probe.look for probe in probes],
+            {tuple(probe.seen[i] for probe in probes): case[2] for i, case in enumerate(cases)},
+        )
 
 
 def _enough(candidates: Sequence[Probe], cases: Sequence[Case]) -> list[Probe] | None:
@@ -111,11 +129,8 @@ def _unsettled(groups: Sequence[list[int]], cases: Sequence[Case]) -> int:
 
 
 def _candidates(cases: Sequence[Case]) -> list[Probe]:
-    """Every cheap look by which some cases differ, the cheapest first."""
-    layouts = [layout for layout, _, _ in cases]
-    if any(layout != layouts[0] for layout in layouts):
-        return [Probe(len, tuple(len(layout.slots) for layout in layouts))]
-    layout = layouts[0]
+    """Every cheap look by which some cases of one layout differ, the cheapest first."""
+    layout = cases[0][0]
     signatures = [signature for _, signature, _ in cases]
     probes = []
     for position, slot in enumerate(layout.static):
@@ -158,11 +173,16 @@ def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]
         getter = _getter(layout, path)
         if getter is None:
             continue
-        for number, attribute in ((0, 'shape'), (1, 'dtype')):
+        for number, of in ((0, np.shape), (1, _dtype)):
             seen = tuple(table[path][number] for table in tables)
             if any(value != seen[0] for value in seen):
-                probes.append(Probe(_then(getter, operator.attrgetter(attribute)), seen))
+                probes.append(Probe(_then(getter, of), seen))
     return probes
+
+
+def _dtype(leaf: Any) -> Hashable:
+    """As signatures have it: float64 data is float32 without x64."""
+    return canonical_dtype(leaf.dtype if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype)
 
 
 def _types_by_path(signature: Signature) -> dict[tuple[Any, ...], Any]:

@@ -213,7 +213,7 @@ class Convention:
         args = rest[:positional]
         while args and args[-1] is OMITTED:
             args.pop()
-        if OMITTED in [value for value in args if type(value) is _Omitted]:
+        if any(value is OMITTED for value in args):
             # A parameter before the last one given was omitted, so the later ones came by keyword.
             first = next(i for i, value in enumerate(args) if value is OMITTED)
             for name, value in zip(self.positional[first:], args[first:], strict=False):
@@ -231,6 +231,18 @@ class Convention:
         if self.keywords:
             row += self.split_keywords(bound.arguments.get(self.keywords, {}))
         return tuple(row)
+
+    def dynamic_row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        """The dynamic slots of a call in which the static arguments are left out."""
+        static = {slot.name for slot in self.layout(0).slots if slot.static}
+        dynamic = inspect.Signature([p for p in self.parameters if p.name not in static])
+        bound = dynamic.bind(*args, **keywords)
+        row = [bound.arguments.get(name, OMITTED) for name in self.positional if name not in static]
+        row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
+        row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only if name not in static]
+        if self.keywords:
+            row += self.split_keywords(bound.arguments.get(self.keywords, {}))[bool(self.static_keywords) :]
+        return row
 
     def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
         """The last slots of a row: the static and donated keywords, if there can be any, and the others."""

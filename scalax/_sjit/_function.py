@@ -11,11 +11,12 @@ import jax
 from jax.sharding import AbstractMesh
 
 from scalax._context import MeshOwner, checked_bindings
-from scalax._prefix import RuleLike
+from scalax._prefix import RuleLike, check
+from scalax._sjit._aot import LoweredCall
 from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import dressed, generate_caller
 from scalax._sjit._convention import OMITTED, Convention
-from scalax._sjit._placement import Shardings
+from scalax._sjit._program import held
 from scalax._sjit._signature import slot_path
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, MeshError, did_you_mean
@@ -79,10 +80,10 @@ def sjit(
             'helper.sjit(fun, in_shardings=...) or @helper.sjit(in_shardings=...)'
         )
     convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
-    for what, rules in (
-        ('in_shardings', in_shardings),
-        ('args_sharding_constraint', args_sharding_constraint),
-    ):
+    by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
+    for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
+        check(rules, f'{what} of {convention.name}')
+    for what, rules in by_argument.items():
         convention.check_names(rules, what)
     if on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
@@ -143,7 +144,11 @@ class _Methods:
                 "use .trace(...).lower(lowering_platforms=('tpu',))"
             )
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        return resolved.program.jitted.lower(*row)
+        lowered = resolved.program.jitted.lower(*row)
+        # What has no defaults and no keywords is called by the row of slots anyhow.
+        return (
+            lowered if not kwargs and len(row) == len(args) else LoweredCall(lowered, self._state.convention)
+        )
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
@@ -155,12 +160,13 @@ class _Methods:
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
+        inside = resolved.inside
         inputs = tuple(
-            _tree_of(shardings, row[slot])
-            for slot, shardings in resolved.arguments.items()
+            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
+            for slot, shardings in inside.arguments.items()
             if row[slot] is not OMITTED
         )
-        return inputs, resolved.outputs.treedef.unflatten(resolved.out_shardings)
+        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         convention = self._state.convention
@@ -179,7 +185,7 @@ class _Methods:
         return by_convention
 
     def clear_cache(self) -> None:
-        for program in list(self._state.programs.values()):  # another thread may be adding one
+        for _, program in self._state.programs.items():
             if program.jitted is not None:
                 program.jitted.clear_cache()
         self._state.clear()
@@ -187,10 +193,6 @@ class _Methods:
 
 def _by_row(method: Callable[..., Any], convention: Convention) -> Callable[..., Any]:
     return lambda *args, **kwargs: method(*convention.row(args, kwargs))
-
-
-def _tree_of(shardings: Shardings, tree: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
 
 def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from scalax._constrain import apply_sharding
 from scalax._paths import describe_leaf, path_string
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._signature import slot_path
+from scalax._sjit._signature import explicit_spec, slot_path
+from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, PlacementError, shown
 
 Shardings = Sequence[NamedSharding | None]
+Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
 
 
 def is_concrete(leaf: Any) -> bool:
@@ -41,9 +44,9 @@ def place(
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
     *,
-    everything: bool,
+    explicit: bool,
     mismatched: bool,
-    move: Callable[[list[Any], list[NamedSharding]], list[Any]] = jax.device_put,
+    move: Move,
 ) -> list[Any]:
     """Moves arguments to where the program wants them.
 
@@ -51,34 +54,52 @@ def place(
         layout: the slots.
         row: the call.
         shardings: for each dynamic slot the shardings of its leaves.
-        everything: also numpy data in slots that are not donated.
+        explicit: types say where arrays lie, so numpy data and values of an outer trace move too.
         mismatched: also arrays that the user has committed to another sharding.
-        move: moves leaves to shardings; `as_moved` only says what they would be.
+        move: moves leaves to shardings: `moved`, or `as_moved`, which only says what they would be.
     """
     placed = list(row)
     for slot, wanted in shardings.items():
         leaves, treedef = jax.tree.flatten(row[slot])
-        host_data = everything or layout.slots[slot].donated
+        host_data = explicit or layout.slots[slot].donated
         chosen = [
             (i, sharding)
             for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True))
-            if sharding is not None and _moves(leaf, sharding, host_data, mismatched)
+            if sharding is not None
+            and (_moves(leaf, sharding, host_data, mismatched) or (explicit and _is_mistyped(leaf, sharding)))
         ]
-        if everything:
+        if explicit:
             leaves = [_typed(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
         elif not chosen:
             continue
         # One move for all leaves: one for each costs a dispatch a leaf.
-        moved = move([leaves[i] for i, _ in chosen], [sharding for _, sharding in chosen])
-        for (i, _), leaf in zip(chosen, moved, strict=True):
+        arrived = move([leaves[i] for i, _ in chosen], [sharding for _, sharding in chosen])
+        for (i, _), leaf in zip(chosen, arrived, strict=True):
             leaves[i] = leaf
         try:
             placed[slot] = jax.tree.unflatten(treedef, leaves)
         except Exception:
             if move is not as_moved:
                 raise
-            # A node that refuses to hold types is traced with the arrays that it has.
+            # A node that refuses to hold types is traced with arrays: those that it has, unless where
+            # they lie is part of their types.
+            if explicit:
+                return place(layout, row, shardings, explicit=True, mismatched=mismatched, move=moved)
     return placed
+
+
+def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
+    """The leaves where they shall be: arrays are moved, values of an outer trace resharded in it."""
+    traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+    arrived = [
+        apply_sharding(leaf, sharding) if inside else leaf
+        for leaf, sharding, inside in zip(leaves, shardings, traced, strict=True)
+    ]
+    arrays = [i for i, inside in enumerate(traced) if not inside]
+    put = jax.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
+    for i, leaf in zip(arrays, put, strict=True):
+        arrived[i] = leaf
+    return arrived
 
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -88,6 +109,45 @@ def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
         for aval, sharding in zip(avals, shardings, strict=True)
     ]
+
+
+def as_typed(tree: Any, shardings: Shardings) -> Any:
+    """A tree of values inside a trace, resharded where their types say something else than *shardings*."""
+    leaves, treedef = jax.tree.flatten(tree)
+    typed = [
+        leaf if sharding is None or _has_type(leaf, sharding) else apply_sharding(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, typed)
+
+
+def all_typed(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+    """Whether the types of all arguments say, over Explicit axes, what the rules say."""
+    return all(
+        sharding is None or _has_type(leaf, sharding)
+        for slot, wanted in shardings.items()
+        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+    )
+
+
+def slots_off_the_mesh(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> frozenset[int]:
+    """The slots that hold data which is moved at each call: numpy data, and arrays nobody has placed."""
+    return frozenset(
+        slot
+        for slot, wanted in shardings.items()
+        if any(
+            sharding is not None and _moves(leaf, sharding, host_data=True, mismatched=False)
+            for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+        )
+    )
+
+
+def _has_type(leaf: Any, sharding: NamedSharding) -> bool:
+    return explicit_spec(jax.typeof(leaf).sharding) == explicit_spec(sharding)
+
+
+def _is_mistyped(leaf: Any, sharding: NamedSharding) -> bool:
+    return isinstance(leaf, jax.core.Tracer) and not _has_type(leaf, sharding)
 
 
 def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
@@ -125,9 +185,21 @@ def _mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 
 def reject_mismatched(
-    convention: Convention, layout: Layout, row: Sequence[Any], shardings: Mapping[int, Shardings]
+    convention: Convention,
+    layout: Layout,
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    by_rules: bool,
 ) -> None:
-    """Raises PlacementError if an argument is committed to another sharding than the rules say."""
+    """Raises PlacementError if an argument is committed to another sharding than asked.
+
+    Args:
+        convention: whose call it is.
+        layout: the slots.
+        row: the call.
+        shardings: for each dynamic slot the shardings of its leaves.
+        by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
+    """
     if not any_mismatched(row, shardings):
         return
     bad = []
@@ -137,6 +209,13 @@ def reject_mismatched(
             if _mismatched(leaf, sharding):
                 described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
                 bad.append(f'{described} lies as {_short(leaf.sharding)}, asked: {_short(sharding)}')
+    if not by_rules:
+        raise PlacementError(
+            f'{convention.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
+            f'they belong:\n{shown(bad)}\n'
+            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call."
+        )
     if bad:
         raise PlacementError(
             f'{convention.name} got arrays that are committed to another sharding than in_shardings '
@@ -150,5 +229,4 @@ def _short(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'
-    sizes = ', '.join(f'{name}={size}' for name, size in sharding.mesh.shape.items())
-    return f'{sharding.spec}{memory} on ({sizes})'
+    return f'{sharding.spec}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'

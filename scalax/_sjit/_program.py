@@ -19,8 +19,10 @@ from typing import Any
 
 import jax
 
+from scalax._recent import Recent
+from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, reject_deleted
+from scalax._sjit._placement import Shardings, moved, place, reject_deleted
 from scalax._sjit._signature import Signature
 from scalax.errors import ArgumentError, StructureError
 
@@ -76,14 +78,31 @@ def expanded(form: Any) -> Any:
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
+    return held(
+        treedef,
+        shardings,
+        'its leaves cannot be given different ones: give one sharding for the whole node, or None',
+    )
+
+
+def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
+    """A tree of shardings.
+
+    Raises:
+        StructureError: a node of the tree takes nothing but arrays; says the *consequence*.
+    """
     try:
         return treedef.unflatten(shardings)
     except Exception as error:
         raise StructureError(
             f'a node of the tree refuses to hold shardings in place of arrays ({type(error).__name__}: '
-            f'{error}), so its leaves cannot be given different ones: give one sharding for the whole '
-            'node, or None'
+            f'{error}), so {consequence}'
         ) from error
+
+
+def spread(form: Any, tree: Any) -> Shardings:
+    """The shardings of *tree* leaf by leaf, of what `collapsed` made."""
+    return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,37 +111,58 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        known: the signatures whose shardings are this program's, each with the shardings to which its
-            arguments are constrained inside, by slot and leaf.
+        known: the signatures whose shardings are this program's, each with what its trace needs to know.
         inner: the function that is jitted; takes a row of slots.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
-        call: what a call runs: `jitted`, guarded where JAX needs that.
-        out_shardings: the shardings of the outputs; None where nothing is asked.
+        call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
     layout: Layout
     inner: Callable[..., Any]
-    known: dict[Signature, dict[int, Shardings]] = dataclasses.field(default_factory=dict)
+    known: Recent[Signature, Inside] = dataclasses.field(default_factory=Recent)
     jitted: Any = None
     call: Callable[..., Any] | None = None
-    out_shardings: Any = None
+    _direct: Callable[..., Any] | None = None
+    _arguments: tuple[Any, ...] = ()
+    _placed_first: frozenset[int] = frozenset()
 
     def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
+        self._arguments = shape.arguments
         options = dict(jit_kwargs)
         if any(form is not None for form in shape.arguments):
             options['in_shardings'] = tuple(map(expanded, shape.arguments))
         if shape.outputs is not None:
-            options['out_shardings'] = self.out_shardings = expanded(shape.outputs)
+            options['out_shardings'] = expanded(shape.outputs)
         self.jitted = jax.jit(
             self.inner,
             static_argnums=self.layout.static,
             donate_argnums=self.layout.donated,
             **options,
         )
-        self.call = self.jitted
-        if _DELETED_ARGUMENTS_CRASH and devices > 1:
-            self.call = self._guarded(convention)
+        crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
+        self.call = self._direct = self._guarded(convention) if crashes else self.jitted
+
+    def place_first(self, slots: frozenset[int]) -> None:
+        """Makes calls place what is not on the mesh in these slots, before JAX sees it.
+
+        On Explicit axes the types of host data would be wrong, and every call traced in vain. What
+        another signature wants elsewhere is noticed as always: inside the trace.
+        """
+        direct, layout = self._direct, self.layout
+        if slots <= self._placed_first or direct is None:
+            return
+        self._placed_first |= slots
+        slots = self._placed_first
+        forms = {
+            slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
+        }
+
+        def placed(*row: Any) -> Any:
+            wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
+            return direct(*place(layout, row, wanted, explicit=True, mismatched=False, move=moved))
+
+        self.call = placed
 
     def _guarded(self, convention: Convention) -> Callable[..., Any]:
         jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from scalax._recent import Recent
+
 
 class TraceContexts:
     """Tells JAX's trace contexts apart.
@@ -48,8 +50,8 @@ class Recording:
         return self.out_tree.unflatten(jaxpr_as_fun(self.jaxpr)(*leaves))
 
 
-class _Traced(threading.local):
-    """The signatures whose user code ran in this thread, with the trace context and kinds of each."""
+class _Recording(threading.local):
+    """The signatures recorded in this thread now; with the trace context and kinds, if user code ran."""
 
     def __init__(self) -> None:
         self.runs: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -60,19 +62,20 @@ class Recordings:
 
     def __init__(self) -> None:
         self.contexts = TraceContexts()
-        self._kept: dict[Any, tuple[Recording, ...]] = {}
-        self._traced = _Traced()
+        self._kept: Recent[Any, tuple[Recording, ...]] = Recent()
+        self._now = _Recording()
 
     def find(self, signature: Any, context: Any, kinds: tuple[Any, ...]) -> Recording | None:
         """The recording of this signature under this trace context, of arguments of these kinds."""
-        for recording in self._kept.get(signature, ()):
+        for recording in self._kept.get(signature) or ():
             if recording.context is context and recording.kinds == kinds:
                 return recording
         return None
 
     def user_code_ran(self, signature: Any, context: Any, kinds: tuple[Any, ...]) -> None:
         """Notes, for `record`, that this thread runs the user's code for *signature* now."""
-        self._traced.runs[signature] = context, kinds
+        if signature in self._now.runs:
+            self._now.runs[signature] = context, kinds
 
     def record(self, signature: Any, jitted: Any, row: Sequence[Any], leaves: int) -> Any:
         """Traces a jitted function, and keeps the outcome if that ran the user's code.
@@ -86,17 +89,16 @@ class Recordings:
         Returns:
             What ``jitted.trace(*row)`` returns.
         """
-        self._traced.runs.pop(signature, None)
-        traced = jitted.trace(*row)
-        context, kinds = self._traced.runs.pop(signature, (None, ()))
+        self._now.runs[signature] = None, ()
+        try:
+            traced = jitted.trace(*row)
+        finally:
+            context, kinds = self._now.runs.pop(signature)
         jaxpr = traced.jaxpr
         # Values of an outer trace that the function closes over end with that trace; JAX makes them
-        # constants or further inputs. Such a jaxpr cannot be kept.
-        closed = len(jaxpr.in_avals) == leaves and not any(
-            isinstance(const, jax.core.Tracer) for const in jaxpr.consts
-        )
-        if context is not None and closed:
+        # further inputs. Such a jaxpr cannot be kept.
+        if context is not None and len(jaxpr.in_avals) == leaves:
             recording = Recording(context, kinds, jaxpr, traced.out_tree)
             # A bounded number: whoever changes the context at every call gains nothing from replays.
-            self._kept[signature] = (recording, *self._kept.get(signature, ())[:3])
+            self._kept.put(signature, (recording, *(self._kept.get(signature) or ())[:3]))
         return traced

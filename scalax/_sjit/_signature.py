@@ -45,11 +45,11 @@ def leaf_type(leaf: Any) -> LeafType:
         TypeError: JAX does not take the leaf as an array.
     """
     kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    spec = _explicit_spec(getattr(kind, 'sharding', None))
+    spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, canonical_dtype(kind.dtype), bool(getattr(kind, 'weak_type', False)), spec
 
 
-def _explicit_spec(sharding: Any) -> PartitionSpec | None:
+def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax import _context, _mesh
-from scalax._constrain import apply_shardings
+from scalax._recent import Recent
 from scalax._sjit import _placement
-from scalax._sjit._boundary import Boundary, Options, Outputs
+from scalax._sjit._body import Body, Inside
+from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
-from scalax._sjit._signature import Signature, dynamic_leaves, placement_kinds, signature_of
-from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
+from scalax._sjit._signature import Signature, signature_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolved:
-    """One signature with its program and its shardings.
+    """One signature with its program.
 
     Attributes:
         program: the program that serves it.
-        arguments: the shardings of the arguments, by slot and leaf.
-        outputs: what the function returns.
-        out_shardings: the shardings of the outputs, leaf by leaf.
+        inside: the shardings of its arguments and outputs.
+        out_tree: the structure of the outputs.
     """
 
     program: Program
-    arguments: Mapping[int, Shardings]
-    outputs: Outputs
-    out_shardings: Sequence[NamedSharding | None]
+    inside: Inside
+    out_tree: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,18 +67,17 @@ class State:
     ) -> None:
         self.helper, self.fun, self.convention, self.options = helper, fun, convention, options
         self.boundary = Boundary(helper, convention, options)
-        self.contexts = _context.ContextCache(helper)
-        self._warned = False
+        self.body = Body(fun, self.boundary)
         self._placing = _Placing()
         self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
         self.clear()
 
     def clear(self) -> None:
         """Forgets every program."""
-        self.resolved: dict[Signature, Resolved] = {}
-        self.programs: dict[Shape, Program] = {}
-        self.recordings = Recordings()
-        self._arguments: dict[Signature, Mapping[int, Shardings]] = {}
+        self.resolved: Recent[Signature, Resolved] = Recent()
+        self.programs: Recent[Shape, Program] = Recent()
+        self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
+        self.body.recordings = Recordings()
         self.hot = self._nothing_yet
 
     def keep_hot_in(self, namespace: dict[str, Any], name: str) -> None:
@@ -113,39 +109,44 @@ class State:
         """
         if isinstance(error, Missed):
             return error.owner is self
-        if error.__dict__.get('scalax_raised_by') is self:
+        if _arose_inside(error):
             return False  # it comes from the user's code, or says what is wrong with the call
         if _inside_manual_region():
             return True
         call = self._look(row)
+        # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
+        # the same classes: then its own error counts.
+        if 'deleted' in str(error):
+            _placement.reject_deleted(self.convention, call.layout, row)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
         if known is None or known.program.call is not used:
             return True  # JAX refused the call before tracing it
-        if 'deleted' in str(error):
-            _placement.reject_deleted(self.convention, call.layout, row)
         if self.options.on_mismatch == 'error':
-            _placement.reject_mismatched(self.convention, call.layout, row, call.arguments)
+            self._reject_mismatched(call)
             return False
         return _placement.any_mismatched(row, call.arguments)
 
     def slow(self, row: tuple[Any, ...]) -> Any:
         """Serves a call that the hot program cannot serve."""
+        layout = self.convention.layout(self.convention.extras_of(row))
         if _inside_manual_region():
-            layout = self.convention.layout(self.convention.extras_of(row))
-            return self._run(signature_of(self.convention, layout, row), layout, row, {})
+            return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
-        resolved, placed = self.resolve(row, jax.device_put)
-        call = resolved.program.call
-        assert call is not None  # a resolved signature has a compiled program
-        self.hot = self._hottest(call)
+        _placement.reject_deleted(self.convention, layout, row)
+        resolved, placed = self.resolve(row, _placement.moved)
+        program = resolved.program
+        if self.boundary.any_explicit:
+            program.place_first(_placement.slots_off_the_mesh(row, resolved.inside.arguments))
+        assert program.call is not None  # a resolved signature has a compiled program
+        self.hot = self._hottest(program.call)
         with self._placing:
-            return call(*placed)
+            return program.call(*placed)
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What the next calls try first: the only program there is, or one that chooses."""
-        cases = [(known.program.layout, s, known.program) for s, known in list(self.resolved.items())]
+        cases = [(known.program.layout, s, known.program) for s, known in self.resolved.items()]
         if len({id(program) for _, _, program in cases}) < 2:  # none, if another thread has cleared them
             return call
         return Chooser(cases, lambda row: self._look(row).signature, self._miss)
@@ -167,7 +168,7 @@ class State:
         arguments = self._arguments.get(given)
         if arguments is None:
             arguments = self.boundary.arguments(layout, row)
-            self._arguments[given] = arguments
+            self._arguments.put(given, arguments)
         if self.boundary.any_explicit:
             # The types of arguments hold their shardings there, so what counts is what they will be.
             moved = self._placed(row, layout, arguments, _placement.as_moved)
@@ -175,107 +176,71 @@ class State:
         return Call(row, layout, arguments, given)
 
     def _placed(
-        self, row: Sequence[Any], layout: Layout, arguments: Mapping[int, Shardings], move: Any
+        self, row: Sequence[Any], layout: Layout, arguments: Mapping[int, Shardings], move: _placement.Move
     ) -> list[Any]:
         return _placement.place(
             layout,
             row,
             arguments,
-            everything=self.boundary.any_explicit,
+            explicit=self.boundary.any_explicit,
             mismatched=self.options.on_mismatch == 'reshard',
             move=move,
         )
 
-    def resolve(self, row: Sequence[Any], move: Any = _placement.as_moved) -> tuple[Resolved, Sequence[Any]]:
+    def resolve(
+        self, row: Sequence[Any], move: _placement.Move = _placement.as_moved
+    ) -> tuple[Resolved, Sequence[Any]]:
         """The program of a call, and the call's row with its arguments moved where needed.
 
         Args:
             row: the call.
-            move: ``jax.device_put`` to run the call; by default nothing is moved, and the row holds
-                what moved arguments would be.
+            move: `moved` to run the call; by default nothing is moved, and the row holds what moved
+                arguments would be.
 
         Raises:
             ShardingError, StructureError: the rules do not fit the arguments or the outputs.
             PlacementError: an argument is committed to another sharding.
         """
         call = self._look(row)
-        _placement.reject_deleted(self.convention, call.layout, row)
         if self.options.on_mismatch == 'error':
-            _placement.reject_mismatched(self.convention, call.layout, row, call.arguments)
+            self._reject_mismatched(call)
         known = self.resolved.get(call.signature)
         if known is None:
             # Traced with what the arguments will be: nothing moves before all rules are known to fit.
-            moved = self._placed(row, call.layout, call.arguments, _placement.as_moved)
+            as_moved = self._placed(row, call.layout, call.arguments, _placement.as_moved)
             with self._placing:
-                known = self._new(dataclasses.replace(call, row=moved))
+                known = self._new(dataclasses.replace(call, row=as_moved))
         return known, self._placed(row, call.layout, call.arguments, move)
+
+    def _reject_mismatched(self, call: Call) -> None:
+        _placement.reject_mismatched(
+            self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
+        )
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
-        try:
-            return self._traced(call)
-        except Exception as error:
-            # So that `missed` knows it again: the user's code must not run a second time.
-            error.__dict__['scalax_raised_by'] = self
-            raise
-
-    def _traced(self, call: Call) -> Resolved:
-        row, layout, signature, arguments = call.row, call.layout, call.signature, call.arguments
-        constraints = self.boundary.constraints(layout, row)
+        row, layout, signature = call.row, call.layout, call.signature
+        inside = Inside(call.arguments, self.boundary.constraints(layout, row))
         program = self._program(layout)
-        program.known[signature] = constraints
+        program.known.put(signature, inside)
         # The same function object as in the program below: JAX finds this trace again there.
         jitted = jax.jit(program.inner, static_argnums=layout.static)
-        outputs = Outputs.of(self.recordings.record(signature, jitted, row, len(signature.types)))
-        out_shardings = self.boundary.outputs(outputs, layout, row, arguments)
-        forms = tuple(collapsed(jax.tree.structure(row[slot]), arguments[slot]) for slot in layout.dynamic)
-        shape = Shape(layout, forms, collapsed(outputs.treedef, out_shardings))
-        if shape not in self.programs:
-            devices = self.helper.mesh.size
-            program.compile(shape, self.convention, devices, self.options.jit_kwargs)
-        program = self.programs.setdefault(shape, program)
-        program.known[signature] = constraints
-        self._warn_unused(layout)
-        resolved = Resolved(program, arguments, outputs, out_shardings)
-        return self.resolved.setdefault(signature, resolved)
-
-    def _warn_unused(self, layout: Layout) -> None:
-        """Warns, once, about bound names that nothing used."""
-        names = self.options.annotation_shardings
-        if self._warned or not names:
-            return
-        self._warned = True
-        context = self.contexts.get(names)
-        seen = sorted(context.asked - set(names))
-        unused = [name for name in names if name not in context.used]
-        if layout.static:
-            # Other static values may lead through other code: only a misspelling is certain.
-            unused = [name for name in unused if near_names(name, seen)]
-        if unused:
-            asked = (
-                '; '.join(f'{name!r} ({did_you_mean(name, seen)})' for name in unused)
-                if seen
-                else f'{", ".join(map(repr, unused))} (it asked for no other name)'
-            )
-            warn(
-                f'{self.convention.name}: annotation_shardings binds names that no '
-                f'with_sharding_annotation in it used: {asked}',
-                UnusedAnnotationWarning,
-            )
+        traced = self.body.recordings.record(signature, jitted, row, len(signature.types))
+        assert inside.outputs is not None  # the trace has set them
+        forms = tuple(collapsed(jax.tree.structure(row[i]), call.arguments[i]) for i in layout.dynamic)
+        shape = Shape(layout, forms, collapsed(traced.out_tree, inside.outputs))
+        if self.programs.get(shape) is None:
+            program.compile(shape, self.convention, self.helper.mesh.size, self.options.jit_kwargs)
+        program = self.programs.add(shape, program)
+        program.known.put(signature, inside)
+        self.body.warn_unused(layout)
+        return self.resolved.add(signature, Resolved(program, inside, traced.out_tree))
 
     # The traced function -----------------------------------------------------------------------------
 
     def _program(self, layout: Layout) -> Program:
         def inner(*row: Any) -> Any:
-            if _inside_manual_region():
-                raise self._miss()
-            signature = signature_of(self.convention, layout, row)
-            if signature not in program.known:
-                if self.boundary.any_explicit and not self._placing and self._unplaced(layout, row):
-                    raise self._miss()
-                if not self._serves(program, signature, layout, row):
-                    raise self._miss()
-            return self._run(signature, layout, row, program.known[signature])
+            return self._inside(program, layout, row)
 
         inner.__name__ = inner.__qualname__ = self.convention.name
         inner.__dict__['__signature__'] = self.convention.row_signature(layout)
@@ -283,68 +248,35 @@ class State:
         program = Program(layout, inner)
         return program
 
-    def _serves(self, program: Program, signature: Signature, layout: Layout, row: Sequence[Any]) -> bool:
-        """Whether *program* is right for a signature that it was not made for."""
+    def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
+        """What JAX traces of a program."""
+        if _inside_manual_region():
+            raise self._miss()
+        signature = signature_of(self.convention, layout, row)
+        inside = program.known.get(signature)
+        if inside is None:
+            known = self._joining(layout, row, signature)
+            if known is None or known.program is not program:
+                raise self._miss()
+            inside = known.inside
+        return self.body.run(signature, layout, row, inside)
+
+    def _joining(self, layout: Layout, row: Sequence[Any], signature: Signature) -> Resolved | None:
+        """A signature that some program was tried for, resolved; None if its types are not right yet."""
         known = self.resolved.get(signature)
-        if known is None:
-            arguments = self.boundary.arguments(layout, row)
-            known = self._new(Call(row, layout, arguments, signature))
-        return known.program is program
-
-    def _unplaced(self, layout: Layout, row: Sequence[Any]) -> bool:
-        """Whether a leaf that should have an Explicit sharding in its type has none."""
-        return any(
-            sharding is not None and jax.typeof(leaf).sharding.mesh.empty
-            for slot, wanted in self.boundary.arguments(layout, row).items()
-            for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
-        )
-
-    def _run(
-        self,
-        signature: Signature,
-        layout: Layout,
-        row: Sequence[Any],
-        constraints: Mapping[int, Shardings],
-    ) -> Any:
-        """Runs the user's function, or replays it, with this function's mesh and bindings in force."""
-        context = self.contexts.get(self.options.annotation_shardings)
-        with _context.entered(context), self._mesh_entered():
-            leaves, _ = dynamic_leaves(layout, row)
-            trace, kinds = self.recordings.contexts.current(), placement_kinds(leaves)
-            recording = self.recordings.find(signature, trace, kinds)
-            # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
-            # the user's lines should run.
-            if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-                return recording.replay(leaves)
-            constrained = list(row)
-            for slot, shardings in constraints.items():
-                constrained[slot] = apply_shardings(row[slot], shardings)
-            args, keywords = self.convention.restore(constrained)
-            self.recordings.user_code_ran(signature, trace, kinds)
-            return self.fun(*args, **keywords)
-
-    def _mesh_entered(self) -> Any:
-        """Enters the helper's mesh where the user's code needs it, or must not see another.
-
-        On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
-        """
-        ambient, mesh = jax.sharding.get_abstract_mesh(), self.helper.mesh
-        if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return contextlib.nullcontext()
-        if ambient.manual_axes or (ambient.empty and not self.boundary.any_explicit):
-            return contextlib.nullcontext()
-        if not ambient.empty and ambient.size != mesh.size:
-            raise MeshError(
-                f'{self.convention.name} is compiled for a mesh of {mesh.size} devices, and is called '
-                f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
-            )
-        return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+        if known is not None:
+            return known
+        arguments = self.boundary.arguments(layout, row)
+        if self.boundary.any_explicit and not self._placing and not _placement.all_typed(row, arguments):
+            return None
+        return self._new(Call(row, layout, arguments, signature))
 
 
 class _Placing(threading.local):
     """True in a thread while a program is called with arguments placed as well as can be.
 
-    What still has no sharding in its type then is a value of an outer trace, which only JAX can place.
+    What still has no sharding in its type then only JAX can place, such as data for devices of other
+    processes.
     """
 
     _depth = 0
@@ -362,3 +294,9 @@ class _Placing(threading.local):
 def _inside_manual_region() -> bool:
     """Whether this runs inside shard_map, where shapes are local and shardings are the caller's."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _arose_inside(error: Exception) -> bool:
+    """Whether *error* comes out of the trace of a program, and not from JAX on the way to it."""
+    inside = State._inside.__code__
+    return any(frame.f_code is inside for frame, _ in traceback.walk_tb(error.__traceback__))

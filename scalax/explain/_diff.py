@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax import _html
+from scalax._spec import axis_sizes_text
 from scalax.explain._fold import fold
 from scalax.explain._rows import ReportRow
 from scalax.explain._text import (
@@ -16,7 +17,6 @@ from scalax.explain._text import (
     columns,
     folded_path,
     human_bytes,
-    mesh_text,
     shrink,
     spec_text,
 )
@@ -153,7 +153,7 @@ def _summary(diff: ReportDiff) -> list[str]:
     counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
     said = ', '.join(f'{arrays(count)} {what}' for count, what in counts if count)
     lines = [said or 'no array changed']
-    old, new = mesh_text(diff.mesh_before), mesh_text(diff.mesh_after)
+    old, new = axis_sizes_text(diff.mesh_before), axis_sizes_text(diff.mesh_after)
     if old != new:
         lines.append(f'mesh: ({old}) before, ({new}) after')
     total = f'{human_bytes(diff.bytes_per_device_before)} before'

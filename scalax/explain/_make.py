@@ -17,7 +17,7 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
-from scalax.rules import LogicalAxisShardingRule, TreePathShardingRule
+from scalax.rules import LogicalAxisShardingRule, TreePathShardingRule, catalogue
 from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
 
 
@@ -80,14 +80,15 @@ def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
     """The regexes that decide about no leaf: those that match none, and those always shadowed."""
     distinct = {id(answer): answer for answer in resolution.answers}.values()
-    used = {clause for answer in distinct for clause in answer.clauses}
+    used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
     unused: list[str] = []
     shadowed: list[str] = []
     for rule, patterns in _tables(jax.tree.leaves(rules, is_leaf=is_rule)):
         for number, pattern in enumerate(patterns):
-            if (rule, number) in used:
-                continue
             text = str(getattr(pattern, 'pattern', pattern))
+            # The tables of the catalogue are for many models: most of their rows are idle in each.
+            if (_key(rule), number) in used or text in catalogue.REGEXES:
+                continue
             hits = [
                 answer
                 for path, answer in zip(resolution.seen, resolution.answers, strict=True)
@@ -114,14 +115,23 @@ def _decided_before(rule: ShardingRule, number: int, answer: Answer) -> bool:
     return any(owner == rule and clause < number for owner, clause in answer.clauses)
 
 
+def _key(rule: ShardingRule) -> Any:
+    """What a rule is found by. One that holds a user's rule need not have a hash."""
+    try:
+        hash(rule)
+    except TypeError:
+        return id(rule)
+    return rule
+
+
 def _tables(rules: Sequence[Any]) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
     """Every rule that holds a table of regexes, nested ones too, with its regexes."""
-    found: dict[ShardingRule, tuple[Any, ...]] = {}
+    found: dict[Any, tuple[ShardingRule, tuple[Any, ...]]] = {}
     for rule in rules:
         if isinstance(rule, TreePathShardingRule):
-            found[rule] = tuple(pattern for pattern, _ in rule.rules)
+            found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.rules)
         elif isinstance(rule, LogicalAxisShardingRule):
-            found[rule] = tuple(pattern for pattern, _ in rule.axis_names or ())
+            found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.axis_names or ())
         if isinstance(rule, ShardingRule):
-            found.update(_tables(rule.parts))
-    return found.items()
+            found.update((_key(one), (one, patterns)) for one, patterns in _tables(rule.parts))
+    return found.values()

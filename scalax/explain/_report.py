@@ -26,7 +26,7 @@ class ShardingReport:
     Attributes:
         rows: one for each leaf, in tree order.
         mesh: mesh axis name -> size.
-        unused_rules: regexes that match no leaf.
+        unused_rules: regexes that match no leaf, but for those of the tables of `scalax.rules.catalogue`.
         shadowed_rules: regexes that match leaves and never decide, because an earlier one does. (Those
             that match nothing but arrays of one element, which are replicated anyhow, are not listed.)
     """

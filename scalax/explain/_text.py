@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._html import visible
+from scalax._spec import axis_sizes_text
 from scalax.explain._fold import Fold, fold
 from scalax.explain._rows import ReportRow, replicated
 
@@ -114,11 +115,6 @@ def arrays(count: int) -> str:
     return '1 array' if count == 1 else f'{count} arrays'
 
 
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """The axes of a mesh and their sizes."""
-    return ', '.join(f'{name}={size}' for name, size in mesh.items())
-
-
 def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
     """The lines of a table; without folding there is one for each row."""
     if folded:
@@ -156,7 +152,7 @@ def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
     return [
         f'{arrays(len(rows))}, {human_bytes(sum(row.bytes for row in rows))} in all, '
         f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
-        f'({mesh_text(mesh)})',
+        f'({axis_sizes_text(mesh)})',
         f'replicated: {arrays(len(whole.paths))}, {human_bytes(whole.bytes)} on each device',
     ]
 

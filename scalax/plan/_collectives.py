@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ from scalax.errors import PlanError
 from scalax.plan._groups import replica_groups, source_target_pairs, written_groups
 from scalax.plan._loops import Counted, visits
 from scalax.plan._mesh_axes import axes_of_groups, devices_along
-from scalax.plan._module import Instruction, Module
+from scalax.plan._module import Computation, Instruction, Module
 from scalax.plan._sources import Source, source_of
 
 Kind = Literal[
@@ -49,6 +49,10 @@ class Collective:
         counted: how well that is known.
         bytes: the bytes of the whole (gathered) array of one group, in one execution.
         source: what in the user's program caused it.
+        part: of a group that is a part of its axes, one such group: positions in ``mesh.devices.flat``. Empty
+            for groups of all devices along the axes.
+        scattered: whether it is an all-reduce of which each device keeps but its own part: the partitioner's
+            way to say reduce-scatter, which compilers for accelerators make of it.
     """
 
     kind: Kind
@@ -58,6 +62,8 @@ class Collective:
     counted: Counted
     bytes: int
     source: Source
+    part: tuple[int, ...] = ()
+    scattered: bool = False
 
 
 def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
@@ -72,17 +78,43 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
     """
     counts: collections.Counter[Collective] = collections.Counter()
     for visit in visits(module):
-        for instruction in visit.computation.instructions.values():
+        for instruction in distinct(visit.computation):
             kind = _kind(instruction)
             if kind is None:
                 continue
-            axes, group = _reach(instruction, kind, module.partitions, mesh)
+            axes, group, part = _reach(instruction, kind, module.partitions, mesh)
             if group > 1:
                 whole = instruction.bytes * (group if kind in _PARTS else 1)
                 source = source_of(module, visit.computation, instruction)
-                counts[Collective(kind, axes, group, 0, visit.counted, whole, source)] += visit.count
+                scattered = kind == 'all-reduce' and _keeps_a_part(visit.computation, instruction, group)
+                row = Collective(kind, axes, group, 0, visit.counted, whole, source, part, scattered)
+                counts[row] += visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def distinct(computation: Computation) -> Iterator[Instruction]:
+    """The instructions of a computation, without all-gathers that repeat another one.
+
+    The partitioner of TPUs writes one for each use of a value; common-subexpression elimination, a later
+    pass, leaves the first.
+    """
+    seen = set()
+    for instruction in computation.instructions.values():
+        if instruction.opcode == 'all-gather':
+            groups, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
+            same = instruction.arrays, instruction.operands, groups, dims
+            if same in seen:
+                continue
+            seen.add(same)
+        yield instruction
+
+
+def _keeps_a_part(computation: Computation, instruction: Instruction, group: int) -> bool:
+    users = computation.users.get(instruction.name, [])
+    return bool(users) and all(
+        user.opcode == 'dynamic-slice' and user.bytes * group == instruction.bytes for user in users
+    )
 
 
 def _kind(instruction: Instruction) -> Kind | None:
@@ -99,16 +131,18 @@ def _kind(instruction: Instruction) -> Kind | None:
 
 def _reach(
     instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int]
-) -> tuple[tuple[str, ...], int]:
-    """The mesh axes of a collective, and how many devices take part in one group of it."""
+) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+    """The mesh axes of a collective, how many devices a group of it has, and one that is a part of them."""
     if kind == 'collective-permute':
         pairs = source_target_pairs(instruction.attribute('source_target_pairs') or '')
         axes = axes_of_groups(pairs, mesh)
-        return axes, devices_along(axes, mesh)
+        return axes, devices_along(axes, mesh), ()
     text = written_groups(instruction.attributes)
     if text is None:
         raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
     groups = replica_groups(text, devices)
     if np.unique(groups).size != groups.size or groups.max() >= devices:
         raise PlanError(f'the groups of a collective do not fit {devices} devices: {text}')
-    return axes_of_groups(groups, mesh), int(groups.shape[1])
+    axes = axes_of_groups(groups, mesh)
+    whole = groups.shape[1] == devices_along(axes, mesh)
+    return axes, int(groups.shape[1]), () if whole else tuple(map(int, groups[0]))

@@ -18,8 +18,11 @@ from scalax.errors import ArgumentError
 from scalax.explain import ShardingReport, make_report
 from scalax.plan._collectives import collectives
 from scalax.plan._compile import compile_lowered
+from scalax.plan._flops import count_flops
 from scalax.plan._module import parse
+from scalax.plan._places import places_of
 from scalax.plan._plan import Plan
+from scalax.plan._work import work_of
 
 
 def make_plan(
@@ -33,9 +36,14 @@ def make_plan(
     mesh = helper.mesh
     require_devices(mesh, 'plan')
     function: Any = fun if hasattr(fun, 'lower') else sjit(helper, fun, jit_kwargs={})
-    lowered = function.lower(*args, **kwargs)
-    platform = mesh.devices.flat[0].platform
-    compiled = compile_lowered(lowered, platform)
+    traced = function.trace(*args, **kwargs)
+    lowered = traced.lower()
+    device = mesh.devices.flat[0]
+    compiled = compile_lowered(lowered, device.platform)
+    # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
+    # write out every constant.)
+    module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
     executable = compiled.executable
     inputs = _report(list(lowered.args_info[0]), list(executable.input_shardings[0]), mesh)
@@ -44,11 +52,16 @@ def make_plan(
         name=str(getattr(fun, '__name__', type(fun).__name__)),
         mesh=sizes,
         devices=compiled.devices,
-        platform=platform,
+        platform=device.platform,
         memory=compiled.memory,
         inputs=_renamed(inputs, names),
         outputs=_report(lowered.out_info, executable.output_shardings, mesh),
-        collectives=collectives(parse(compiled.text), sizes) if compiled.text else (),
+        collectives=collectives(module, sizes) if compiled.text else (),
+        flops=flops.count,
+        flops_counted=flops.counted,
+        work=work_of(module),
+        device_kind=device.device_kind,
+        places=places_of(mesh.devices.flat),
     )
 
 

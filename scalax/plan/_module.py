@@ -22,7 +22,8 @@ _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
 _SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\]')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
-_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+\(.*\)\s*->\s.*\{\s*$')
+# A program that no pass has seen is written without the types of computations.
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
 _CLOSING = {'(': ')', '{': '}', '[': ']'}

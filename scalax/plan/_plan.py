@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalax.errors import PlanError
 from scalax.explain import ShardingReport
 from scalax.plan._collectives import Collective
 from scalax.plan._compile import Memory
+from scalax.plan._hardware import Hardware, find_hardware
+from scalax.plan._loops import Counted
+from scalax.plan._places import Place, places_on_torus
+from scalax.plan._roofline import Roofline, make_roofline
 from scalax.plan._text import render
+from scalax.plan._work import Work
+
+_NO_WORK = Work()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,13 @@ class Plan:
         inputs: the arguments with their shardings.
         outputs: the outputs with theirs.
         collectives: what the devices send one another in one call, the largest first.
+        flops: the floating-point operations of one call, on all devices together, as the function is written:
+            those of its matrix products, convolutions and FFTs; forward, backward, and computed again.
+        flops_counted: how well that is known.
+        work: what each device computes and moves, as the compiler has divided it; also what several do alike.
+        model_flops: the operations that the model needs in one call, where the caller has said so.
+        device_kind: what JAX calls the devices.
+        places: where the devices of the mesh lie, in the order of the mesh.
     """
 
     name: str
@@ -36,6 +51,12 @@ class Plan:
     inputs: ShardingReport
     outputs: ShardingReport
     collectives: tuple[Collective, ...]
+    flops: int = 0
+    flops_counted: Counted = Counted.EXACTLY
+    work: Work = _NO_WORK
+    model_flops: int | None = None
+    device_kind: str = ''
+    places: tuple[Place, ...] = ()
 
     @property
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
@@ -61,6 +82,55 @@ class Plan:
             if row.kind == kind and (axes is None or set(row.axes) == set(axes))
         )
 
+    def with_model_flops(self, model_flops: float) -> Plan:
+        """The same plan, knowing how many operations the model needs: what `Roofline.mfu` is measured by.
+
+        Args:
+            model_flops: operations of one call, such as 6 x parameters x tokens for training a dense decoder
+                (https://jax-ml.github.io/scaling-book/transformers). What is computed again does not count.
+
+        Raises:
+            PlanError: it is not positive.
+        """
+        if not 0 < model_flops < float('inf'):
+            raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
+        return dataclasses.replace(self, model_flops=round(model_flops))
+
+    def roofline(
+        self,
+        hardware: Hardware | str | None = None,
+        *,
+        torus: Mapping[str, int | Sequence[int]] | None = None,
+    ) -> Roofline:
+        """How long one call takes at least, and what bounds it.
+
+        Args:
+            hardware: whose numbers to use: a `Hardware`, or the name of one in `HARDWARE`. By default those
+                of the devices that the plan is for.
+            torus: for devices that do not lie in a torus, such as simulated ones: along which of its axes
+                each mesh axis is to lie, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands for a chip.
+                Mesh axes that are not named lie across slices.
+
+        Raises:
+            PlanError: a number that is needed is not known, or devices lie in a way that is not understood.
+
+        Example:
+            >>> import jax
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> step = helper.sjit(lambda x: x @ x.T, in_shardings=PartitionSpec('fsdp', 'tp'))
+            >>> plan = helper.plan(step, jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'))
+            >>> plan.flops == 2 * 4096**3
+            True
+            >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
+            'ici:fsdp'
+        """
+        found = find_hardware(hardware, self.device_kind)
+        if torus is None:
+            return make_roofline(self, found, self.places)
+        places = places_on_torus(torus, self.mesh, found)
+        return make_roofline(self, found, places)
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -80,6 +150,12 @@ class Plan:
             'devices': self.devices,
             'platform': self.platform,
             'memory': {**dataclasses.asdict(self.memory), 'total': self.memory.total},
+            'flops': self.flops,
+            'flops_counted': self.flops_counted.value,
+            'model_flops': self.model_flops,
+            'work': {**dataclasses.asdict(self.work), 'counted': self.work.counted.value},
+            'device_kind': self.device_kind,
+            'places': [place._asdict() for place in self.places],
             'inputs': self.inputs.to_dict(),
             'outputs': self.outputs.to_dict(),
             'collectives': [
@@ -91,6 +167,8 @@ class Plan:
                     'counted': row.counted.value,
                     'bytes': row.bytes,
                     'source': row.source._asdict(),
+                    **({'part': list(row.part)} if row.part else {}),
+                    **({'scattered': True} if row.scattered else {}),
                 }
                 for row in self.collectives
             ],

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from scalax.explain._text import aligned, columns, human_bytes, mesh_text, shrink
+from scalax._spec import axis_sizes_text
+from scalax.explain._text import aligned, columns, human_bytes, shrink
 from scalax.plan._collectives import Collective
 from scalax.plan._loops import Counted
 
@@ -25,8 +26,15 @@ def render(plan: Plan, width: int | None) -> str:
     width = columns(width)
     size = math.prod(plan.mesh.values())
     on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
-    head = f'{plan.name} on {on} ({mesh_text(plan.mesh)})'
-    return '\n'.join([head, '', *_memory(plan), '', *_collectives(plan, width)])
+    head = f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
+    return '\n'.join([head, _flops(plan), *_memory(plan), '', *_collectives(plan, width)])
+
+
+def _flops(plan: Plan) -> str:
+    """One line; a blank one where there is nothing to say."""
+    if not plan.flops and plan.flops_counted is Counted.EXACTLY:
+        return ''
+    return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
 
 
 def _memory(plan: Plan) -> Iterable[str]:

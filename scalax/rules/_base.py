@@ -31,7 +31,8 @@ class Answer:
         spec: the spec; None leaves the leaf to the compiler.
         origin: who said so, as messages and reports show it.
         reason: why, in a few words.
-        on_indivisible: the policy of the rule that answered; None takes the helper's.
+        policies: for dimensions that do not divide, those of the rules that placed some; None is the
+            helper's. The strictest counts.
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
         clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
             finding unused clauses.
@@ -41,7 +42,7 @@ class Answer:
     spec: PartitionSpec | None
     origin: str
     reason: str = ''
-    on_indivisible: OnIndivisible | None = None
+    policies: tuple[OnIndivisible | None, ...] = (None,)
     memory_kind: str | None = None
     clauses: tuple[tuple[ShardingRule, int], ...] = ()
     mesh: Mesh | AbstractMesh | None = None
@@ -60,8 +61,8 @@ class Answer:
             # Left out, the memory kind reads as the default one of the devices.
             default = NamedSharding(value.mesh, REPLICATED).memory_kind
             kind = None if value.memory_kind == default else value.memory_kind
-            return cls(value.spec, origin, reason, on_indivisible, kind, clauses, value.mesh)
-        return cls(value, origin, reason, on_indivisible, clauses=clauses)
+            return cls(value.spec, origin, reason, (on_indivisible,), kind, clauses, value.mesh)
+        return cls(value, origin, reason, (on_indivisible,), clauses=clauses)
 
 
 Said = Answer | Problem | None
@@ -107,10 +108,7 @@ class ShardingRule(abc.ABC):
             tree: the leaves to decide about.
             axis_sizes: mesh axis name -> size; None when no mesh is known.
         """
-        whole, indices = tree, list(range(len(tree)))
-        while whole.parent is not None:
-            indices = [whole.indices[i] for i in indices]
-            whole = whole.parent
+        whole, indices = tree.root()
         name = type(self).__name__
         with jax.ensure_compile_time_eval():  # a rule may compute with shapes, also while JAX traces
             applied = self.apply(whole.tree)
@@ -208,8 +206,10 @@ class BuiltinRule(ShardingRule):
         tree = NamedTree.of(pytree)
         if problems := strangers(tree):
             raise ShardingError(problems)
-        answers = filled(self, self.answers(tree, None), tree, None)
-        return tree.treedef.unflatten([answer.spec for answer in answers])
+        said = filled(self, self.answers(tree, None), tree, None)
+        if problems := [one for one in said if isinstance(one, Problem)]:
+            raise ShardingError(problems)
+        return tree.treedef.unflatten([answer.spec for answer in cast(list[Answer], said)])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
@@ -219,11 +219,33 @@ class BuiltinRule(ShardingRule):
 def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
     """What any rule says about every leaf; see `ShardingRule.answers`.
 
-    A subclass of a built-in rule that writes an `apply` of its own means that one to count.
+    A subclass of a built-in rule that writes an `apply` of its own means that one to count. A rule that has
+    no leaf to decide about is not asked, wherever it stands.
     """
+    if not len(tree):
+        return []
     if _applies_itself(rule):
         return ShardingRule.answers(rule, tree, axis_sizes)
     return rule.answers(tree, axis_sizes)
+
+
+def ask_each(
+    rules: Mapping[int, ShardingRule], tree: NamedTree, axis_sizes: AxisSizes | None
+) -> dict[int, Said]:
+    """What rules say about the leaves that each is to decide about; a rule is asked once, about all of its.
+
+    Args:
+        rules: leaf number -> its rule.
+        tree: the leaves, and perhaps others.
+        axis_sizes: as in `ask`.
+    """
+    groups: dict[int, tuple[ShardingRule, list[int]]] = {}
+    for index, rule in rules.items():
+        groups.setdefault(id(rule), (rule, []))[1].append(index)
+    said: dict[int, Said] = {}
+    for rule, mine in groups.values():
+        said.update(zip(mine, ask(rule, tree.select(mine), axis_sizes), strict=True))
+    return said
 
 
 def is_pure(rule: ShardingRule) -> bool:
@@ -240,27 +262,19 @@ def _applies_itself(rule: ShardingRule) -> bool:
     return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
-def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-    """One answer for every leaf, with the rule's own default where it has none.
-
-    Raises:
-        ShardingError: the rule went wrong, or its default is an error, for some leaves; all of them are
-            named.
-    """
+def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | Problem]:
+    """What a rule says about every leaf, with its own default where it has no answer."""
     return filled(rule, ask(rule, tree, axis_sizes), tree, axis_sizes)
 
 
 def filled(
     rule: ShardingRule, answers: list[Said], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> list[Answer]:
-    """The answers with the rule's default in place of None; raises as `settled` does."""
+) -> list[Answer | Problem]:
+    """The answers with the rule's default in place of None."""
     for index, said in enumerate(answers):
         if said is None:
             answers[index] = rule.fallback(tree, index, axis_sizes)
-    problems = [said for said in answers if isinstance(said, Problem)]
-    if problems:
-        raise ShardingError(problems)
-    return cast(list[Answer], answers)  # every None was filled, every Problem raised about
+    return cast(list[Answer | Problem], answers)  # every None was filled
 
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)

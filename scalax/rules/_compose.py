@@ -39,9 +39,6 @@ from scalax.rules._base import (
 )
 from scalax.rules._free import fill, left_by, taken_by
 
-# None is the helper's, which is 'error' unless the user said otherwise.
-_STRICTEST: tuple[_spec.OnIndivisible | None, ...] = ('error', None, 'warn', 'replicate')
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Everywhere(BuiltinRule):
@@ -60,7 +57,7 @@ class Everywhere(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
-        names = {type(None): 'the None given', NamedSharding: 'the NamedSharding given'}
+        names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
         return [Answer.of(self.value, origin, '', None)] * len(tree)
 
@@ -113,8 +110,6 @@ class FirstAnswer(BuiltinRule):
         answers: list[Said] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
-            if not left:
-                break
             for i, said in zip(left, ask(rule, tree.select(left), axis_sizes), strict=True):
                 answers[i] = said
             left = [i for i in left if answers[i] is None]
@@ -247,16 +242,17 @@ def _merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Ax
     ]
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
-        answer.on_indivisible
+        policy
         for answer, entries in ((below, own), (above, added))
         if not _divides(shape, entries, axis_sizes)
+        for policy in answer.policies
     ]
     return dataclasses.replace(
         merged,
         spec=filled,
         origin=f'{below.origin} & {above.origin}',
         reason='; '.join(part for part in (below.reason, above.reason) if part),
-        on_indivisible=min(policies or [below.on_indivisible], key=_STRICTEST.index),
+        policies=tuple(policies) or below.policies,
     )
 
 

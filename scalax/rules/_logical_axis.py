@@ -16,6 +16,7 @@ from scalax.interop._boxes import names_by_leaf
 from scalax.rules._base import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 from scalax.rules._named_leaf import Named, NamedLeaf
 from scalax.rules._pattern import Pattern, as_text, names_in, parse, pattern_error
+from scalax.rules._tree_path import regex_text
 
 MeshAxisEntry = str | tuple[str, ...] | None
 AxisMapping = Mapping[str, MeshAxisEntry] | Sequence[tuple[str, MeshAxisEntry]]
@@ -46,6 +47,9 @@ class LogicalAxisShardingRule(BuiltinRule):
     Of several pairs for one name, the first wins of which the mesh has an axis and none is in use, or
     whose value is None; if there is no such pair, the first of which some axis is left, without the
     others. (In flax, the pairs choose in their order instead of the dimensions.)
+
+    Where `on_indivisible` leaves out axes by which a dimension does not divide, they are free for the
+    dimensions behind it. No other pair is tried for a name whose axes were left out.
 
     A fused dimension is split into equal blocks of the whole: whether it divides is a matter of the
     product, and blocks end between heads only if the number of heads divides. Name it in `sizes`, and
@@ -113,7 +117,8 @@ class LogicalAxisShardingRule(BuiltinRule):
         mapping = dict(self.axis_mapping)
         parts = [repr(mapping if len(mapping) == len(self.axis_mapping) else list(self.axis_mapping))]
         if self.axis_names:
-            parts.append(repr(list(self.axis_names)))
+            pairs = [f'({regex_text(regex)}, {names!r})' for regex, names in self.axis_names]
+            parts.append(f'[{", ".join(pairs)}]')
         if not self.strict:
             parts.append('strict=False')
         if self.on_indivisible != 'error':
@@ -192,11 +197,8 @@ _UNNAMED = Answer(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False
 
 def _own_names(tree: NamedTree) -> list[DimensionNames | None]:
     """What the leaves themselves call their dimensions. Their boxes are found in the whole tree only."""
-    indices: Sequence[int] = range(len(tree))
-    while tree.parent is not None:
-        indices = [tree.indices[i] for i in indices]
-        tree = tree.parent
-    names = names_by_leaf(tree.tree)
+    whole, indices = tree.root()
+    names = names_by_leaf(whole.tree)
     return [names[i] for i in indices]
 
 

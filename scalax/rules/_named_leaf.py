@@ -13,6 +13,7 @@ from scalax._spec import Fault, entries, entry_axes, spec_axes
 from scalax.errors import did_you_mean
 from scalax.rules._base import Answer, AxisSizes
 from scalax.rules._pattern import Dimension, Part, Pattern, as_text
+from scalax.rules._tree_path import regex_text
 
 if TYPE_CHECKING:
     from scalax.rules._logical_axis import LogicalAxisShardingRule
@@ -46,7 +47,7 @@ class Named:
     def source(self) -> str:
         if self.number is None:
             return f"the leaf's own names {self.text!r}"
-        return f'regex {self.regex!r}: {self.text!r}'
+        return f'regex {regex_text(self.regex)}: {self.text!r}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class NamedLeaf:
                 continue
             for part, size in zip(parts, sizes, strict=True):
                 axes, why = self._choose(part, used)
-                kept = self._dividing(axes, size if len(parts) > 1 else None)
+                kept = self._dividing(axes, size, is_whole=len(parts) == 1)
                 if kept != axes:
                     text = self._uneven(dim, parts, part, size, axes)
                     if self.rule.on_indivisible == 'error':
@@ -94,7 +95,8 @@ class NamedLeaf:
         number = self.named.number
         clauses = () if number is None else ((self.rule, number),)
         reason = '; '.join(reasons) or 'no name has a mesh axis here'
-        return Answer(spec, self.named.source, reason, self.rule.on_indivisible, clauses=clauses), dropped
+        policies = (self.rule.on_indivisible,)
+        return Answer(spec, self.named.source, reason, policies, clauses=clauses), dropped
 
     def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str]:
         """The mesh axes of a name, and why; see the docstring of the rule for the precedence."""
@@ -125,9 +127,11 @@ class NamedLeaf:
             return None
         return [rest if n is None else n for n in sizes] if sizes.count(None) == 1 else sizes
 
-    def _dividing(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
-        """The axes without those, from the right, by which a part of a fused dimension does not divide."""
-        if size is not None and self.axis_sizes is not None:
+    def _dividing(self, axes: tuple[str, ...], size: int | None, is_whole: bool) -> tuple[str, ...]:
+        """The axes without those, from the right, by which a dimension or a part of one does not divide."""
+        # A whole dimension that may not be left out is judged where everything else about a spec is.
+        judged = is_whole and self.rule.on_indivisible == 'error'
+        if size is not None and self.axis_sizes is not None and not judged:
             while size % math.prod(self.axis_sizes[axis] for axis in axes):
                 axes = axes[:-1]
         return axes

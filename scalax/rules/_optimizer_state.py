@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from scalax import _spec
-from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, join, key_string, leaf_shape
-from scalax.errors import Problem, RuleError, StructureError
+from scalax._paths import NamedTree
+from scalax.errors import Problem
 from scalax.rules._base import (
     REPLICATED,
     Answer,
@@ -29,8 +31,8 @@ from scalax.rules._base import (
     ask,
     is_pure,
 )
-from scalax.rules._compose import as_rule
 from scalax.rules._kept_dimensions import Dimensions, kept_dimensions
+from scalax.rules._sections import Section, sections
 
 _NAME = 'OptimizerStateShardingRule'
 _HINT = (
@@ -38,27 +40,6 @@ _HINT = (
     'leaves of another kind put a rule in front: TreePathShardingRule((regex, spec)) | '
     'OptimizerStateShardingRule(...).'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Section:
-    """The part of the parameters that one rule decides about, with shapes in place of the arrays."""
-
-    rule: ShardingRule
-    at: str
-    treedef: Any
-    # Hashed are structure and rule only: the hash of a large model's shapes would cost at every look-up.
-    leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
-
-    def tree(self) -> NamedTree:
-        """The parameters, as the rule sees them."""
-        return NamedTree(
-            [path for path, _, _ in self.leaves],
-            [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in self.leaves],
-            [shape for _, shape, _ in self.leaves],
-            self.treedef,
-            self.at,
-        )
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -89,7 +70,8 @@ class OptimizerStateShardingRule(BuiltinRule):
     If no parameter has a leaf in the state, though it holds arrays of floats, that is an error too.
 
     A parameter that *param_rule* does not answer counts with the default of that rule, so that what
-    mirrors a parameter always lies as it does. The params may be part of the tree: a whole train state
+    mirrors a parameter always lies as it does. In ``a & b``, a rule with a choice chooses for each copy
+    anew among what *a* left of it. The params may be part of the tree: a whole train state
     takes this one rule.
 
     Args:
@@ -119,10 +101,10 @@ class OptimizerStateShardingRule(BuiltinRule):
     Rajbhandari et al., "ZeRO", SC 2020 (arXiv:1910.02054), for sharding the state further.
     """
 
-    sections: tuple[_Section, ...]
+    sections: tuple[Section, ...]
 
     def __init__(self, param_rule: Any, params: Any) -> None:
-        object.__setattr__(self, 'sections', tuple(_sections(param_rule, params)))
+        object.__setattr__(self, 'sections', tuple(sections(param_rule, params, _NAME)))
 
     def __repr__(self) -> str:
         # The shapes of a large model would bury every message; equality compares them.
@@ -145,13 +127,17 @@ class OptimizerStateShardingRule(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         # A selection shows too little of a state to tell where its parameters lie.
-        whole, indices = tree, list(range(len(tree)))
-        while whole.parent is not None:
-            indices = [whole.indices[i] for i in indices]
-            whole = whole.parent
+        whole, indices = tree.root()
         params = _Params(self.sections, axis_sizes)
         places = _places(whole, params)
-        said = [params.answer(whole, i, place) for i, place in enumerate(places)]
+        # What rules further out took of a copy, its parameter's rule has to do without.
+        taken = {
+            i: spec
+            for i, spec in zip(indices, tree.taken or [REPLICATED] * len(tree), strict=True)
+            if any(_spec.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
+        }
+        params.ask((place.param, taken[i]) for i, place in enumerate(places) if place and i in taken)
+        said = [params.answer(whole, i, place, taken.get(i)) for i, place in enumerate(places)]
         if not any(one and place for one, place in zip(said, places, strict=True)):
             for i, one in enumerate(said):
                 said[i] = one or _stranger(whole, i, params, places[i])
@@ -166,64 +152,6 @@ _NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
 _SMALL = Answer(REPLICATED, _NAME, 'at most one element')
 
 
-def _sections(param_rule: Any, params: Any) -> Iterator[_Section]:
-    """Lays the rules over the parameters, and forgets the arrays."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(
-        param_rule, is_leaf=lambda node: as_rule(node) is not None
-    )
-    rules: list[tuple[str, ShardingRule]] = []
-    for path, value in flat:
-        at = '/'.join(map(key_string, path))
-        rule = as_rule(value)
-        if rule is None:
-            got = repr(value) if leaf_shape(value) is None else describe_leaf('', value).partition(': ')[2]
-            raise RuleError(
-                f'{_NAME}: param_rule holds {got} of type {type(value).__name__}'
-                f'{f" at {at!r}" if at else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
-                'or a pytree prefix of these, and the params second'
-            )
-        rules.append((at, rule))
-    treedef: Any = structure
-    try:
-        subtrees = treedef.flatten_up_to(params)
-    except ValueError:
-        raise _not_a_prefix([at for at, _ in rules], NamedTree.of(params).paths) from None
-    trees = [NamedTree.of(subtree, at) for (at, _), subtree in zip(rules, subtrees, strict=True)]
-    if not any(map(len, trees)):
-        raise RuleError(f'{_NAME}: params has no leaves, so no state can be its')
-    for (at, rule), tree in zip(rules, trees, strict=True):
-        for i, leaf in enumerate(tree.leaves):
-            if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
-                raise RuleError(
-                    f'{_NAME}: params holds {describe_leaf(join(at, tree.paths[i]), leaf)}, which is not an '
-                    'array; give what the optimizer was initialised with'
-                )
-        dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
-        leaves = tuple(zip(tree.paths, map(tuple, tree.shapes), dtypes, strict=True))
-        yield _Section(rule, at, tree.treedef, leaves)
-
-
-def _not_a_prefix(rules: Sequence[str], params: Sequence[str]) -> StructureError:
-    """Says where the rules at the paths *rules* and the parameters part ways."""
-    missing = [path for path in params if not any(f'{path}/'.startswith(f'{at}/') for at in rules)]
-    extra = [at for at in rules if not any(f'{path}/'.startswith(f'{at}/') for path in params)]
-    parts = []
-    if missing:
-        parts.append(f'there is no rule for {_listed(missing)}')
-    if extra:
-        parts.append(f'params has nothing at {_listed(extra)}')
-    return StructureError(
-        f'{_NAME}: param_rule does not have the structure of params: '
-        f'{"; ".join(parts) or "their nodes are of different types"}. '
-        'Give one rule for all parameters, or a tree of rules with the same nodes.'
-    )
-
-
-def _listed(paths: Sequence[str]) -> str:
-    more = f' and {len(paths) - 10} more' if len(paths) > 10 else ''
-    return ', '.join(map(repr, paths[:10])) + more
-
-
 class _Place(NamedTuple):
     """Where a leaf lies: below *before*, at the parameter number *param* or, if *inside*, below it."""
 
@@ -235,32 +163,51 @@ class _Place(NamedTuple):
 class _Params:
     """The parameters in one resolve: found by path; their answers, asked for once."""
 
-    def __init__(self, sections: Sequence[_Section], axis_sizes: AxisSizes | None) -> None:
+    def __init__(self, sections: Sequence[Section], axis_sizes: AxisSizes | None) -> None:
         self._axis_sizes = axis_sizes
-        self._rows: list[tuple[_Section, NamedTree, int]] = []
-        self._said: list[Said] = []
+        self._rows: list[tuple[Section, NamedTree, int]] = []
+        self._said: dict[tuple[int, PartitionSpec | None], Said] = {}
         self.shapes: list[tuple[int, ...]] = []
         self.paths: list[str] = []
         for section in sections:
             tree = section.tree()
             self._rows.extend((section, tree, i) for i in range(len(tree)))
             self.shapes.extend(tree.shapes)
-            self.paths.extend(join(section.at, path) for path in tree.paths)
-            self._said.extend(ask(section.rule, tree, axis_sizes))
+            self.paths.extend(tree.path_below(section.at, i) for i in range(len(tree)))
+            for said in ask(section.rule, tree, axis_sizes):
+                self._said[len(self._said), None] = said
         self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
         self.lengths = set(map(len, self.paths))
         self._memo: dict[Any, Answer | None] = {}
+
+    def ask(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
+        """Asks again about parameters, and says what rules further out took of each."""
+        left = list(dict.fromkeys(wanted))
+        while left:
+            now = dict(left)  # each parameter once in a round
+            left = [(param, taken) for param, taken in left if now[param] != taken]
+            for _, group in itertools.groupby(sorted(now), lambda param: id(self._rows[param][1])):
+                mine = list(group)
+                section, tree, _ = self._rows[mine[0]]
+                part = tree.select([self._rows[param][2] for param in mine])
+                part = part.with_taken([now[param] for param in mine])
+                for param, said in zip(mine, ask(section.rule, part, self._axis_sizes), strict=True):
+                    self._said[param, now[param]] = said
+
+    def is_copy(self, shape: tuple[int, ...], place: _Place | None) -> bool:
+        """Whether a leaf has the shape of its parameter."""
+        return place is not None and shape == self.shapes[place.param]
 
     def is_weak(self, param: int) -> bool:
         """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
         return not self.paths[param] or self.paths[param].isdigit()
 
-    def answer(self, state: NamedTree, index: int, place: _Place | None) -> Said:
+    def answer(self, state: NamedTree, index: int, place: _Place | None, taken: PartitionSpec | None) -> Said:
         """What a leaf of the state gets."""
         shape = state.shapes[index]
         if place is None:
             return _SMALL if _is_small(shape) else None
-        said = self._of_parameter(place.param)
+        said = self._of_parameter(place.param, taken)
         if isinstance(said, Problem):
             detail = f'its parameter {self.paths[place.param]!r}: {said.detail}'
             return dataclasses.replace(said, leaf=state.describe(index), detail=detail)
@@ -282,11 +229,11 @@ class _Params:
             hint=_HINT,
         )
 
-    def _of_parameter(self, param: int) -> Answer | Problem:
-        said = self._said[param]
+    def _of_parameter(self, param: int, taken: PartitionSpec | None) -> Answer | Problem:
+        said = self._said[param, taken]
         if said is None:
             section, tree, i = self._rows[param]
-            said = self._said[param] = section.rule.fallback(tree, i, self._axis_sizes)
+            said = self._said[param, taken] = section.rule.fallback(tree, i, self._axis_sizes)
         return said
 
 

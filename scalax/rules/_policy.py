@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError
-from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, ask, not_a_spec
+from scalax.errors import RuleError
+from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, ask_each, not_a_spec
 
 Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
 
@@ -51,34 +51,24 @@ class PolicyShardingRule(BuiltinRule):
         """See `ShardingRule.answers`."""
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
         answers: list[Said] = []
+        nested: dict[int, ShardingRule] = {}
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             said = self._ask(path, leaf)
             if isinstance(said, ShardingRule):
-                answers.append(self._nested(said, tree, index, axis_sizes, origin))
+                nested[index] = said
+                answers.append(None)
             elif said is None or isinstance(said, PartitionSpec | NamedSharding):
                 answers.append(Answer.of(said, origin, 'said by the policy', self.on_indivisible))
             else:
                 answers.append(not_a_spec(tree, index, origin, said))
+        for index, said in ask_each(nested, tree, axis_sizes).items():
+            default = nested[index].fallback(tree, index, axis_sizes) if said is None else said
+            if isinstance(default, Answer):
+                default = dataclasses.replace(default, origin=f'{origin} -> {default.origin}')
+            answers[index] = default
         return answers
 
     def _ask(self, path: str, leaf: Any) -> Any:
         if hasattr(leaf, 'shape'):
             return self.policy(path, leaf)
         return self.policy(path, jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))
-
-    def _nested(
-        self,
-        rule: ShardingRule,
-        tree: NamedTree,
-        index: int,
-        axis_sizes: AxisSizes | None,
-        origin: str,
-    ) -> Answer | Problem:
-        """The answer of a rule that the policy returned for one leaf, or that rule's default."""
-        one = tree.select([index])
-        said = ask(rule, one, axis_sizes)[0]
-        if said is None:
-            said = rule.fallback(one, 0, axis_sizes)
-        if isinstance(said, Problem):
-            return said
-        return dataclasses.replace(said, origin=f'{origin} -> {said.origin}')

@@ -19,7 +19,7 @@ from scalax.rules._base import (
     BuiltinRule,
     Said,
     ShardingRule,
-    ask,
+    ask_each,
     is_pure,
 )
 
@@ -72,7 +72,7 @@ class TreePathShardingRule(BuiltinRule):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        parts = [f'({_pattern_text(pattern)}, {value!r})' for pattern, value in self.rules]
+        parts = [f'({regex_text(pattern)}, {value!r})' for pattern, value in self.rules]
         if not self.strict:
             parts.append('strict=False')
         if self.on_indivisible != 'error':
@@ -98,6 +98,7 @@ class TreePathShardingRule(BuiltinRule):
         # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
         # the inner loop then runs in C.
         left = [i for i, answer in enumerate(answers) if answer is not scalar]
+        nested: dict[int, tuple[int, ShardingRule]] = {}
         for number, (pattern, value) in enumerate(self.rules):
             found = _finds(pattern, [tree.paths[i] for i in left])
             mine = [i for i, hit in zip(left, found, strict=True) if hit]
@@ -105,12 +106,21 @@ class TreePathShardingRule(BuiltinRule):
                 continue
             left = [i for i, hit in zip(left, found, strict=True) if not hit]
             if isinstance(value, ShardingRule):
-                for i, answer in zip(mine, ask(value, tree.select(mine), axis_sizes), strict=True):
-                    answers[i] = self._by_clause(number, answer) if isinstance(answer, Answer) else answer
+                nested.update(dict.fromkeys(mine, (number, value)))
             else:
                 fixed = self._clause_answer(number, value)
                 for i in mine:
                     answers[i] = fixed
+        # A rule may be the value of several clauses. One answer serves many leaves, and so does what a
+        # clause makes of it.
+        memo: dict[tuple[int, int], Answer] = {}
+        for i, said in ask_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
+            answers[i] = said
+            if isinstance(said, Answer):
+                key = nested[i][0], id(said)
+                if key not in memo:
+                    memo[key] = self._by_clause(nested[i][0], said)
+                answers[i] = memo[key]
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
@@ -141,11 +151,11 @@ class TreePathShardingRule(BuiltinRule):
 
     def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Answer:
         """The answer of a clause that decides by itself."""
-        origin = f'regex {_pattern_text(self.rules[number][0])}'
+        origin = f'regex {regex_text(self.rules[number][0])}'
         return Answer.of(value, origin, '', self.on_indivisible, ((self, number),))
 
     def _by_clause(self, number: int, answer: Answer) -> Answer:
-        origin = f'regex {_pattern_text(self.rules[number][0])}'
+        origin = f'regex {regex_text(self.rules[number][0])}'
         return dataclasses.replace(
             answer, origin=f'{origin} -> {answer.origin}', clauses=((self, number), *answer.clauses)
         )
@@ -166,8 +176,12 @@ def _text(pattern: str | re.Pattern[str]) -> str:
     return pattern if isinstance(pattern, str) else pattern.pattern
 
 
-def _pattern_text(pattern: str | re.Pattern[str]) -> str:
-    return repr(pattern)
+def regex_text(pattern: str | re.Pattern[str]) -> str:
+    """A regex as code that makes it again; Python's own text of a compiled one ends after 200 characters."""
+    if isinstance(pattern, str):
+        return repr(pattern)
+    flags = re.RegexFlag(pattern.flags & ~re.UNICODE)  # which every regex of text has
+    return f're.compile({pattern.pattern!r}{f", {flags!r}" if flags else ""})'
 
 
 def _axes(value: Any) -> tuple[Any, ...]:

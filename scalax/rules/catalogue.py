@@ -126,7 +126,7 @@ def rule(
     one = ExactRankRule(*rows, on_indivisible=on_indivisible)
     if not stacked:
         return one
-    return TreePathShardingRule((stacked, one.stacked(1)), ('', one))
+    return TreePathShardingRule((stacked, one.stacked(1)), (_REST, one))
 
 
 def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis]) -> PartitionSpec:
@@ -206,6 +206,7 @@ _COLUMN = PartitionSpec('fsdp', 'tp')  # (in, out) of a column-parallel layer
 _ROW = PartitionSpec('tp', 'fsdp')  # (in, out) of a row-parallel layer; (vocabulary, features)
 _VECTOR = PartitionSpec(None)
 
+_REST = ''  # is found in every path
 _BEGIN = '(^|/)'
 _END = '(/value)?$'  # flax's boxes and variables hold their arrays as `value`
 
@@ -373,3 +374,8 @@ T5: Table = (
 Names: ``modeling_flax_t5.py`` of huggingface/transformers 4, ``examples`` of google-research/t5x. Where T5X
 keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
 """
+
+REGEXES = frozenset(
+    [_REST, *(row[0] for table in (SPLIT_HEADS, GEMMA, MIXTRAL, GPT2, VIT, T5) for row in table)]
+)
+"""The regexes of the catalogue itself. Most are idle in any one model, which is no mistake of the user's."""

@@ -1,0 +1,53 @@
+"""Which benchmarks are there? By name, in the order of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from benchmarks.timing import Row
+
+Groups = dict[str, Callable[[], list[Row]]]
+
+
+def all_groups(rounds: int) -> Groups:
+    """Everything that is measured of this scalax; needs eight devices."""
+    from benchmarks import calls, decoder, programs, trees
+
+    return {
+        'cached': lambda: [row for devices in (1, 8) for row in calls.cached_calls(rounds, devices)],
+        'host': lambda: calls.host_batches(rounds),
+        'alternating': lambda: calls.alternating_calls(rounds),
+        'structures': lambda: calls.alternating_programs(rounds),
+        'traces': calls.traces_per_signature,
+        'first': lambda: decoder.first_step(rounds),
+        'steps': decoder.three_steps,
+        'plan': lambda: programs.plans(rounds),
+        'microbatch': lambda: programs.microbatches(rounds),
+        'resolve': lambda: trees.resolving(rounds),
+        'shard': lambda: trees.sharding_trees(rounds),
+        'data': lambda: trees.batches(rounds),
+    }
+
+
+def shared_groups(rounds: int) -> Groups:
+    """What scalax 0.2.5 can be asked too, on the devices at hand; imports nothing that it lacks."""
+    from benchmarks import calls, decoder, trees
+
+    devices = jax.device_count()
+    cached: Groups = {'cached': lambda: calls.cached_calls(rounds, devices)}
+    if devices == 1:
+        return cached
+    return cached | {
+        'traces': calls.traces_per_signature,
+        'first': lambda: decoder.first_step(rounds),
+        'steps': decoder.three_steps,
+        'shard': lambda: trees.sharding_trees(rounds),
+        'data': lambda: trees.batches(rounds),
+    }
+
+
+def run(groups: Groups, only: str) -> list[Row]:
+    """The rows of the groups whose name holds *only*."""
+    return [row for name, group in groups.items() if only in name for row in group()]

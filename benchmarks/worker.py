@@ -1,0 +1,50 @@
+"""What does one library measure? Run by path in a process of its own; prints rows as JSON.
+
+``python benchmarks/worker.py checkout|installed DEVICES ROUNDS ONLY``: *checkout* is the scalax of this
+repository, *installed* the one of the environment whose interpreter runs this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    library, devices, rounds, only = sys.argv[1:]
+    del sys.path[0]  # the folder of this file; its modules are to be found as `benchmarks`
+    if library == 'checkout':
+        sys.path.insert(0, str(ROOT))
+    else:
+        sys.path.append(str(ROOT))  # behind the environment's own packages
+
+    import jax
+
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', int(devices))
+
+    import scalax
+    from benchmarks.groups import run, shared_groups
+
+    if Path(str(scalax.__file__)).is_relative_to(ROOT / 'scalax') != (library == 'checkout'):
+        sys.exit(
+            f'{sys.executable} finds scalax in {scalax.__file__}, which is not the one that is {library}'
+        )
+    rows = run(shared_groups(int(rounds)), only)
+    version = getattr(scalax, '__version__', None) or importlib.metadata.version('scalax')
+    measured = {
+        'scalax': version,
+        'jax': jax.__version__,
+        'python': sys.version.split()[0],
+        'rows': [dataclasses.asdict(row) for row in rows],
+    }
+    print(json.dumps(measured))
+
+
+if __name__ == '__main__':
+    main()

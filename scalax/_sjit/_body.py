@@ -1,0 +1,119 @@
+"""What runs inside a program? The user's function, or its recording, with its mesh and its bindings."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding
+
+from scalax import _context
+from scalax._constrain import apply_shardings
+from scalax._sjit._boundary import Boundary
+from scalax._sjit._convention import Layout
+from scalax._sjit._placement import Shardings, as_typed
+from scalax._sjit._replay import Recordings
+from scalax._sjit._signature import Signature, dynamic_leaves, placement_kinds
+from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
+
+
+@dataclasses.dataclass(eq=False)
+class Inside:
+    """What the trace of one signature needs to know, and what it finds.
+
+    Attributes:
+        arguments: the shardings of the arguments, by slot and leaf.
+        constraints: the shardings to which they are constrained inside, likewise.
+        outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
+    """
+
+    arguments: Mapping[int, Shardings]
+    constraints: Mapping[int, Shardings]
+    outputs: Sequence[NamedSharding | None] | None = None
+
+
+class Body:
+    """Runs the function of one sjit while JAX traces it.
+
+    Attributes:
+        recordings: what was traced before.
+    """
+
+    def __init__(self, fun: Callable[..., Any], boundary: Boundary) -> None:
+        self._fun, self._boundary = fun, boundary
+        self._mesh, self._convention = boundary.helper.mesh, boundary.convention
+        self._names = boundary.options.annotation_shardings
+        self._contexts = _context.ContextCache(boundary.helper)
+        self._warned = False
+        self.recordings = Recordings()
+
+    def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
+        """The outputs of a call, sharded as *inside* says; without it, as they come."""
+        with _context.entered(self._contexts.get(self._names)), self._mesh_entered():
+            outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
+        if inside is None:
+            return outputs
+        if inside.outputs is None:
+            inside.outputs = self._boundary.outputs(outputs, layout, row, inside.arguments)
+        # The out_shardings of a jit say nothing about types, and nothing at all where it is traced.
+        return as_typed(outputs, inside.outputs) if self._boundary.any_explicit else outputs
+
+    def _outputs(
+        self, signature: Signature, layout: Layout, row: Sequence[Any], constraints: Mapping[int, Shardings]
+    ) -> Any:
+        leaves, _ = dynamic_leaves(layout, row)
+        trace, kinds = self.recordings.contexts.current(), placement_kinds(leaves)
+        recording = self.recordings.find(signature, trace, kinds)
+        # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
+        # the user's lines should run.
+        if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return recording.replay(leaves)
+        constrained = list(row)
+        for slot, shardings in constraints.items():
+            constrained[slot] = apply_shardings(row[slot], shardings)
+        args, keywords = self._convention.restore(constrained)
+        self.recordings.user_code_ran(signature, trace, kinds)
+        return self._fun(*args, **keywords)
+
+    def _mesh_entered(self) -> Any:
+        """Enters the helper's mesh where the user's code needs it, or must not see another.
+
+        On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
+        """
+        ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
+        if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
+            return contextlib.nullcontext()
+        if ambient.manual_axes or (ambient.empty and not self._boundary.any_explicit):
+            return contextlib.nullcontext()
+        if not ambient.empty and ambient.size != mesh.size:
+            raise MeshError(
+                f'{self._convention.name} is compiled for a mesh of {mesh.size} devices, and is called '
+                f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
+            )
+        return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+
+    def warn_unused(self, layout: Layout) -> None:
+        """Warns, once, about bound names that nothing used."""
+        if self._warned or not self._names:
+            return
+        self._warned = True
+        context = self._contexts.get(self._names)
+        seen = sorted(context.asked - set(self._names))
+        unused = [name for name in self._names if name not in context.used]
+        if layout.static:
+            # Other static values may lead through other code: only a misspelling is certain.
+            unused = [name for name in unused if near_names(name, seen)]
+        if unused:
+            asked = (
+                '; '.join(f'{name!r} ({did_you_mean(name, seen)})' for name in unused)
+                if seen
+                else f'{", ".join(map(repr, unused))} (it asked for no other name)'
+            )
+            warn(
+                f'{self._convention.name}: annotation_shardings binds names that no '
+                f'with_sharding_annotation in it used: {asked}',
+                UnusedAnnotationWarning,
+            )

@@ -1,0 +1,234 @@
+"""What can a chip do, and what joins it to others? The numbers of rooflines, each with its source.
+
+Nothing is shipped that was not published or measured: a number that nobody has is None, and a roofline that
+needs it says so. For other hardware, or with better numbers, make a `Hardware` of your own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from scalax.errors import PlanError, did_you_mean
+
+HOP_SECONDS = 1e-6
+
+_BOOK = 'https://jax-ml.github.io/scaling-book'
+_GOOGLE_7X = 'https://docs.cloud.google.com/tpu/docs/tpu7x, "System architecture"'
+_SPECS = f'{_BOOK}/tpus, "TPU Specs"'
+_NETWORK = f'{_BOOK}/tpus, "TPU Networking"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One kind of chip and its networks. A number that is not known is None.
+
+    Attributes:
+        name: what it is called.
+        flops_per_second: the peak of one chip in bfloat16.
+        hbm_bytes_per_second: between the memory of one chip and its cores.
+        hbm_bytes: what a program can use of the memory of one device.
+        ici_bytes_per_second: one way, over one link between neighbouring chips.
+        torus_axes: the dimensions of the torus that chips lie in; 0 where a switch joins all chips of a
+            slice, with `ici_bytes_per_second` into and out of each.
+        ring_multiple: an axis of the torus closes to a ring if its length is a multiple of this; 0: never.
+        ring_needs_all: whether that has to be so on every axis of the slice for any to close.
+        devices_per_chip: into how many devices JAX divides a chip, where devices do not tell.
+        dcn_bytes_per_second: one way, between one host and others.
+        chips_per_host: how many chips share that.
+        hop_seconds: the least time from one chip to the next, however few the bytes.
+        device_kinds: what JAX calls such devices (``device.device_kind``).
+        sources: field -> where its number is from.
+
+    Raises:
+        PlanError: a number that cannot be.
+
+    Example:
+        >>> mine = Hardware('mine', flops_per_second=1e14, hbm_bytes_per_second=1e12)
+        >>> mine.need('flops_per_second', for_='a roofline')
+        >>> mine.need('ici_bytes_per_second', 'hop_seconds', for_='communication')
+        Traceback (most recent call last):
+            ...
+        scalax.errors.PlanError: communication needs a number that the hardware 'mine' does not have: \
+ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second=...)
+    """
+
+    name: str
+    flops_per_second: float | None = None
+    hbm_bytes_per_second: float | None = None
+    hbm_bytes: int | None = None
+    ici_bytes_per_second: float | None = None
+    torus_axes: int | None = None
+    ring_multiple: int | None = None
+    ring_needs_all: bool = False
+    devices_per_chip: int | None = None
+    dcn_bytes_per_second: float | None = None
+    chips_per_host: int | None = None
+    hop_seconds: float = HOP_SECONDS
+    device_kinds: tuple[str, ...] = ()
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
+        wrong = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                least = 'at least 0' if field.name in may_be_zero else 'more than 0'
+                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
+                    wrong.append(f'{field.name} has to be {least}, got {value!r}')
+        if wrong:
+            raise PlanError(f'the hardware {self.name!r} cannot be: {"; ".join(wrong)}')
+
+    def need(self, *names: str, for_: str) -> None:
+        """Makes sure that some numbers are known.
+
+        Args:
+            *names: fields.
+            for_: what needs them, for the message.
+
+        Raises:
+            PlanError: some are not; names all of them.
+        """
+        missing = [name for name in names if getattr(self, name) is None]
+        if missing:
+            a_number = 'a number' if len(missing) == 1 else f'{len(missing)} numbers'
+            them = ', '.join(f'{name}=...' for name in missing)
+            raise PlanError(
+                f'{for_} needs {a_number} that the hardware {self.name!r} does not have: '
+                f'{", ".join(missing)}. Add {"it" if len(missing) == 1 else "them"}: '
+                f'dataclasses.replace(hardware, {them})'
+            )
+
+
+def _book(**more: str) -> dict[str, str]:
+    """Where most numbers of a chip of the book are from."""
+    return {
+        **dict.fromkeys(('flops_per_second', 'hbm_bytes_per_second'), _SPECS),
+        'ici_bytes_per_second': f'{_SPECS}, the table of interconnects',
+        **dict.fromkeys(('torus_axes', 'ring_multiple', 'ring_needs_all'), _NETWORK),
+        'chips_per_host': f'{_SPECS}, "Host size"',
+        'dcn_bytes_per_second': f'{_SPECS}: bytes a second of one chip, times the chips of a host',
+        'hop_seconds': f'{_BOOK}/sharding, "A note on ICI latency": about 1 us',
+        'hbm_bytes': 'the TPU compiler (libtpu 0.0.42.1), where it refuses a program that does not fit',
+        'devices_per_chip': 'the topologies of the TPU compiler (libtpu 0.0.42.1)',
+        'device_kinds': 'the topologies of the TPU compiler (libtpu 0.0.51)',
+        **more,
+    }
+
+
+def _gib(size: float) -> int:
+    return round(size * 2**30)
+
+
+_V3 = Hardware(
+    *('v3', 1.4e14, 9.0e11, None, 1e11),
+    torus_axes=2,
+    ring_multiple=32,
+    devices_per_chip=2,
+    chips_per_host=8,
+    device_kinds=('TPU v3',),
+    sources=_book(ring_multiple=f'{_SPECS}: a pod is 32x32; smaller ones are taken not to close'),
+)
+_V4 = Hardware(
+    *('v4', 2.75e14, 1.2e12, _gib(15.25), 4.5e10),
+    torus_axes=3,
+    ring_multiple=4,
+    ring_needs_all=True,
+    devices_per_chip=2,
+    dcn_bytes_per_second=2.5e10,
+    chips_per_host=4,
+    device_kinds=('TPU v4',),
+    sources=_book(),
+)
+_V5E = Hardware(
+    *('v5e', 1.97e14, 8.1e11, _gib(15.75), 4.5e10),
+    torus_axes=2,
+    ring_multiple=16,
+    devices_per_chip=1,
+    dcn_bytes_per_second=2.5e10,
+    chips_per_host=8,
+    device_kinds=('TPU v5 lite', 'TPU v5e'),
+    sources=_book(),
+)
+_V5P = Hardware(
+    *('v5p', 4.59e14, 2.8e12, _gib(95.74), 9e10),
+    torus_axes=3,
+    ring_multiple=4,
+    ring_needs_all=True,
+    devices_per_chip=1,
+    dcn_bytes_per_second=2.5e10,
+    chips_per_host=4,
+    device_kinds=('TPU v5', 'TPU v5p'),
+    sources=_book(),
+)
+_V6E = Hardware(
+    *('v6e', 9.20e14, 1.6e12, _gib(31.25), 9e10),
+    torus_axes=2,
+    ring_multiple=16,
+    devices_per_chip=1,
+    dcn_bytes_per_second=1e11,
+    chips_per_host=8,
+    device_kinds=('TPU v6 lite', 'TPU v6e'),
+    sources=_book(),
+)
+_TPU7X = Hardware(
+    *('tpu7x', 2.307e15, 7.38e12, _gib(94.75), 1e11),
+    torus_axes=3,
+    devices_per_chip=2,
+    dcn_bytes_per_second=5e10,
+    chips_per_host=4,
+    device_kinds=('TPU7x',),
+    sources=_book(
+        flops_per_second=_GOOGLE_7X,
+        hbm_bytes_per_second=_GOOGLE_7X,
+        ici_bytes_per_second=f'{_GOOGLE_7X}: 1200 GB/s of a chip, both ways over six links',
+        torus_axes='the topologies of the TPU compiler (libtpu 0.0.51)',
+        dcn_bytes_per_second=f'{_GOOGLE_7X}: 100 Gb/s of a chip, four chips a host',
+        chips_per_host=f'{_GOOGLE_7X}: a VM has four chips',
+    ),
+)
+
+
+def _with_sources(entry: Hardware) -> Hardware:
+    """Without sources of numbers that it does not have."""
+    kept = {name: source for name, source in entry.sources.items() if getattr(entry, name) is not None}
+    return dataclasses.replace(entry, sources=kept)
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    entry.name: _with_sources(entry) for entry in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)
+}
+"""The chips whose numbers are known, by name."""
+
+
+def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
+    """The hardware that a caller means: an entry, the name of one, or None for that of the devices.
+
+    Args:
+        wanted: what the caller gave.
+        device_kind: what JAX calls the devices of the plan.
+
+    Raises:
+        PlanError: there is no such entry.
+
+    Example:
+        >>> find_hardware('v5p', 'cpu').flops_per_second
+        459000000000000.0
+        >>> find_hardware(None, 'TPU v6 lite').name
+        'v6e'
+    """
+    if isinstance(wanted, Hardware):
+        return wanted
+    if wanted is not None:
+        if wanted not in HARDWARE:
+            raise PlanError(f'there is no hardware {wanted!r} ({did_you_mean(wanted, HARDWARE)})')
+        return HARDWARE[wanted]
+    for entry in HARDWARE.values():
+        if device_kind in entry.device_kinds:
+            return entry
+    raise PlanError(
+        f'the numbers of {device_kind!r} devices are not known: give hardware=..., '
+        f'a scalax.plan.Hardware of your own or one of {", ".join(map(repr, HARDWARE))}'
+    )

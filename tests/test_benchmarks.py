@@ -1,0 +1,98 @@
+"""The benchmarks: what they count, and that every group and the comparison with a release run. No times."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import pytest
+
+from benchmarks import against, calls, decoder, groups, programs, timing
+from benchmarks.timing import Row
+
+HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
+
+
+def test_what_is_counted_meets_its_aims():
+    rows = [*calls.traces_per_signature(), *decoder.three_steps()]
+    assert len(rows) == 4
+    assert [(row.name, row.ours) for row in rows if row.ours != row.aim] == []
+
+
+@pytest.mark.parametrize(
+    'rows',
+    [
+        lambda: groups.run(groups.shared_groups(5), 'cached'),
+        lambda: groups.run(groups.all_groups(5), 'structures'),
+        lambda: groups.run(groups.all_groups(5), 'shard'),
+        lambda: groups.run(groups.all_groups(5), 'data'),
+        lambda: decoder.first_step(1, layers=1),
+        lambda: programs.plans(1, layers=1),
+        lambda: programs.microbatches(1, layers=1),
+    ],
+    ids=['cached', 'structures', 'shard', 'data', 'first', 'plan', 'microbatch'],
+)
+def test_groups_run(rows):
+    measured = rows()
+    assert measured
+    assert all(math.isfinite(row.ratio) and row.ratio > 0 for row in measured)
+    assert len({row.name for row in measured}) == len(measured)
+
+
+def test_by_hand_and_with_rules_are_one_step():
+    """What is compared computes the same, and lies alike."""
+    helper = decoder.mesh_helper()
+    host = jax.device_get(decoder.init(jax.random.key(0), 1))
+    hand = decoder.ByHand(helper, host)
+    ours = decoder.with_rules(helper, decoder.new_step(decoder.with_sharding_annotation))
+    theirs = hand.jit(decoder.new_step(hand.constrain))
+    (params, loss), (expected, expected_loss) = (step(host, decoder.tokens()) for step in (ours, theirs))
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    alike = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), params, expected)
+    assert all(jax.tree.leaves(alike))
+
+
+def test_the_table():
+    rows = [Row('a call', 1.5e-6, 1e-6, 1.02), Row('traces', 1, 2, 1, counted=True), Row('b', 2.0, 1.0)]
+    assert timing.render(HEAD, [row.cells for row in rows]) == (
+        '| what   | scalax | by hand | ratio | aim  |\n'
+        '|--------|--------|---------|-------|------|\n'
+        '| a call | 1.5 us | 1 us    | 1.500 | 1.02 |\n'
+        '| traces | 1      | 2       |       | 1    |\n'
+        '| b      | 2 s    | 1 s     | 2.000 |      |'
+    )
+
+
+def test_each_takes_its_turns():
+    called = []
+    clock = iter(range(1000))
+    medians = timing.medians(
+        [lambda: called.append('a'), lambda: called.append('b')],
+        rounds=3,
+        warmup=1,
+        before=lambda: called.append('-'),
+        clock=lambda: next(clock),
+    )
+    assert ''.join(called) == 'ab-b-a-a-b-b-a'
+    assert medians == [1, 1]
+
+
+def test_libraries_side_by_side():
+    ours = [Row('call', ratio, 1.0) for ratio in (1.0, 1.1, 9.0)]
+    before = [Row('call', ratio, 1.0) for ratio in (2.0, 2.5, 3.0)]
+    counted = [Row('traces', 1, 2, counted=True)], [Row('traces', 3, 2, counted=True)]
+    assert against.merged([*ours, *counted[0]], [*before, *counted[1]]) == [
+        ('call', '1 s', '1.100', '2.500'),
+        ('traces', '2', '1', '3'),
+    ]
+
+
+def test_a_process_measures_the_checkout():
+    measured = against.measure(sys.executable, 'checkout', 8, 5, 'traces')
+    expected = [dataclasses.asdict(row) for row in calls.traces_per_signature()]
+    assert (measured['jax'], measured['rows']) == (jax.__version__, expected)
+
+
+def test_without_the_environment_of_the_release():
+    with pytest.raises(SystemExit, match=r'make bench ARGS="--against 0\.0\.0" makes it'):
+        against.table('0.0.0', 1, '', 1)

@@ -1,0 +1,503 @@
+"""Floating-point operations: counted by hand, by XLA, and by what is known of decoders."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+
+from examples.llama import model
+from scalax.plan import Counted, Flops, count_flops
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def counted(fun, *arguments):
+    return count_flops(jax.jit(fun).trace(*arguments).jaxpr)
+
+
+def flops(fun, *arguments):
+    """The operations of a function in which all of them can be counted."""
+    found = counted(fun, *arguments)
+    assert found.counted is Counted.EXACTLY
+    return found.count
+
+
+# --- Single operations ----------------------------------------------------------------------------
+
+
+def conv(x, w, strides=(1, 1), padding='VALID', **more):
+    return jax.lax.conv_general_dilated(x, w, strides, padding, **more)
+
+
+IMAGES, KERNEL = array(5, 3, 10, 9), array(7, 3, 4, 2)
+OUTPUTS = 5 * 7 * 7 * 8  # of a convolution without padding
+
+# name -> (function, arguments, operations). Everything here is one operation of XLA, too.
+OPERATIONS = {
+    'matrices': (jnp.matmul, (array(3, 5), array(5, 7)), 2 * 3 * 5 * 7),
+    'several at once': (jnp.matmul, (array(4, 3, 5), array(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
+    'two contracted': (
+        functools.partial(jnp.einsum, 'bijk,bjkl->bil'),
+        (array(2, 3, 4, 5), array(2, 4, 5, 6)),
+        2 * 2 * 3 * 4 * 5 * 6,
+    ),
+    'integers': (jnp.matmul, (array(3, 5, dtype=jnp.int8), array(5, 7, dtype=jnp.int8)), 210),
+    'nothing to contract': (jnp.matmul, (array(3, 0), array(0, 7)), 0),
+    'convolution': (conv, (IMAGES, KERNEL), 2 * OUTPUTS * 3 * 4 * 2),
+    'convolution with strides': (
+        functools.partial(conv, strides=(2, 3)),
+        (IMAGES, KERNEL),
+        2 * 5 * 7 * (4 * 3) * 3 * 4 * 2,
+    ),
+    'convolution of groups': (
+        functools.partial(conv, feature_group_count=3),
+        (IMAGES, array(6, 1, 4, 2)),
+        2 * (5 * 6 * 7 * 8) * 4 * 2,
+    ),
+    'convolution of batch groups': (
+        functools.partial(conv, batch_group_count=5),
+        (IMAGES, array(10, 3, 4, 2)),
+        2 * (1 * 10 * 7 * 8) * 3 * 4 * 2,
+    ),
+    # Of 10 x 9 elements, 10 x 9 x 3 x 3 pairs would meet; those in the padding do not.
+    'convolution with padding': (
+        functools.partial(conv, padding='SAME'),
+        (IMAGES, array(7, 3, 3, 3)),
+        2 * 5 * 7 * 3 * (10 * 3 - 2) * (9 * 3 - 2),
+    ),
+    'transposed convolution': (
+        functools.partial(conv, padding=((2, 2), (1, 1)), lhs_dilation=(2, 1)),
+        (array(5, 3, 4, 6), array(7, 3, 3, 2)),
+        # Rows of the input lie at 0, 2, 4, 6: each meets all three rows of the kernel. Its columns: both.
+        2 * 5 * 7 * 3 * (4 * 3) * (6 * 2),
+    ),
+    'convolution with a dilated kernel': (
+        functools.partial(conv, rhs_dilation=(2, 1)),
+        (IMAGES, array(7, 3, 3, 2)),
+        2 * 5 * 7 * (6 * 8) * 3 * 3 * 2,
+    ),
+    'convolution in one dimension': (
+        functools.partial(conv, strides=(1,)),
+        (array(2, 3, 8), array(4, 3, 5)),
+        2 * 2 * 4 * 4 * 3 * 5,
+    ),
+}
+
+
+@pytest.mark.parametrize(('fun', 'arguments', 'expected'), OPERATIONS.values(), ids=OPERATIONS)
+def test_operations(fun, arguments, expected):
+    assert flops(fun, *arguments) == expected
+    compiled = jax.jit(fun).lower(*arguments).compile().cost_analysis()
+    if expected:
+        assert compiled['flops'] == expected
+
+
+# name -> (function, arguments, operations), where XLA counts otherwise, or not at all.
+OTHERS = {
+    'vectors': (jnp.dot, (array(9), array(9)), 2 * 9),
+    'outer product': (functools.partial(jnp.einsum, 'i,j->ij'), (array(4), array(6)), 0),
+    'bfloat16': (jnp.matmul, (array(3, 5, dtype=jnp.bfloat16), array(5, 7, dtype=jnp.bfloat16)), 210),
+    'complex matrices': (
+        jnp.matmul,
+        (array(3, 5, dtype=jnp.complex64), array(5, 7, dtype=jnp.complex64)),
+        840,
+    ),
+    # Each of 8 rows meets the matrix of one of the groups.
+    'ragged': (jax.lax.ragged_dot, (array(8, 4), array(3, 4, 6), array(3, dtype=jnp.int32)), 2 * 8 * 4 * 6),
+    'ragged, to the rows': (
+        jax.grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum()),
+        (array(8, 4), array(3, 4, 6), array(3, dtype=jnp.int32)),
+        2 * 8 * 4 * 6,
+    ),
+    'ragged, to the matrices': (
+        jax.grad(lambda w, x, sizes: jax.lax.ragged_dot(x, w, sizes).sum()),
+        (array(3, 4, 6), array(8, 4), array(3, dtype=jnp.int32)),
+        2 * 8 * 4 * 6,
+    ),
+    'FFT': (jnp.fft.fft, (array(3, 64, dtype=jnp.complex64),), 3 * 5 * 64 * 6),
+    'FFT of real numbers': (jnp.fft.rfft2, (array(3, 8, 16),), 3 * 5 * 128 * 7 // 2),
+    'FFT to real numbers': (
+        functools.partial(jnp.fft.irfft, n=64),
+        (array(33, dtype=jnp.complex64),),
+        5 * 64 * 3,
+    ),
+    'elementwise': (lambda x: jnp.tanh(x * x).sum(), (array(9, 9),), 0),
+    'sorted': (jnp.sort, (array(9),), 0),
+    'scattered': (lambda x: x.at[2].add(1.0), (array(9),), 0),
+}
+
+
+@pytest.mark.parametrize(('fun', 'arguments', 'expected'), OTHERS.values(), ids=OTHERS)
+def test_other_operations(fun, arguments, expected):
+    assert flops(fun, *arguments) == expected
+
+
+# --- Loops, branches and calls: x is 4 x 4, so that one product takes 128 --------------------------
+
+X = array(4, 4)
+ONE = 2 * 4**3
+
+
+def product(x):
+    return jnp.tanh(x @ x)
+
+
+def loop(stop, step=1, start=0):
+    """Counts by itself, in rounds of which each has one product."""
+    return lambda x: jax.lax.while_loop(
+        lambda c: c[0] < stop, lambda c: (c[0] + step, product(c[1])), (start, x)
+    )[1]
+
+
+def endless(x):
+    return jax.lax.while_loop(lambda x: x[0, 0] < 9, product, x)
+
+
+@jax.custom_vjp
+def own_gradient(x):
+    return product(x)
+
+
+own_gradient.defvjp(lambda x: (own_gradient(x), x), lambda x, g: (g @ x @ x,))
+
+
+@jax.custom_jvp
+def own_tangent(x):
+    return product(x)
+
+
+own_tangent.defjvp(lambda x, t: (own_tangent(x[0]), t[0] @ x[0] @ x[0]))
+
+
+def linear(x):
+    return jax.custom_derivatives.linear_call(lambda r, x: r @ x, lambda r, g: r.T @ g, x, x)
+
+
+def scanned(length, body=product):
+    return lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, length=length)[0]
+
+
+def on_grid(x):
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] @ x_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=x, grid=(3, 2), interpret=True)(x)
+
+
+# name -> (function of a 4 x 4 matrix, products)
+EXACT = {
+    'jit': (jax.jit(product), 1),
+    'jit twice': (lambda x: jax.jit(product)(jax.jit(product)(x)), 2),
+    'checkpoint': (jax.checkpoint(product), 1),
+    'vmap': (lambda x: jax.vmap(product)(jnp.stack([x] * 3)), 3),
+    'named': (jax.named_call(product, name='p'), 1),
+    'composite': (jax.lax.composite(product, name='a.b'), 1),
+    'custom_vjp': (own_gradient, 1),
+    'custom_jvp': (own_tangent, 1),
+    'gradient of custom_vjp': (jax.grad(lambda x: (own_gradient(x) ** 2).sum()), 3),
+    'gradient of custom_jvp': (jax.grad(lambda x: (own_tangent(x) ** 2).sum()), 3),
+    'linear_call': (linear, 1),
+    'scan of 4': (scanned(4), 4),
+    'scan of 16': (scanned(16), 16),
+    'scan of none': (scanned(0), 0),
+    'scan in scan': (scanned(3, scanned(5)), 15),
+    'scan over arrays': (
+        lambda x: jax.lax.scan(lambda c, y: (c @ y, y @ y), x, jnp.stack([x] * 3)),
+        3 * 2,
+    ),
+    'map': (lambda x: jax.lax.map(lambda row: row @ x, x), 1),
+    'fori_loop': (lambda x: jax.lax.fori_loop(2, 7, lambda i, x: product(x), x), 5),
+    'while': (loop(9), 9),
+    'while in steps': (loop(9, step=2, start=1), 4),
+    'while never': (loop(3, start=3), 0),
+    'while without products': (lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, jnp.tanh, x), 0),
+    'branches alike': (lambda x: jax.lax.cond(x[0, 0] > 0, product, lambda x: x @ x, x), 1),
+    'platforms': (lambda x: jax.lax.platform_dependent(x, cpu=product, default=product), 1),
+    'a kernel on a grid': (on_grid, 6),
+}
+
+
+@pytest.mark.parametrize(('fun', 'products'), EXACT.values(), ids=EXACT)
+def test_loops_and_calls(fun, products):
+    assert flops(fun, X) == products * ONE
+
+
+def solved(x):
+    return jax.scipy.sparse.linalg.cg(lambda v: x @ v, x[0], maxiter=3)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    deep: tuple
+
+
+def held(name, count):
+    """A primitive that nobody has heard of, which holds jaxprs of one product each."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    inner = jax.make_jaxpr(product)(np.ones((4, 4), np.float32))
+
+    def fun(x):
+        return primitive.bind(x, held=('text', Holder((inner,) * count)))
+
+    return fun
+
+
+# name -> (function of a 4 x 4 matrix, products, how well known)
+BOUNDED = {
+    'while of unknown length': (endless, 1, Counted.AT_LEAST),
+    'while with a condition that computes': (
+        lambda x: jax.lax.while_loop(lambda x: (x @ x)[0, 0] < 9, product, x),
+        1 + 2,
+        Counted.AT_LEAST,
+    ),
+    'from an argument': (
+        lambda x: jax.lax.fori_loop(0, x[0, 0].astype(int), lambda i, x: product(x), x),
+        1,
+        Counted.AT_LEAST,
+    ),
+    'branches unlike': (
+        lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: product(product(x)), product, x),
+        2,
+        Counted.AT_MOST,
+    ),
+    'a switch': (
+        lambda x: jax.lax.switch(x[0, 0].astype(int), [jnp.tanh, product, scanned(7)], x),
+        7,
+        Counted.AT_MOST,
+    ),
+    'a branch in a loop': (
+        lambda x: jax.lax.while_loop(
+            lambda x: x[0, 0] < 9, lambda x: jax.lax.cond(x[0, 0] > 0, product, jnp.tanh, x), x
+        ),
+        1,
+        Counted.UNKNOWN,
+    ),
+    'linear algebra': (lambda x: jnp.linalg.cholesky(x @ x), 1, Counted.AT_LEAST),
+    'an unknown primitive': (held('unheard', 1), 1, Counted.AT_LEAST),
+    'an unknown primitive of several': (held('unheard', 2), 2, Counted.UNKNOWN),
+}
+
+
+@pytest.mark.parametrize(('fun', 'products', 'known'), BOUNDED.values(), ids=BOUNDED)
+def test_bounds(fun, products, known):
+    assert counted(fun, X) == Flops(products * ONE, known)
+
+
+def test_a_solver_is_counted_as_it_runs():
+    """Conjugate gradients: a product of matrix and vector before the loop, and one a round."""
+    found = counted(solved, X)
+    assert found == Flops(2 * 2 * 4 * 4 + _dots_of_cg(), Counted.AT_LEAST)
+
+
+def _dots_of_cg():
+    """Dot products of vectors of 4: two before the loop, two a round."""
+    return (2 + 2) * 2 * 4
+
+
+def test_sums():
+    least, most = Flops(3, Counted.AT_LEAST), Flops(4, Counted.AT_MOST)
+    assert least + Flops(2) == Flops(5, Counted.AT_LEAST)
+    assert least + most == Flops(7, Counted.UNKNOWN)
+    assert Flops(0, Counted.AT_LEAST) + Flops(2) == Flops(2, Counted.AT_LEAST)
+    assert Flops(0).times(5, Counted.AT_LEAST) == Flops(0)
+    assert least.times(0) == Flops(0)
+
+
+# --- What nobody uses -----------------------------------------------------------------------------
+
+
+def unused(x):
+    product(x)
+    return x
+
+
+def unused_in_a_loop(x):
+    """Neither what is stacked, nor the second state, nor what that alone needs."""
+
+    def body(state, _):
+        a, b, c = state
+        return (a @ a, b @ c, c @ c), a @ b
+
+    return jax.lax.scan(body, (x, x, x), length=5)[0][0]
+
+
+def used_a_round_later(x):
+    """The second state is not returned, but the first one takes it over."""
+
+    def body(state, _):
+        return (state[1], state[1] @ state[1]), None
+
+    return jax.lax.scan(body, (x, x), length=5)[0][0]
+
+
+@pytest.mark.parametrize(
+    ('fun', 'products'), [(unused, 0), (unused_in_a_loop, 5), (used_a_round_later, 5), (jax.jit(unused), 0)]
+)
+def test_unused_results_are_not_counted(fun, products):
+    assert flops(fun, X) == products * ONE
+
+
+def test_effects_are_kept():
+    def printed(x):
+        jax.debug.print('{}', product(x))
+        return x
+
+    assert flops(printed, X) == ONE
+
+
+# --- Forward, backward, again ---------------------------------------------------------------------
+
+
+def layers(body):
+    def loss(w, x):
+        return jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0].sum()
+
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize('count', [4, 16])
+def test_remat_adds_the_forward_once(count):
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    one, arguments = 2 * 8 * 5 * 5, (array(count, 5, 5), array(8, 5))
+    assert flops(layers(layer), *arguments) == 3 * count * one
+    assert flops(layers(jax.checkpoint(layer)), *arguments) == 4 * count * one
+
+
+CONFIG = model.ModelConfig(width=64, layers=4, heads=4, kv_heads=2, vocabulary=96)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama8B(model.ModelConfig):
+    """https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json"""
+
+    width: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 128256
+
+    @property
+    def hidden(self) -> int:
+        return 14336
+
+
+DECODERS = {
+    'small': (CONFIG, 8, 32),
+    'deep': (dataclasses.replace(CONFIG, layers=16), 8, 32),
+    'long': (CONFIG, 2, 512),
+    'LLaMA-3 8B': (Llama8B(), 4, 4096),
+}
+
+
+def gradient(config, batch, sequence):
+    """The operations of a gradient of the example's decoder, its parameters, and those of its layers."""
+    params = jax.eval_shape(functools.partial(model.init_params, config=config), jax.random.key(0))
+
+    def loss(params, tokens):
+        return jnp.square(model.forward(params, tokens, config)).mean()
+
+    return flops(jax.grad(loss), params, array(batch, sequence, dtype=jnp.int32)), params
+
+
+def size(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(('config', 'batch', 'sequence'), DECODERS.values(), ids=DECODERS)
+def test_decoders(config, batch, sequence, monkeypatch):
+    """6 x parameters x tokens, and 12 x sequence x width x layers a token for attention.
+
+    https://jax-ml.github.io/scaling-book/transformers, "Global FLOPs and Params Calculation". The embedding
+    is a look-up, and takes none.
+    """
+    tokens = batch * sequence
+    attention = 12 * sequence * config.width * config.layers * tokens
+    again, params = gradient(config, batch, sequence)
+    monkeypatch.setattr(jax, 'checkpoint', lambda fun: fun)
+    found, _ = gradient(config, batch, sequence)
+    assert found == pytest.approx(
+        6 * size(params) * tokens - 6 * size(params['embed']) * tokens + attention, rel=0.01
+    )
+    # Of a layer that is computed again, nobody needs the last product.
+    weights = size(params['layers']) - size(params['layers']['down'])
+    assert again - found == pytest.approx(2 * weights * tokens + attention / 3, rel=0.01)
+
+
+def test_scans_of_4_and_16_layers():
+    few, many = (gradient(dataclasses.replace(CONFIG, layers=layers), 8, 32)[0] for layers in (4, 16))
+    head = 6 * 96 * 64 * 8 * 32
+    assert (many - head) == 4 * (few - head)
+
+
+# --- On several devices ---------------------------------------------------------------------------
+
+
+def blocks(axes, spec):
+    return HELPER.shard_map(lambda x: x @ x.T, spec, spec, axis_names=axes, check_vma=False)
+
+
+@pytest.mark.parametrize(
+    ('fun', 'expected'),
+    [
+        (blocks({'fsdp', 'tp'}, P(('fsdp', 'tp'))), 8 * 2 * 2 * 2 * 16),  # 8 blocks of 2 x 16
+        (blocks({'fsdp'}, P('fsdp')), 4 * 2 * 4 * 4 * 16),
+        (blocks({'fsdp', 'tp'}, P('fsdp')), 8 * 2 * 4 * 4 * 16),  # along tp, all do the same
+    ],
+    ids=['all axes', 'one axis', 'replicated along one'],
+)
+def test_shard_map(fun, expected):
+    assert flops(fun, array(16, 16)) == expected
+
+
+def test_a_plan_has_the_operations_of_all_devices():
+    def step(w, x):
+        return x @ w
+
+    whole = 2 * 16 * 64 * 32
+    divided = HELPER.plan(
+        HELPER.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), array(64, 32), array(16, 64)
+    )
+    assert (divided.flops, divided.flops_counted) == (whole, Counted.EXACTLY)
+    assert divided.work.flops == whole // 8
+    # Read: 4 x 64 of x and 64 x 16 of w; written: 4 x 16.
+    assert divided.work.bytes == 4 * (4 * 64 + 64 * 16 + 4 * 16)
+    twice = HELPER.plan(HELPER.sjit(step, in_shardings=(P(), P('fsdp'))), array(64, 32), array(16, 64))
+    assert (twice.flops, twice.work.flops) == (whole, whole // 4)
+    alone = HELPER.plan(step, array(64, 32), array(16, 64))
+    assert (alone.flops, alone.work.flops, alone.devices) == (whole, whole, 1)
+
+
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_the_program_takes_as_many_operations_as_the_function(name):
+    fun, arguments, expected = OPERATIONS[name]
+    assert HELPER.plan(fun, *arguments).work.flops == expected
+
+
+def test_the_program_of_a_transform():
+    plan = HELPER.plan(jnp.fft.fft, array(3, 64, dtype=jnp.complex64))
+    assert plan.work.flops == plan.flops == 3 * 5 * 64 * 6
+
+
+def test_loops_of_a_program():
+    plan = HELPER.plan(HELPER.sjit(scanned(6), in_shardings=P(None, 'tp')), array(64, 64))
+    assert plan.flops == 6 * 2 * 64**3
+    assert plan.work.counted is Counted.EXACTLY
+    unknown = HELPER.plan(HELPER.sjit(endless, in_shardings=P('fsdp')), array(64, 64))
+    assert (unknown.flops_counted, unknown.work.counted) == (Counted.AT_LEAST, Counted.AT_LEAST)
+    assert str(unknown).splitlines()[1] == '>=5.243e+05 flops in one call, on all devices together'
+    assert unknown.to_dict()['flops_counted'] == 'at least'

@@ -1,0 +1,168 @@
+"""What sjit keeps alive: no more than it needs, and not for ever."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax import _recent
+from scalax._context import Context
+from scalax._recent import Recent
+from scalax.sharding import MeshShardingHelper, PolicyShardingRule, with_sharding_annotation
+from scalax.sharding import PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
+X = np.arange(8, dtype=np.float32)
+
+
+def test_the_ones_used_last_are_kept(monkeypatch):
+    monkeypatch.setattr(_recent, 'SIZE', 3)
+    kept = Recent()
+    for key in 'abc':
+        assert kept.add(key, key.upper()) == key.upper()
+    assert kept.add('a', 'another') == 'A'
+    kept.put('d', 'D')
+    assert kept.items() == [('c', 'C'), ('a', 'A'), ('d', 'D')]
+    assert kept.get('b') is None
+    kept.put('c', 'new')
+    kept.put('e', 'E')
+    assert kept.items() == [('d', 'D'), ('c', 'new'), ('e', 'E')]
+
+
+def test_threads_agree_on_what_is_kept():
+    kept, agreed, start = Recent(), [], threading.Barrier(8)
+
+    def work(number):
+        start.wait(timeout=60)
+        agreed.append([kept.add(key, (number, key)) for key in range(200)])
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(agreed) == 8
+    assert all(one == agreed[0] for one in agreed)
+
+
+def test_static_objects_are_let_go(monkeypatch):
+    monkeypatch.setattr(_recent, 'SIZE', 4)
+
+    class Model:
+        @HELPER.sjit(static_argnums=0, in_shardings={'x': P('x')})
+        def step(self, x):
+            return x + 1
+
+    alive = []
+    for _ in range(12):
+        model = Model()
+        alive.append(weakref.ref(model))
+        np.testing.assert_array_equal(model.step(X), X + 1)
+        np.testing.assert_array_equal(model.step(X), X + 1)
+    del model
+    jax.clear_caches()
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 8  # of those served and of those looked at
+
+
+def test_what_was_forgotten_is_found_again(monkeypatch):
+    monkeypatch.setattr(_recent, 'SIZE', 2)
+    scaled = HELPER.sjit(
+        lambda x, n: with_sharding_annotation(x * n, 'h'),
+        static_argnums=1,
+        in_shardings=PolicyShardingRule(lambda path, leaf: P('x') if leaf.shape[0] % 8 == 0 else P('y')),
+        annotation_shardings={'h': P()},
+    )
+    for _ in range(2):
+        for size in (8, 4, 16, 2):
+            for n in (1, 2, 3):
+                np.testing.assert_array_equal(scaled(np.ones(size), n), n * np.ones(size))
+
+
+def test_contexts_are_let_go(monkeypatch):
+    monkeypatch.setattr(_recent, 'SIZE', 4)
+    rules = []
+    for _ in range(12):
+        rule = PolicyShardingRule(lambda path, leaf: P())
+        rules.append(weakref.ref(rule))
+        with HELPER.get_context({'h': rule}):
+            pass
+    del rule
+    gc.collect()
+    assert sum(ref() is not None for ref in rules) <= 4
+
+
+def test_calls_inside_shard_map_leave_nothing_behind():
+    class Static:
+        """A static argument."""
+
+    compiled = HELPER.sjit(lambda x, static: x * 2, static_argnums=1)
+    alive = []
+    for n in range(1, 6):
+        static = Static()
+        alive.append(weakref.ref(static))
+        jax.shard_map(
+            lambda x, static=static: compiled(x, static), mesh=HELPER.mesh, in_specs=P('x'), out_specs=P('x')
+        )(np.ones(4 * n, np.float32))
+    del static
+    jax.clear_caches()
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) == 0
+
+
+def test_a_context_has_one_token():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            context, tokens, start = Context(HELPER, {}), [], threading.Barrier(4)
+
+            def work(context=context, tokens=tokens, start=start):
+                start.wait(timeout=60)
+                tokens.append(context.token)
+
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout=60)
+            assert len(set(map(id, tokens))) == 1
+            assert len(tokens) == 4
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@pytest.mark.parametrize('deleted', [True, False])
+def test_questions_are_answered_about_types_alone(deleted):
+    step = HELPER.sjit(lambda x: x * 2, in_shardings=P('x'), donate_argnums=0)
+    x = HELPER.shard(X, P('x'))
+    if deleted:
+        step(x)
+        assert x.is_deleted()
+    assert step.shardings_for(x)[1].spec == P('x')
+    assert step.eval_shape(x).shape == X.shape
+    assert step.trace(x).jaxpr is not None
+    assert step.lower(x).compile() is not None
+    assert step.get_jitted_function_by_args(x) is not None
+
+
+def test_an_error_of_the_user_carries_nothing_of_ours():
+    error = ValueError('mine')
+
+    @HELPER.sjit
+    def broken(x):
+        raise error
+
+    broken_again = HELPER.sjit(lambda x: broken(x))
+    for call in (broken, broken, broken_again):
+        with pytest.raises(ValueError, match='mine') as caught:
+            call(jnp.asarray(X))
+        assert caught.value is error
+    assert set(error.__dict__) <= {'__notes__'}  # which are JAX's

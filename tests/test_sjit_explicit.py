@@ -1,0 +1,250 @@
+"""sjit on meshes with Explicit axes, where the types of values say how they lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from scalax.errors import PlacementError
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, NamedSharding, PolicyShardingRule
+from scalax.sharding import PartitionSpec as P
+
+EXPLICIT = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=AxisType.Explicit)
+MIXED = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=(AxisType.Explicit, AxisType.Auto))
+MIXED_TOO = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=(AxisType.Auto, AxisType.Explicit))
+MESHES = {'explicit': EXPLICIT, 'mixed': MIXED, 'mixed the other way': MIXED_TOO}
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+SPEC = P('x', 'y')
+
+
+@pytest.fixture(params=MESHES)
+def helper(request):
+    return MESHES[request.param]
+
+
+def lies(array, helper, spec):
+    return array.sharding.is_equivalent_to(helper.match_sharding_rule(spec, array), array.ndim)
+
+
+def explicit_axes(helper, value):
+    """The Explicit axes in the type of a value."""
+    names = zip(helper.axis_names, helper.axis_types, strict=True)
+    explicit = {name for name, kind in names if kind is AxisType.Explicit}
+    return [axis for axis in jax.typeof(value).sharding.spec if axis in explicit]
+
+
+NESTED = {
+    'in_shardings': {'in_shardings': SPEC},
+    'in_shardings, reshard': {'in_shardings': SPEC, 'on_mismatch': 'reshard'},
+    'args_sharding_constraint': {'args_sharding_constraint': SPEC},
+}
+
+
+@pytest.mark.parametrize('start', [P(), P('y'), SPEC], ids=str)
+@pytest.mark.parametrize('options', NESTED)
+@pytest.mark.parametrize('outer', ['sjit', 'sjit with rules', 'jit'])
+def test_a_nested_call_takes_its_shardings(helper, outer, options, start):
+    types = []
+
+    def inner(value):
+        types.append(explicit_axes(helper, value))
+        return value + 1
+
+    nested = helper.sjit(inner, **NESTED[options])
+    compile_ = {
+        'sjit': helper.sjit,
+        'sjit with rules': lambda f: helper.sjit(f, in_shardings=start),
+        'jit': jax.jit,
+    }[outer]
+    wanted = [axis for axis, kind in zip('xy', helper.axis_types, strict=True) if kind is AxisType.Explicit]
+    compiled = compile_(lambda value: nested(value * 2))
+    for _ in range(2):
+        out = compiled(helper.shard(X, start))
+        np.testing.assert_array_equal(out, 2 * X + 1)
+        assert lies(out, helper, SPEC)
+    assert types == [wanted]
+
+
+@pytest.mark.parametrize('start', [P(), P('x'), P('y')], ids=str)
+@pytest.mark.parametrize('outer', ['sjit', 'jit'])
+def test_a_nested_call_gives_its_outputs_their_shardings(helper, outer, start):
+    nested = helper.sjit(
+        lambda value: {'a': value + 1, 'constant': np.ones(8, np.float32), 'number': 2},
+        out_shardings={'a': SPEC, 'constant': P('x'), 'number': P()},
+    )
+    out = (helper.sjit if outer == 'sjit' else jax.jit)(lambda value: nested(value * 2))(
+        helper.shard(X, start)
+    )
+    np.testing.assert_array_equal(out['a'], 2 * X + 1)
+    assert lies(out['a'], helper, SPEC)
+    assert lies(out['constant'], helper, P('x'))
+    assert lies(out['number'], helper, P())
+
+
+def test_outputs_in_place_of_a_donated_argument_lie_as_it_does(helper):
+    nested = helper.sjit(lambda value: {'a': jnp.zeros((8, 8))}, SPEC, donate_argnums=0)
+    out = jax.jit(lambda value: nested(value * 2))(helper.shard(X, P()))
+    assert lies(out['a'], helper, SPEC)
+
+
+def test_rules_for_outputs_are_asked_once(helper):
+    traces, asked = [], []
+
+    def policy(path, leaf):
+        asked.append(path)
+        return SPEC
+
+    @helper.sjit(out_shardings=PolicyShardingRule(policy))
+    def double(x):
+        traces.append(1)
+        return {'w': x * 2}
+
+    for x in (X, jnp.asarray(X), helper.shard(X, P())):
+        out = double(x)
+        assert lies(out['w'], helper, SPEC)
+        np.testing.assert_array_equal(out['w'], 2 * X)
+    assert (len(traces), asked) == (1, ['w'])
+
+
+def test_transformations_reshard_what_lies_elsewhere(helper):
+    square = helper.sjit(lambda x: x**2, in_shardings=SPEC, out_shardings=SPEC)
+    # By JAX's own jit too, cotangents that it makes itself do not lie as out_shardings says on Auto axes.
+    open_ended = helper.sjit(lambda x: x**2, in_shardings=SPEC)
+    x = helper.shard(X, P())
+    for _ in range(2):
+        with jax.set_mesh(helper.mesh):  # for the cotangent of a sum
+            gradient = jax.grad(lambda value: open_ended(value).sum())(x)
+        np.testing.assert_array_equal(gradient, 2 * X)
+        gradient = jax.jit(jax.grad(lambda value: square(value).sum()))(x)
+        np.testing.assert_array_equal(gradient, 2 * X)
+        out, tangent = jax.jvp(square, (x,), (x,))
+        np.testing.assert_array_equal(tangent, 2 * X * X)
+        assert lies(out, helper, SPEC)
+        mapped = jax.vmap(square)(helper.shard(np.stack([X, X, X]), P()))
+        np.testing.assert_array_equal(mapped, np.stack([X, X, X]) ** 2)
+        assert lies(mapped, helper, P(None, 'x', 'y'))
+
+
+class Node:
+    """Refuses to hold anything but arrays, as nodes of other libraries do."""
+
+    def __init__(self, value):
+        if not isinstance(value, np.ndarray | jax.Array):
+            raise TypeError(f'an array, please, not a {type(value).__name__}')
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(Node, lambda node: ((node.value,), None), lambda _, kids: Node(*kids))
+
+
+@pytest.mark.parametrize('make', [np.asarray, jnp.asarray, 'placed'], ids=['numpy', 'jax', 'placed'])
+def test_nodes_that_refuse_types_are_typed_all_the_same(helper, make):
+    types = []
+
+    @helper.sjit(in_shardings=SPEC, out_shardings=SPEC)
+    def double(node):
+        types.append(explicit_axes(helper, node.value))
+        return Node(node.value * 2)
+
+    for _ in range(3):
+        out = double(Node(helper.shard(X, SPEC) if make == 'placed' else make(X)))
+        np.testing.assert_array_equal(out.value, 2 * X)
+        assert lies(out.value, helper, SPEC)
+    assert len(types) == 1
+    assert types[0]
+
+
+@pytest.mark.parametrize(
+    ('start', 'asked', 'expected'),
+    [
+        (P('x'), P(P.UNCONSTRAINED, 'y'), P('x', 'y')),
+        (P('x', 'y'), P(P.UNCONSTRAINED), P('x')),
+        (P('x'), P('y', P.UNCONSTRAINED), P('y')),
+    ],
+    ids=str,
+)
+def test_open_dimensions_of_an_argument_keep_their_axes(start, asked, expected):
+    out = EXPLICIT.sjit(lambda x: x + 0, args_sharding_constraint=asked)(EXPLICIT.shard(X, start))
+    assert lies(out, EXPLICIT, expected)
+
+
+def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
+    for x in (X, jnp.asarray(X), 2.0):
+        for _ in range(2):
+            out = helper.sjit(lambda a: a * 2)(x)
+            np.testing.assert_array_equal(out, np.asarray(x) * 2)
+            assert lies(out, helper, P())
+    drawn = helper.sjit(lambda key: jax.random.normal(key, (8, 8)))(jax.random.key(0))
+    np.testing.assert_allclose(drawn, jax.random.normal(jax.random.key(0), (8, 8)), rtol=1e-6)
+    assert lies(helper.sjit(lambda a, b: a + b)(helper.shard(X, SPEC), 1.0), helper, SPEC)
+
+
+def test_an_array_off_the_mesh_that_no_rule_places():
+    elsewhere = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
+    for _ in range(2):
+        with pytest.raises(PlacementError) as error:
+            EXPLICIT.sjit(lambda k: k * 2)(elsewhere)
+        assert str(error.value) == (
+            '<lambda> got arrays that do not lie on its mesh, and in_shardings does not say where they '
+            'belong:\n'
+            f'  k: float32[8] lies as {elsewhere.sharding}, asked: P() on (x=4, y=2)\n'
+            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call."
+        )
+    moved = EXPLICIT.sjit(lambda k: k * 2, on_mismatch='reshard')(elsewhere)
+    assert lies(moved, EXPLICIT, P())
+
+
+def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
+    rule = FSDPShardingRule('x', min_fsdp_size=64)
+    traces = []
+
+    @helper.sjit(in_shardings=(SPEC, rule))
+    def step(params, batch):
+        traces.append(jax.typeof(batch['a']))
+        return params * 2, jax.tree.map(lambda leaf: leaf + 1, batch)
+
+    params = helper.shard(X, SPEC)
+    large, small = {'a': X}, {'a': X[:2, :4]}
+    several = {'a': X[:4], 'b': np.float32(1)}
+
+    def check(batch):
+        _, out = step(params, batch)
+        jax.tree.map(np.testing.assert_array_equal, out, jax.tree.map(lambda leaf: leaf + 1, batch))
+        for ours, theirs in zip(
+            jax.tree.leaves(out), jax.tree.leaves(helper.match_sharding_rule(rule, batch)), strict=True
+        ):
+            assert ours.sharding.is_equivalent_to(theirs, ours.ndim)
+
+    for _ in range(2):
+        for batch in (large, small, several, jax.tree.map(jnp.asarray, large)):
+            check(batch)
+    assert len(traces) == 3
+    state = step.__globals__['_scalax_state']
+    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    monkeypatch.setattr(type(state), '_inside', lambda *_: pytest.fail('a trace'))
+    for batch in (large, small, several, helper.shard(large, rule), jax.tree.map(jnp.asarray, small)):
+        check(batch)
+
+
+def test_host_data_beside_arrays_that_lie_wrong():
+    step = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC))
+    step(X, X)
+    with pytest.raises(PlacementError, match=r'b: float32\[8, 8\] lies as P\(\)'):
+        step(X, EXPLICIT.shard(X, P()))
+    resharding = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC), on_mismatch='reshard')
+    for _ in range(2):
+        assert lies(resharding(X, X), EXPLICIT, SPEC)
+        assert lies(resharding(X, EXPLICIT.shard(X, P())), EXPLICIT, SPEC)
+
+
+def test_structs_say_nothing_about_where_they_lie_unless_they_do(helper):
+    compiled = helper.sjit(lambda x: x * 2, in_shardings=SPEC)
+    plain = jax.ShapeDtypeStruct((8, 8), np.float32)
+    typed = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(helper.mesh, SPEC))
+    for struct in (plain, typed):
+        assert compiled.shardings_for(struct)[0][0].spec == SPEC
+        assert compiled.lower(struct).compile() is not None
