@@ -1,6 +1,5 @@
 """The harness itself: a run in several processes says what went wrong, ends, and leaves nobody behind."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +42,6 @@ def test_a_check_that_fails_on_one_process_ends_all() -> None:
 
 
 def test_a_check_that_hangs_is_ended() -> None:
-    start = time.monotonic()
     outcome = run_checks('made_up_checks', 2, 2, ['check_hangs'], timeout=10)
     assert outcome.codes == (-9, -9)
     assert outcome.passed == frozenset()
-    assert time.monotonic() - start < 100  # bounded, rather than 600
