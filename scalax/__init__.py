@@ -13,7 +13,10 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _context, _constrain      which helper and bindings are active; constraints and annotations
     _sjit                     WHEN: compiled functions; the cache key is written down there
     _shard_map, _microbatch   functions of one device's block; batches in parts
-    _data, _transfer          host data <-> global arrays; whole trees <-> a mesh
+    _processes, _agree        what processes tell one another, and whether they mean the same
+    _transfer                 whole trees <-> a mesh
+    _data, _local, _prefetch  host data <-> global arrays, loaded ahead (_rows, _schedule, _exchange: which
+                              rows go where; _broadcast, _replicas: values of one process, equal values)
     explain, visualize        reports of one resolve; pictures of which device holds which block
     plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that

@@ -1,164 +1,314 @@
-"""How does the batch that each process loads become one global array, and back?"""
+"""How does the batch that each process loads become one global array?
+
+In three steps, so that loading ahead can do the first two in another thread:
+
+- `read` checks one process's part and knows the global arrays that it is for;
+- `place` puts it on this process's own devices: host work, nothing is communicated;
+- `finish` is what all processes do together: they agree, and rows move where they have to.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax import _mesh
-from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax import _agree, _processes, _replicas
+from scalax._exchange import Exchange, exchange_for
+from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape
 from scalax._resolve import named_sharding
+from scalax._rows import Layout, checked_axis, is_key, layout_of
+from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
-from scalax.errors import DataError, MeshError, shown
+from scalax.errors import DataError, ScalaxError, shown
+
+Rows = Literal['all', 'needed']
+ADVICE = (
+    'What to do: bring parts of one structure, shape and dtype on every process, with scalars of one value; '
+    'drop or pad what is left over at the end of the data.'
+)
 
 
-def local_data_to_global_array(
-    mesh: Mesh, pytree: Any, batch_axis: int, mesh_axis_subset: Sequence[str] | str | None
-) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How parts are joined: the same on every process."""
+
+    mesh: Mesh
+    batch_axis: int = 0
+    mesh_axis_subset: Sequence[str] | str | None = None
+    rows: Rows = 'all'
+
+    @functools.cached_property
+    def call(self) -> str:
+        """The options as text, in which processes have to agree."""
+        over = 'all mesh axes' if self.mesh_axis_subset is None else f'mesh axes {self.mesh_axis_subset!r}'
+        return (
+            f'mesh ({MeshAxes.of(self.mesh)}), batch on axis {self.batch_axis!r} over {over}, '
+            f'rows={self.rows!r}'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """This process's part of a batch, checked.
+
+    Attributes:
+        options: how it is joined.
+        layout: which rows lie where.
+        tree: its leaves; Python numbers and keys as they came.
+        axes: the batch axis of each leaf, None for scalars.
+        shapes: the shapes of the global arrays.
+        shardings: and their shardings.
+    """
+
+    options: Options
+    layout: Layout
+    tree: NamedTree
+    axes: Sequence[int | None]
+    shapes: Sequence[tuple[int, ...]]
+    shardings: Sequence[NamedSharding]
+
+
+Finish = Callable[[], Any]
+
+
+def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
     """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
-    names = tuple(mesh.axis_names)
-    axes = names if mesh_axis_subset is None else _mesh.axis_subset(mesh_axis_subset, names)
-    types = dict(zip(names, mesh.axis_types, strict=True))
-    if len({types[axis] for axis in axes}) > 1:
-        listed = ', '.join(f'{axis} is {types[axis].name}' for axis in axes)
-        raise MeshError(
-            f'the batch cannot be sharded over mesh axes of different types together ({listed}): choose '
-            'axes of one type with mesh_axis_subset'
+    reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
+    processes = _processes.processes_of(options.mesh)
+    _processes.require_this_process(options.mesh)
+    if check and processes.several:
+        part = read_together(options, pytree)
+    else:
+        part = read(options, pytree)
+    if check_replicas and processes.several:
+        _replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
+    return place(part)()
+
+
+def read_together(options: Options, pytree: Any) -> Part:
+    """`read`, which raises on every process if it does on one, or if the parts do not fit together."""
+    part, error = None, None
+    try:
+        part = read(options, pytree)
+    except ScalaxError as fault:  # raised once all have been told
+        error = fault
+    agree(options, 'local_data_to_global_array', part, error)
+    return cast(Part, part)
+
+
+def agree(
+    options: Options, what: str, part: Part | None, error: BaseException | None, state: str = ''
+) -> None:
+    """Returns if all processes bring parts that fit together; raises on every process if not."""
+    leaves = [] if part is None else _said(part)
+    _agree.agree(options.mesh, _agree.Statement(options.call, leaves, state), what, ADVICE, error)
+
+
+def _said(part: Part) -> list[tuple[str, str]]:
+    """What the processes have to agree on, leaf by leaf."""
+    # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
+    shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
+    return [
+        (
+            path,
+            _agree.scalar_text(leaf, _dtype(leaf)) if not shape else _agree.array_text(shape, _dtype(leaf)),
         )
-    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int | np.integer):
-        raise DataError(
-            f'batch_axis is a whole number, got {batch_axis!r} (mesh axes go to mesh_axis_subset)'
-        )
+        for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
+    ]
+
+
+def _dtype(leaf: Any) -> Any:
+    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
+
+
+def read(options: Options, pytree: Any) -> Part:
+    """Checks this process's part, and works out what it is a part of.
+
+    Raises:
+        DataError: it does not fit; all leaves that do not are named.
+        MeshError: the options name axes that the mesh does not have.
+    """
+    layout = layout_of(options.mesh, options.mesh_axis_subset)
+    batch_axis = checked_axis(options.batch_axis)
+    if options.rows not in ('all', 'needed'):
+        raise DataError(f"rows is 'all' or 'needed', got {options.rows!r}")
     tree = NamedTree.of(pytree)
     reject_tracers(tree.leaves, 'local_data_to_global_array')
-    faults = [_fault(mesh, tree, i, batch_axis, axes) for i in range(len(tree))]
+    faults = [_fault(tree, i, batch_axis, layout, options.rows) for i in range(len(tree))]
     if any(faults):
-        sizes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
         raise DataError(
-            f'local data does not fit the mesh ({sizes}), with the batch on axis {batch_axis} over '
-            f'mesh axes {axes}:\n{shown(filter(None, faults))}\n'
+            f'local data does not fit the mesh ({MeshAxes.of(options.mesh)}), with the batch on axis '
+            f'{batch_axis} over mesh axes {layout.axes}:\n{shown(filter(None, faults))}\n'
             'What to do: give arrays whose batch divides, or shard it over fewer axes with '
             'mesh_axis_subset.'
         )
-    specs = [_spec(shape, batch_axis, axes) for shape in tree.shapes]
-    shardings = [named_sharding(mesh, spec) for spec in specs]
-    if jax.process_count() == 1:
-        # All rows are here, so this is a plain transfer: one for all leaves, and no collective.
-        arrays = jax.device_put(list(tree.leaves), shardings)
-    else:
-        arrays = [
-            _from_processes(mesh, leaf, sharding, batch_axis)
-            for leaf, sharding in zip(tree.leaves, shardings, strict=True)
-        ]
-    return tree.treedef.unflatten(arrays)
+    axes = [batch_axis % len(shape) if shape else None for shape in tree.shapes]
+    shapes = [
+        shape
+        if axis is None
+        else (*shape[:axis], _global_rows(shape[axis], layout, options.rows), *shape[axis + 1 :])
+        for shape, axis in zip(tree.shapes, axes, strict=True)
+    ]
+    shardings = [
+        named_sharding(
+            options.mesh,
+            PartitionSpec()
+            if axis is None or not layout.axes
+            else PartitionSpec(*[None] * axis, layout.axes),
+        )
+        for axis in axes
+    ]
+    return Part(options, layout, tree, axes, shapes, shardings)
 
 
-def _fault(mesh: Mesh, tree: NamedTree, index: int, batch_axis: int, axes: tuple[str, ...]) -> str | None:
+def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: Rows) -> str | None:
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
     if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
-    if shape and not -len(shape) <= batch_axis < len(shape):
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return f'{tree.describe(index)} is a global array already, with rows on other processes'
+    if not shape:
+        return None
+    if not -len(shape) <= batch_axis < len(shape):
         return f'{tree.describe(index)} has no axis {batch_axis}'
-    rows = shape[batch_axis] * jax.process_count() if shape else 0
-    shards = math.prod(mesh.shape[name] for name in axes)
-    if rows % shards:
-        return f'{tree.describe(index)}: the global batch of {rows} rows does not divide by {shards} shards'
+    brought = shape[batch_axis]
+    if rows == 'needed':
+        tiles = len(layout.here)
+        if brought % tiles:
+            return (
+                f'{tree.describe(index)}: {brought} rows do not divide by the {tiles} shards that this '
+                "process's devices need"
+            )
+        return None
+    whole = _global_rows(brought, layout, rows)
+    if whole % layout.count:
+        return (
+            f'{tree.describe(index)}: the global batch of {whole} rows does not divide by '
+            f'{layout.count} shards'
+        )
     return None
 
 
-def _spec(shape: tuple[int, ...], batch_axis: int, axes: tuple[str, ...]) -> PartitionSpec:
-    """The batch axis over *axes*; scalars are replicated."""
-    if not shape or not axes:
-        return PartitionSpec()
-    return PartitionSpec(*[None] * (batch_axis % len(shape)), axes)
+def _global_rows(brought: int, layout: Layout, rows: Rows) -> int:
+    """The rows of the whole batch, of which this process brings so many."""
+    if rows == 'needed':
+        return brought // len(layout.here) * layout.count
+    return brought * len(_processes.processes_of(layout.mesh).indices)
 
 
-def _from_processes(mesh: Mesh, leaf: Any, wanted: NamedSharding, batch_axis: int) -> jax.Array:
-    """Builds a global array from the rows of all processes.
+def place(part: Part, *, keep: bool = True) -> Finish:
+    """Puts a part on this process's devices; returns what completes the global arrays.
 
-    Where each process holds the devices that its own rows belong to, nothing moves. Elsewhere every
-    process first puts its rows on its own devices, in process order, and the arrays are then resharded,
-    so that what must move moves between devices.
+    Only what is returned communicates, and only if rows have to move.
+
+    Args:
+        part: the part.
+        keep: that the memory of the part will not change while the arrays exist, so that they may share it
+            (as they do on CPU), or copy from it later.
     """
-    host = np.asarray(leaf)
-    if not host.shape:
-        return jax.make_array_from_callback((), wanted, lambda _: host)
-    axis, here = batch_axis % host.ndim, host.shape[batch_axis]
-    shape = (*host.shape[:axis], here * jax.process_count(), *host.shape[axis + 1 :])
-    offset = here * jax.process_index()
+    tree, mesh = part.tree, part.options.mesh
+    copy = not keep and mesh.devices.flat[0].platform == 'cpu'
+    if _processes.processes_of(mesh).several:
+        placed = [_place_leaf(part, i, copy) for i in range(len(tree))]
+        if not keep:
+            jax.block_until_ready([leaf.array for leaf in placed])
+        return lambda: tree.treedef.unflatten(_finish(part, placed))
+    # All rows are here, so this is a plain transfer: one for all leaves.
+    leaves = [
+        leaf if isinstance(leaf, jax.Array) or (hasattr(leaf, 'dtype') and not copy) else _host(leaf, copy)
+        for leaf in tree.leaves
+    ]
+    arrays = jax.device_put(leaves, list(part.shardings))
+    if not keep:
+        jax.block_until_ready(arrays)
+    return lambda: tree.treedef.unflatten(arrays)
+
+
+def _host(leaf: Any, copy: bool) -> np.ndarray:
+    """A leaf as numpy has it, with the dtype that it has on devices (keys: their data)."""
+    if isinstance(leaf, jax.Array):
+        return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    if not hasattr(leaf, 'dtype'):
+        return np.asarray(leaf).astype(_dtype(leaf))
+    return np.array(leaf) if copy else np.asarray(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A leaf on this process's devices: the global array, or buffers from which rows have to move."""
+
+    array: jax.Array
+    exchange: Exchange | None
+
+
+def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
+    layout, axis, sharding = part.layout, part.axes[index], part.shardings[index]
+    host = _host(part.tree.leaves[index], copy)
+    if axis is None:
+        return _Placed(jax.make_array_from_callback(host.shape, sharding, lambda _: host), None)
+    # The data of keys have dimensions of their own, behind those of the keys.
+    shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
+    exchange = None
+    if part.options.rows == 'all':
+        exchange = exchange_for(layout.mesh, layout.intervals(shape[axis]), host.shape[axis])
+    if exchange is not None:
+        return _Placed(exchange.stage(host, axis), exchange)
+    return _Placed(jax.make_array_from_callback(shape, sharding, _rows_of(part, host, axis, shape)), None)
+
+
+def _rows_of(
+    part: Part, host: np.ndarray, axis: int, shape: tuple[int, ...]
+) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    """Finds the rows of a device in this process's part."""
+    layout = part.layout
+    size = shape[axis] // layout.count
+    first = 0
+    if part.options.rows == 'all':
+        first = _processes.processes_of(layout.mesh).here * host.shape[axis]
+    place_of = {tile: position for position, tile in enumerate(layout.here)}
 
     def rows(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        start, stop, _ = index[axis].indices(shape[axis])
-        return host[(*index[:axis], slice(start - offset, stop - offset), *index[axis + 1 :])]
+        start = cast(tuple[slice, ...], index)[axis].start or 0
+        begin = start - first
+        if part.options.rows == 'needed' and size:
+            begin = place_of[start // size] * size
+        return host[(*[slice(None)] * axis, slice(begin, begin + size))]
 
-    if _each_holds_its_own(wanted, shape, axis, here):
-        return jax.make_array_from_callback(shape, wanted, rows)
-    staged = jax.make_array_from_callback(shape, _by_process(mesh, axis), rows)
-    return jax.device_put(staged, wanted)
-
-
-def _each_holds_its_own(sharding: NamedSharding, shape: tuple[int, ...], axis: int, here: int) -> bool:
-    """Whether every device of the mesh needs rows of its own process only.
-
-    Computed from all devices, those of other processes too, so that all processes agree.
-    """
-    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    for device, index in placed.items():
-        start, stop, _ = index[axis].indices(shape[axis])
-        if start < here * device.process_index or stop > here * (device.process_index + 1):
-            return False
-    return True
+    return rows
 
 
-def _by_process(mesh: Mesh, axis: int) -> NamedSharding:
-    """A sharding that gives each process its own rows, in process order, over its own devices."""
-    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
-    owners = [device.process_index for device in devices]
-    counts = [owners.count(process) for process in range(jax.process_count())]
-    if len(set(counts)) != 1:
-        raise DataError(f'every process must hold as many devices of the mesh as the others, got {counts}')
-    grid = np.asarray(devices, dtype=object).reshape(len(counts), counts[0])
-    return NamedSharding(Mesh(grid, ('process', 'device')), PartitionSpec(*[None] * axis, 'process'))
+def _finish(part: Part, placed: Sequence[_Placed]) -> list[jax.Array]:
+    """The global arrays; all that move in one way move in one program."""
+    arrays = [leaf.array for leaf in placed]
+    for exchange in dict.fromkeys(leaf.exchange for leaf in placed):
+        if exchange is None:
+            continue
+        moving = [i for i, leaf in enumerate(placed) if leaf.exchange is exchange]
+        axes = [cast(int, part.axes[i]) for i in moving]
+        tiles = exchange.run([arrays[i] for i in moving], axes)
+        for i, axis, mine in zip(moving, axes, tiles, strict=True):
+            shape = list(arrays[i].shape)
+            shape[axis] = part.shapes[i][axis]
+            arrays[i] = jax.make_array_from_single_device_arrays(tuple(shape), part.shardings[i], mine)
+    return [
+        _wrap(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
+        for i, leaf in enumerate(part.tree.leaves)
+    ]
 
 
-def global_array_to_local_data(pytree: Any, batch_axis: int) -> Any:
-    """See `MeshShardingHelper.global_array_to_local_data`, which is documented for users."""
-    return jax.tree.map(lambda leaf: _local_part(leaf, batch_axis), pytree)
+def _wrap(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Keys of their data."""
+    return _processes.without_context(_wrapping(jax.random.key_impl(like), sharding), data)
 
 
-def _local_part(leaf: Any, batch_axis: int) -> Any:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # numpy knows no typed keys: their data comes and becomes keys again.
-        data = _local_part(jax.random.key_data(leaf), batch_axis % max(leaf.ndim, 1))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
-        return np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
-    if leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    if not -leaf.ndim <= batch_axis < leaf.ndim:
-        raise DataError(f'an array of shape {leaf.shape} has no axis {batch_axis}')
-    axis = batch_axis % leaf.ndim
-    blocks: dict[int, Any] = {}
-    for shard in leaf.addressable_shards:
-        whole = [i for i, part in enumerate(shard.index) if part != slice(None) and i != axis]
-        if any(_length(shard.index[i], leaf.shape[i]) != leaf.shape[i] for i in whole):
-            raise DataError(
-                f'an array of shape {leaf.shape} is sharded along other axes than the batch axis '
-                f'{batch_axis} ({leaf.sharding}): reshard it first'
-            )
-        start = shard.index[axis].indices(leaf.shape[axis])[0]
-        blocks.setdefault(start, shard.data)
-    return np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)], axis)
-
-
-def _length(part: slice, size: int) -> int:
-    start, stop, _ = part.indices(size)
-    return stop - start
+@functools.lru_cache(maxsize=64)
+def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)

@@ -209,7 +209,9 @@ def _many_slices(
             f'dcn_axis_dims has one entry for each of the axes {names}, got {tuple(dcn_axis_dims)}'
         )
     dcn, _ = checked_axes(dcn_axis_dims, names)
-    by_process = not hasattr(devices[0], 'slice_index')
+    # CPU devices say that they are all of slice 0, on several hosts too.
+    slices = {getattr(device, 'slice_index', None) for device in devices}
+    by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
     granules = len({getattr(device, attribute) for device in devices})
     dcn = _inferred_dcn(dcn, names, granules, what)

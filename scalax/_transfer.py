@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from scalax._paths import NamedTree
+from scalax._processes import without_context
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
 
@@ -67,15 +69,15 @@ def to_host(pytree: Any) -> Any:
         leaves[i] = value
     for i in arrays if not alone else ():
         if isinstance(leaves[i], jax.Array):
-            leaves[i] = _fetch(leaves[i])
+            leaves[i] = fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _fetch(leaf: jax.Array) -> np.ndarray:
+def fetch(leaf: jax.Array) -> np.ndarray:
     """The global value of an array of which other processes hold a part."""
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(without_context(functools.partial(multihost_utils.process_allgather, tiled=True), leaf))
 
 
 def shard_functions(shardings: Any) -> Any:

@@ -188,3 +188,83 @@ def test_axes_of_different_types_do_not_shard_one_batch():
         'the batch cannot be sharded over mesh axes of different types together (data is Auto, tp is '
         'Explicit): choose axes of one type with mesh_axis_subset'
     )
+
+
+@pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
+def test_one_process_needs_every_row(subset):
+    assert HELPER.process_rows(16, mesh_axis_subset=subset) == slice(0, 16)
+    local = np.arange(32).reshape(16, 2)
+    array = HELPER.local_data_to_global_array(local, 0, subset, rows='needed', check_replicas=True)
+    np.testing.assert_array_equal(array, local)
+    np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, rows='needed'), local)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: HELPER.process_rows(6),
+            "the global batch of 6 rows does not divide by 8 shards, over mesh axes ('data', 'tp'): choose a "
+            'batch that does, or fewer axes with mesh_axis_subset',
+        ),
+        (
+            lambda: HELPER.process_rows(-8),
+            'global_batch is the number of rows of the whole batch, got -8',
+        ),
+        (
+            lambda: HELPER.process_rows([8]),
+            'global_batch is the number of rows of the whole batch, got [8]',
+        ),
+        (
+            lambda: HELPER.process_rows(8, 'data'),
+            "batch_axis is a whole number, got 'data' (mesh axes go to mesh_axis_subset)",
+        ),
+        (
+            lambda: HELPER.local_data_to_global_array(np.zeros(8), rows='some'),
+            "rows is 'all' or 'needed', got 'some'",
+        ),
+        (
+            lambda: HELPER.global_array_to_local_data(np.zeros(8), rows='some'),
+            "rows is 'all' or 'needed', got 'some'",
+        ),
+        (
+            lambda: HELPER.local_data_to_global_array({'x': np.zeros(6)}, rows='needed'),
+            'local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes '
+            "('data', 'tp'):\n"
+            "  x: float64[6]: 6 rows do not divide by the 8 shards that this process's devices need\n"
+            f'{WHAT_TO_DO}',
+        ),
+        (
+            lambda: HELPER.broadcast_from(1, 5),
+            'broadcast_from takes the index of a process that holds devices of the mesh (0), got 1',
+        ),
+        (
+            lambda: HELPER.broadcast_from(
+                0, {'a': 'text', 'b': 2**70, 'c': jax.ShapeDtypeStruct((2,), 'int8')}
+            ),
+            'these leaves cannot be sent to other processes:\n  a: str is not an array\n'
+            '  b: Python int has more than 64 bits\n  c: int8[2] is not an array',
+        ),
+    ],
+)
+def test_data_calls_that_make_no_sense(call, message):
+    with pytest.raises(DataError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_values_of_the_only_process():
+    key = jax.random.key(3)
+    tree = {'x': np.arange(3, dtype=np.int64), 'y': jnp.ones(2), 'n': 2**40, 'f': 0.1, 'b': True, 'key': key}
+    found = HELPER.broadcast_from(0, tree)
+    assert (found['n'], found['f'], found['b'], found['key']) == (2**40, 0.1, True, key)
+    assert found['x'].dtype == np.int64
+    assert isinstance(found['y'], np.ndarray)
+    found['x'][0] = 9  # in memory of its own
+    assert tree['x'][0] == 0
+
+
+def test_python_numbers_are_arrays_like_any_other():
+    # Of several processes no array can be weakly typed, and a program should not depend on their number.
+    array = HELPER.local_data_to_global_array(0.5)
+    assert (array.dtype, array.weak_type) == (np.float32, False)

@@ -1,0 +1,168 @@
+"""How is the next batch loaded while the step runs? A thread that does the host's work, and no other.
+
+The thread asks the iterable for batches and puts each on this process's own devices. What all processes do
+together happens in the consumer's ``next``: a collective started by a thread, beside those of the step, comes
+in another order on another process, and all of them wait for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from scalax import _data, _processes
+from scalax.errors import DataError
+
+_PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """What the thread hands over: a batch, what is wrong with it, or, with neither, the end."""
+
+    part: _data.Part | None = None
+    finish: _data.Finish | None = None
+    error: BaseException | None = None
+
+
+class _Shared:
+    """What the thread and the consumer share; the thread knows nothing else of the consumer.
+
+    Only such queues as may be used while they are in use: `stop` is also called when garbage is collected,
+    which happens anywhere.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stopped = False
+        for _ in range(size):
+            self.room.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread once it is done with its batch; wakes it, and whoever waits for a batch."""
+        self.stopped = True
+        self.room.put(None)
+        self.items.put(_Item())
+
+
+# What the interpreter must not leave behind: it ends in an abort where a thread still runs inside JAX.
+_running: dict[threading.Thread, _Shared] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    left = list(_running.items())
+    for _, shared in left:
+        shared.stop()
+    for thread, _ in left:
+        thread.join(_PATIENCE)
+
+
+class Prefetch(Iterator[Any]):
+    """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
+
+    Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
+    the iterator any more.
+    """
+
+    def __init__(self, iterable: Iterable[Any], options: _data.Options, size: int, check: bool) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
+        _processes.require_this_process(options.mesh)
+        self._together = check and _processes.processes_of(options.mesh).several
+        self._options = options
+        self._shared = _Shared(size)
+        self._count = 0
+        self._done = False
+        # The iterable is asked for its iterator here, so that what is none is an error here.
+        arguments = (iter(iterable), options, self._shared, bool(jax.config.jax_enable_x64))
+        self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
+        _running[self._thread] = self._shared
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._shared.stop)
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._done:
+            raise StopIteration
+        item = self._shared.items.get()
+        try:
+            return self._completed(item)
+        except BaseException:
+            self._done = True
+            self._finalizer()
+            raise
+
+    def _completed(self, item: _Item) -> Any:
+        """The batch, once all processes have one."""
+        if self._shared.stopped:
+            raise StopIteration
+        error = item.error
+        if self._together:
+            state = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
+            _data.agree(self._options, 'prefetch', item.part, error, state)
+        if error is not None:
+            raise error
+        if item.finish is None:
+            raise StopIteration
+        batch = item.finish()
+        self._count += 1
+        self._shared.room.put(None)
+        return batch
+
+    def close(self) -> None:
+        """Stops loading, and lets go of what is loaded. Later ``next`` calls end the iteration."""
+        self._done = True
+        self._finalizer()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _load(iterator: Iterator[Any], options: _data.Options, shared: _Shared, x64: bool) -> None:
+    """What the thread does, until the data ends or nobody wants any more."""
+    try:
+        with jax.enable_x64(x64):  # contexts belong to threads: the consumer's holds here too
+            while True:
+                shared.room.get()
+                if shared.stopped:
+                    return
+                item = _next_item(iterator, options)
+                shared.items.put(item)
+                if item.finish is None:
+                    return
+                del item  # the consumer's alone now
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _next_item(iterator: Iterator[Any], options: _data.Options) -> _Item:
+    try:
+        try:
+            tree = next(iterator)
+        except StopIteration:
+            return _Item()
+        part = _data.read(options, tree)
+        # Loaders fill the same memory again and again.
+        return _Item(part, _data.place(part, keep=False))
+    except BaseException as error:
+        return _Item(error=error)

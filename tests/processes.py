@@ -1,0 +1,134 @@
+"""Runs checks in several real processes, joined by ``jax.distributed`` on localhost.
+
+A module of checks is imported in every process, and its functions ``check_*`` run there in the order in which
+they are written. Starting costs seconds, so many checks share one start::
+
+    outcome = run_checks('data_checks', processes=2, devices=4)
+    outcome.passed  # the names of the checks that passed on every process
+
+No wait is unbounded: all processes end, or are ended by their ids, within the timeout.
+"""
+
+import dataclasses
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one run, by process: exit codes, what was printed, and the checks that passed."""
+
+    codes: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    checks: tuple[frozenset[str], ...]
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """The checks that passed on every process."""
+        return frozenset.intersection(*self.checks)
+
+    def __str__(self) -> str:
+        return '\n'.join(
+            f'--- process {index} (exit code {code}) ---\n{text}'
+            for index, (code, text) in enumerate(zip(self.codes, self.outputs, strict=True))
+        )
+
+
+def names_of_checks(module: str) -> list[str]:
+    """The checks of a module, in the order in which they are written."""
+    return [name for name in vars(importlib.import_module(module)) if name.startswith('check_')]
+
+
+def run_checks(
+    module: str, processes: int, devices: int, names: Sequence[str] = (), timeout: float = 240
+) -> Outcome:
+    """Runs checks of a module, or all, in so many processes with so many simulated devices each."""
+    port = free_port()
+    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get('PYTHONPATH')])]
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
+    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    env.pop('XLA_FLAGS', None)
+    command = [sys.executable, '-W', 'error', str(Path(__file__)), module, str(processes), str(port)]
+    with tempfile.TemporaryDirectory() as folder:
+        # What is printed is for people: other libraries print too, in the middle of lines.
+        printed = [Path(folder, f'{index}.txt') for index in range(processes)]
+        passed = [Path(folder, f'{index}.passed') for index in range(processes)]
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for index in range(processes):
+                passed[index].touch()
+                with printed[index].open('wb') as out:
+                    full = [*command, str(index), str(passed[index]), *(names or names_of_checks(module))]
+                    running.append(subprocess.Popen(full, env=env, stdout=out, stderr=subprocess.STDOUT))
+            _wait(running, timeout)
+        finally:
+            # Each by its own id; a process that has ended already is left alone.
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        return Outcome(
+            tuple(process.returncode for process in running),
+            tuple(file.read_text(errors='replace') for file in printed),
+            tuple(frozenset(file.read_text().split()) for file in passed),
+        )
+
+
+def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Until all have ended; or one has failed, after which the others only wait for it; or too late."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in running]
+        if None not in codes:
+            return
+        if any(codes):  # those that were about to fail as well get a moment to say why
+            end = min(end, time.monotonic() + 3)
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(('localhost', 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(module: str, processes: str, port: str, index: str, passed: str, *names: str) -> int:
+    """What each process runs."""
+    import jax
+
+    warnings.simplefilter('error')
+    address = f'localhost:{port}'
+    jax.distributed.initialize(
+        address, int(processes), int(index), initialization_timeout=60, shutdown_timeout_seconds=20
+    )
+    checks = importlib.import_module(module)
+    for name in names:
+        start = time.monotonic()
+        check: Callable[[], None] = getattr(checks, name)
+        try:
+            check()
+        except BaseException:
+            traceback.print_exc()
+            print(f'{name} failed', flush=True)
+            # Nothing is waited for: the others may never come to where this process is.
+            os._exit(1)
+        with open(passed, 'a') as file:
+            print(name, file=file)
+        print(f'{name}: {time.monotonic() - start:.1f} s', flush=True)
+    jax.distributed.shutdown()
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(_main(*sys.argv[1:]))
