@@ -37,6 +37,7 @@ class Answer:
         clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
             finding unused clauses.
         mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
+        stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
     """
 
     spec: PartitionSpec | None
@@ -46,6 +47,7 @@ class Answer:
     memory_kind: str | None = None
     clauses: tuple[tuple[ShardingRule, int], ...] = ()
     mesh: Mesh | AbstractMesh | None = None
+    stack: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -177,8 +179,8 @@ class ShardingRule(abc.ABC):
         """This rule for layers that are stacked, as for ``jax.lax.scan``.
 
         Args:
-            dims: how many first dimensions are stacks; they are never sharded, and the rule sees the
-                arrays without them.
+            dims: how many first dimensions are stacks; they are never sharded, nor by what is behind
+                ``&``, and the rule sees the arrays without them.
         """
         from scalax.rules._compose import Stacked
 

@@ -7,6 +7,8 @@ what *a* says                   ``a | b`` gives              ``a & b`` gives
 ==============================  ===========================  =======================================
 a spec                          that spec                    that spec; *b* fills what it left free
 ``PartitionSpec()``             ``PartitionSpec()``          what *b* says
+a spec, ``.stacked(n)``         that spec                    that spec; *b* fills what it left free,
+                                                             but never the first *n* dimensions
 None (leave to the compiler)    None                         None
 no answer (FSDP: too small)     what *b* says                what *b* says
 strict, and no regex matches    what *b* says                an error
@@ -37,7 +39,7 @@ from scalax.rules._base import (
     ask,
     is_pure,
 )
-from scalax.rules._free import fill, left_by, taken_by
+from scalax.rules._free import close, fill, left_by, taken_by
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -187,7 +189,9 @@ class Overlay(BuiltinRule):
 
 
 def _spec_of(said: Said) -> PartitionSpec:
-    return said.spec if isinstance(said, Answer) and said.spec is not None else REPLICATED
+    if not isinstance(said, Answer) or said.spec is None:
+        return REPLICATED
+    return close(said.spec, said.stack) if said.stack else said.spec
 
 
 def _left(
@@ -231,8 +235,9 @@ def _merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Ax
         memory_kind=below.memory_kind or above.memory_kind,
         clauses=below.clauses + above.clauses,
         mesh=below.mesh or above.mesh,
+        stack=below.stack + tuple(dim for dim in above.stack if dim not in below.stack),
     )
-    filled = fill(below.spec, above.spec, len(shape))
+    filled = fill(below.spec, above.spec, len(shape), below.stack)
     if filled == _spec.canonical(below.spec):
         return merged
     own = _spec.entries(below.spec)
@@ -324,10 +329,11 @@ class Stacked(_Around):
             return said
         if len(shape) < self.dims:
             reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
-            return dataclasses.replace(said, spec=REPLICATED, reason=reason)
+            return dataclasses.replace(said, spec=REPLICATED, reason=reason, stack=())
         if id(said) not in memo:
             spec = _spec.replaced(said.spec, [*[None] * self.dims, *_spec.entries(said.spec)])
-            memo[id(said)] = dataclasses.replace(said, spec=spec)
+            stack = (*range(self.dims), *(dim + self.dims for dim in said.stack))
+            memo[id(said)] = dataclasses.replace(said, spec=spec, stack=stack)
         return memo[id(said)]
 
 

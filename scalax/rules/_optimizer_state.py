@@ -301,6 +301,9 @@ def _derived(
     if said.spec is None:
         return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
     entries = (*_spec.entries(said.spec), *[None] * len(own))
+    # Where it is unsure which dimension is a stack of layers, each that may be one counts.
+    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
+    said = dataclasses.replace(said, stack=stack)
     specs = dict.fromkeys(
         _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
     )
