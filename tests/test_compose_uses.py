@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._paths import NamedTree
-from scalax.rules import catalogue
 from scalax.errors import ShardingError
+from scalax.rules import catalogue
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -392,16 +392,65 @@ def test_explain_says_who_did_what(helper):
     rows = {row.path: row for row in helper.explain(LAYERS, MEGATRON & FSDP).rows}
     assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
     assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
-    assert rows['norm'].why == "regex '.*'"
+    assert rows['norm'].why == "regex '.*': 16 elements < min_fsdp_size 64"
     # Written with a trailing None, a full spec is still the first rule's alone.
     row = helper.explain({'w': leaf(16, 64)}, FSDP & P(None, 'fsdp')).rows[0]
     assert row.rule == repr(FSDP)
 
 
+def why(helper, rule, tree):
+    return {row.path: row.reason for row in helper.explain(tree, rule).rows}
+
+
+def test_explain_says_why_the_second_rule_added_nothing(helper):
+    tree = {
+        'a': leaf(64, 256),
+        'b': leaf(7, 9),
+        'c': leaf(4, 4),
+        'd': leaf(7, 99),
+        'e': leaf(64, 3),
+        'f': leaf(8, 64),
+    }
+    paths = TreePathShardingRule(('a', P('fsdp')), ('e', P('tp')), ('f', P('tp')), ('.*', P()))
+    assert why(helper, paths & FSDP, tree) == {
+        'a': 'FSDP: fsdp in use',
+        'b': '63 elements < min_fsdp_size 64',
+        'c': '16 elements < min_fsdp_size 64',
+        'd': 'no dimension divides by 4',
+        'e': 'no free dimension divides by 4',
+        'f': 'dimension 1 of size 64 divides by 4',
+    }
+    stacks = {'a': leaf(8, 64, 64)}
+    assert why(helper, P('fsdp') & FSDP.stacked(), stacks) == {'a': 'FSDP: fsdp in use'}
+    by_path = TreePathShardingRule(('', P('tp')))
+    assert why(helper, by_path.stacked() & P('fsdp', None, 'tp'), stacks) == {
+        'a': 'the spec given asked for fsdp on dimension 0: not free; '
+        'the spec given asked for tp on dimension 2: in use'
+    }
+
+
+def test_a_table_that_never_gets_what_it_asks_for_is_idle(helper):
+    first = TreePathShardingRule(('a', P('tp')), ('b', P()), ('.*', P()))
+    second = TreePathShardingRule(('^a', P(None, 'tp')), ('^b', P(None, 'tp')), ('', P()))
+    tree = {'a': leaf(64, 256), 'b': leaf(64, 256), 'c': leaf(8)}
+    for rule in (first & second, P() & (first & second)):
+        report = helper.explain(tree, rule)
+        assert [row.reason for row in report.rows] == [
+            "regex '^a' asked for tp on dimension 1: in use",
+            *[''] * 2,
+        ]
+        assert report.shadowed_rules == ('^a',)
+    bracketed = helper.explain(tree, P('tp') & (second & FSDP))
+    assert bracketed.rows[0].reason == (
+        "dimension 1 of size 256 divides by 4; regex '^a' asked for tp on dimension 1: in use"
+    )
+    assert bracketed.shadowed_rules == ('^a', '^b')
+
+
 def test_idle_regexes_are_found_inside_compositions(helper):
     second = TreePathShardingRule(('up', P('tp')), ('down', P('fsdp')), ('misspelt', P()), ('norm', P()))
     first = TreePathShardingRule(('up|gate', P(None, 'tp')), ('wup', P()))
-    for rule in (first | second, FSDP & (first | second), (first | second).stacked(1)):
+    for rule in (first | second, P() & (first | second), (first | second).stacked(1)):
         report = helper.explain({'up': leaf(8, 16, 64), 'down': leaf(8, 64, 16), 'norm': leaf(8, 16)}, rule)
         assert report.unused_rules == ('wup', 'misspelt')
         assert report.shadowed_rules == ('up',)

@@ -71,10 +71,10 @@ def _bits(dtype: Any) -> int:
 def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
     if spec is None:
         return 'left to the compiler'
-    if answer.spec is None or answer.spec == spec or _spec.canonical(answer.spec) == spec:
-        return answer.reason
-    asked = f'asked for {answer.spec}, which does not divide'
-    return f'{answer.reason}; {asked}' if answer.reason else asked
+    parts = [answer.reason]
+    if answer.spec is not None and answer.spec != spec and _spec.canonical(answer.spec) != spec:
+        parts.append(f'asked for {answer.spec}, which does not divide')
+    return '; '.join(part for part in (*parts, *answer.notes) if part)
 
 
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:

@@ -37,6 +37,7 @@ class Answer:
         clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
             finding unused clauses.
         mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
+        notes: what it did not get, or another rule did not add, and why, each in a few words.
         stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
     """
 
@@ -48,6 +49,7 @@ class Answer:
     clauses: tuple[tuple[ShardingRule, int], ...] = ()
     mesh: Mesh | AbstractMesh | None = None
     stack: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -94,6 +96,8 @@ class ShardingRule(abc.ABC):
 
     by_path: ClassVar[bool] = False
     """Whether it looks at paths and ranks alone; rules that it is made of may look at more."""
+    by_shape: ClassVar[bool] = False
+    """Whether it looks at shapes, and what is taken of them, alone."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
