@@ -175,13 +175,13 @@ class Overlay(BuiltinRule):
                 answers[i] = said
             elif said is None:
                 alike = (part.shapes[j], id(taken[j])) if self.second.by_shape else j
-                key = id(mine), alike
-                if key not in memo:
+                asked = id(mine), alike
+                if asked not in memo:
                     default = self.second.fallback(part, j, axis_sizes)
                     # Reports show the reason; an error of a strict rule is none here.
                     same = id(mine), default.reason if isinstance(default, Answer) else ''
-                    memo[key] = memo.setdefault(same, unanswered(mine, default))
-                answers[i] = memo[key]
+                    memo[asked] = memo.setdefault(same, unanswered(mine, default))
+                answers[i] = memo[asked]
             elif said.spec is not None:
                 if None not in (mine.mesh, said.mesh) and mine.mesh != said.mesh:
                     answers[i] = two_meshes(tree, i, mine, said)

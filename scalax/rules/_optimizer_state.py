@@ -352,7 +352,6 @@ def _derived(
     entries = (*_spec.entries(said.spec), *[None] * len(own))
     # Where it is unsure which dimension is a stack of layers, each that may be one counts.
     stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
-    said = dataclasses.replace(said, stack=stack)
     specs = dict.fromkeys(
         _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
     )
@@ -360,11 +359,15 @@ def _derived(
         # Any of them would be a guess.
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
-            said, spec=REPLICATED, origin=origin, reason=f'keeps {several} of its parameter: ambiguous'
+            said,
+            spec=REPLICATED,
+            origin=origin,
+            stack=stack,
+            reason=f'keeps {several} of its parameter: ambiguous',
         )
     kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
     reason = f'{kept} of its parameter'
-    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason)
+    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:
