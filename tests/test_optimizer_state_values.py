@@ -298,6 +298,25 @@ def test_explain_finds_unused_clauses_of_the_parameters():
     ]
 
 
+def test_regexes_are_judged_by_the_parameters_not_by_the_state():
+    params = {'embed': struct(8, 16), 'w': struct(8, 16), 'mu': struct(8, 16)}
+    table = TreePathShardingRule(
+        ('embed', P('fsdp')), ('^mu', P('tp')), ('w', P('fsdp')), ('nu', P()), ('^w$', P()), strict=False
+    )
+    rule = OptimizerStateShardingRule(table, params)
+    # embed and mu are frozen: the state lacks them, and its own mu and nu are no parameters.
+    state = {'mu': {'w': struct(8, 16)}, 'nu': {'w': struct(8, 16)}, 'count': struct()}
+    for of_all, tree in (
+        (rule, state),
+        (rule & FSDPShardingRule('tp', min_fsdp_size=0), state),
+        ({'params': table, 'state': rule}, {'params': {'w': struct(8, 16)}, 'state': state}),
+    ):
+        report = HELPER.explain(tree, of_all)
+        assert report.shadowed_rules == ('^w$',)
+        if of_all is rule:
+            assert report.unused_rules == ('nu',)
+
+
 # --- Messages -------------------------------------------------------------------------------------
 
 HINT = (
