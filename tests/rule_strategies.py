@@ -298,10 +298,11 @@ class _Terms:
         return self.rnd.choice([Either, Both, Both])(*self.rnd.sample(sides, 2))
 
     def brackets(self) -> Both:
-        """``a & (b & c)`` or ``a & b.stacked(1)``: what is free is for the innermost rule to know."""
+        """``a & (b & c)``, or a stack on one side of `&`: what is free is for the innermost rule to know."""
         chooser = self.rnd.choice([self.fsdp, self.fsdp, self.logical, self.paths])
         if _chance(self.rnd, 2):
-            return Both(self.rnd.choice([self.paths, self.fsdp])(0), Stack(chooser(0), 1))
+            sides = [self.rnd.choice([self.paths, self.fsdp])(0), Stack(chooser(0), 1)]
+            return Both(*self.rnd.sample(sides, 2))
         return Both(self.paths(0), Both(self.paths(0), chooser(0)))
 
     def rule(self, depth: int) -> Any:

@@ -36,6 +36,7 @@ class Spec:
     memory: str | None = None
     meshes: frozenset[bool] = frozenset()  # of NamedShardings: whether it is the mesh in force
     warned: bool = False  # by the rule itself, about dimensions that do not divide
+    stack: frozenset[int] = frozenset()  # dimensions of layers, which stay whole unless it says otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def overlay(term: language.Both, leaf: Leaf, mesh: MeshOf) -> Said:
         return first
     # What rules further out took is not placed, and so is not in use either.
     first = left_by(leaf, first)
-    inside = fill(Spec(leaf.taken), first, len(leaf.shape), leaf.used)
+    inside = fill(Spec(leaf.taken), with_stack_closed(first), len(leaf.shape), leaf.used)
     used = leaf.used | axes_used(first.dims)
     second = ask(term.second, dataclasses.replace(leaf, taken=inside.dims, used=used), mesh)
     if second == WRONG:
@@ -150,9 +151,19 @@ def overlay(term: language.Both, leaf: Leaf, mesh: MeshOf) -> Said:
     second = left_by(leaf, second)
     if len(first.meshes | second.meshes) == 2:
         return WRONG  # NamedShardings of two meshes
+    layers = first.stack
+    second = dataclasses.replace(
+        second, dims=tuple(() if d in layers else dim for d, dim in enumerate(second.dims))
+    )
     both = fill(first, second, len(leaf.shape), axes_used(first.dims))
-    meshes = first.meshes | second.meshes
-    return dataclasses.replace(both, memory=first.memory or second.memory, meshes=meshes)
+    meshes, memory = first.meshes | second.meshes, first.memory or second.memory
+    return dataclasses.replace(both, memory=memory, meshes=meshes, stack=layers | second.stack)
+
+
+def with_stack_closed(spec: Spec) -> Spec:
+    dims = [*spec.dims, *[()] * (max(spec.stack, default=-1) + 1 - len(spec.dims))]
+    closed = (UNCONSTRAINED if d in spec.stack and not dim else dim for d, dim in enumerate(dims))
+    return dataclasses.replace(spec, dims=tuple(closed))
 
 
 def left_by(leaf: Leaf, spec: Spec) -> Spec:
@@ -184,9 +195,10 @@ def stacked(term: language.Stack, leaf: Leaf, mesh: MeshOf) -> Said:
     default = settled(said)
     if isinstance(default, Spec):
         dims, policies = ((),) * n + default.dims, (None,) * n + default.policies
+        layers = frozenset(range(n)) | {d + n for d in default.stack}
         if len(leaf.shape) < n:
-            dims, policies = (), ()
-        default = dataclasses.replace(default, dims=dims, policies=policies)
+            dims, policies, layers = (), (), frozenset()
+        default = dataclasses.replace(default, dims=dims, policies=policies, stack=layers)
     return Nothing(default) if isinstance(said, Nothing) else default
 
 

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, RuleError, ShardingError
-from scalax.rules._compose import Everywhere, FirstAnswer, fill
+from scalax.rules._compose import Everywhere, FirstAnswer
+from scalax.rules._free import fill
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

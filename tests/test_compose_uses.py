@@ -12,15 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._paths import NamedTree
 from scalax.errors import ShardingError
+from scalax.rules import catalogue
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
+    OptimizerStateShardingRule,
     PolicyShardingRule,
     ShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
 )
+from scalax.testing import assert_collectives
 
 U = P.UNCONSTRAINED
 MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*', P()))
@@ -108,6 +111,83 @@ def test_layers_are_never_sharded(helper, rule, expected):
     }
 
 
+OVER_DATA = FSDPShardingRule('data', min_fsdp_size=64)
+BY_PATH = TreePathShardingRule(('w', P('fsdp', 'tp')), ('.*', P()))
+STACKED = {'w': leaf(16, 64, 64), 'b': leaf(16, 64)}
+
+
+@pytest.fixture(scope='module')
+def cube():
+    return MeshShardingHelper([2, 2, 2], ['data', 'fsdp', 'tp'])
+
+
+@pytest.mark.parametrize(
+    'rule',
+    [
+        BY_PATH.stacked() & OVER_DATA,
+        BY_PATH.stacked() & P('data', 'data'),
+        BY_PATH.stacked() & (P() & OVER_DATA),
+        (P() & BY_PATH.stacked()) & OVER_DATA,
+        (STRICT_MISS | BY_PATH.stacked()) & OVER_DATA,
+        BY_PATH.stacked().with_memory_kind('device') & OVER_DATA,
+        TreePathShardingRule(('', BY_PATH.stacked())) & OVER_DATA,
+        PolicyShardingRule(lambda path, leaf: BY_PATH.stacked()) & OVER_DATA,
+        OptimizerStateShardingRule(BY_PATH.stacked(), STACKED) & OVER_DATA,
+        OptimizerStateShardingRule(BY_PATH.stacked() & OVER_DATA, STACKED),
+        P() & (BY_PATH.stacked() & OVER_DATA),
+    ],
+)
+def test_and_never_shards_the_layers_of_a_stack(cube, rule):
+    assert specs(cube, rule, STACKED) == {'w': P(None, 'fsdp', 'tp'), 'b': P(None, 'data')}
+
+
+def test_and_never_shards_the_layers_of_two_stacks(cube):
+    assert specs(cube, BY_PATH.stacked().stacked() & OVER_DATA, {'w': leaf(4, 16, 64, 64)}) == {
+        'w': P(None, None, 'fsdp', 'tp')
+    }
+    # Another stack, and one whose rule has no answer: nobody knows it for a stack then.
+    assert specs(cube, FSDP.stacked() & OVER_DATA, {'w': leaf(16, 64, 7)}) == {'w': P(None, 'fsdp')}
+    assert specs(cube, FSDP.stacked() & OVER_DATA, {'w': leaf(16, 7, 7)}) == {'w': P('data')}
+
+
+def test_the_layers_of_the_catalogue_are_never_sharded(cube):
+    rule = catalogue.rule(catalogue.LLAMA, stacked='layers/')
+    tree = {'embed': {'embedding': leaf(512, 64)}, 'layers': {'q_proj': {'kernel': leaf(16, 64, 64)}}}
+    expected = {
+        'embed': {'embedding': P('tp', 'fsdp')},
+        'layers': {'q_proj': {'kernel': P(None, 'fsdp', 'tp')}},
+    }
+    assert specs(cube, rule & OVER_DATA, tree) == expected
+    assert specs(cube, OptimizerStateShardingRule(rule, tree) & OVER_DATA, {'mu': tree}) == {'mu': expected}
+
+
+def test_factors_of_stacked_layers_keep_them_whole(cube):
+    rule = OptimizerStateShardingRule(BY_PATH.stacked(), {'w': leaf(16, 64, 32), 'square': leaf(16, 16, 64)})
+    state = {
+        'v_row': {'w': leaf(16, 32)},
+        'v_col': {'w': leaf(64, 32)},  # without the layers
+        'history': {'w': leaf(8, 16, 64, 32)},
+        'any': {'square': leaf(16, 64)},  # perhaps the layers
+    }
+    assert specs(cube, rule & OVER_DATA, state) == {
+        'v_row': {'w': P(None, 'tp')},
+        'v_col': {'w': P('fsdp', 'tp')},
+        'history': {'w': P('data', None, 'fsdp', 'tp')},
+        'any': {'square': P(None, 'data')},
+    }
+
+
+def test_a_scan_over_stacked_layers_gathers_nothing_more(cube):
+    """Sharded layers would have to be gathered in every iteration."""
+
+    def model(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights['w'])[0]
+
+    rule = TreePathShardingRule(('w', P('fsdp', 'tp'))).stacked() & OVER_DATA
+    step = cube.sjit(model, in_shardings=(rule, P('data')), out_shardings=P('data'))
+    assert_collectives(step, {'w': leaf(16, 64, 64)}, leaf(8, 64), all_gather={'data': 0}, all_to_all=0)
+
+
 def test_two_stacked_dimensions(helper):
     for rule in (FSDP.stacked(2), FSDP.stacked().stacked()):
         assert specs(helper, rule, {'w': leaf(80, 64, 32, 8)}) == {'w': P(None, None, 'fsdp')}
@@ -118,7 +198,7 @@ def test_stacks_beside_operators(helper):
     assert specs(helper, P('fsdp') & FSDP.stacked(), tree) == {'w': P('fsdp')}
     assert specs(helper, P('tp') & FSDP.stacked(), tree) == {'w': P('tp', 'fsdp')}
     assert specs(helper, P(None, 'tp') & FSDP.stacked(), tree) == {'w': P(None, 'tp', 'fsdp')}
-    assert specs(helper, FSDP.stacked() & P('tp'), tree) == {'w': P('tp', 'fsdp')}
+    assert specs(helper, FSDP.stacked() & P('tp', None, 'tp'), tree) == {'w': P(None, 'fsdp', 'tp')}
     assert specs(helper, FSDP.stacked() | P('tp'), {'w': leaf(8, 3, 3)}) == {'w': P('tp')}
 
 
@@ -312,16 +392,65 @@ def test_explain_says_who_did_what(helper):
     rows = {row.path: row for row in helper.explain(LAYERS, MEGATRON & FSDP).rows}
     assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
     assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
-    assert rows['norm'].why == "regex '.*'"
+    assert rows['norm'].why == "regex '.*': 16 elements < min_fsdp_size 64"
     # Written with a trailing None, a full spec is still the first rule's alone.
     row = helper.explain({'w': leaf(16, 64)}, FSDP & P(None, 'fsdp')).rows[0]
     assert row.rule == repr(FSDP)
 
 
+def why(helper, rule, tree):
+    return {row.path: row.reason for row in helper.explain(tree, rule).rows}
+
+
+def test_explain_says_why_the_second_rule_added_nothing(helper):
+    tree = {
+        'a': leaf(64, 256),
+        'b': leaf(7, 9),
+        'c': leaf(4, 4),
+        'd': leaf(7, 99),
+        'e': leaf(64, 3),
+        'f': leaf(8, 64),
+    }
+    paths = TreePathShardingRule(('a', P('fsdp')), ('e', P('tp')), ('f', P('tp')), ('.*', P()))
+    assert why(helper, paths & FSDP, tree) == {
+        'a': 'FSDP: fsdp in use',
+        'b': '63 elements < min_fsdp_size 64',
+        'c': '16 elements < min_fsdp_size 64',
+        'd': 'no dimension divides by 4',
+        'e': 'no free dimension divides by 4',
+        'f': 'dimension 1 of size 64 divides by 4',
+    }
+    stacks = {'a': leaf(8, 64, 64)}
+    assert why(helper, P('fsdp') & FSDP.stacked(), stacks) == {'a': 'FSDP: fsdp in use'}
+    by_path = TreePathShardingRule(('', P('tp')))
+    assert why(helper, by_path.stacked() & P('fsdp', None, 'tp'), stacks) == {
+        'a': 'the spec given asked for fsdp on dimension 0: not free; '
+        'the spec given asked for tp on dimension 2: in use'
+    }
+
+
+def test_a_table_that_never_gets_what_it_asks_for_is_idle(helper):
+    first = TreePathShardingRule(('a', P('tp')), ('b', P()), ('.*', P()))
+    second = TreePathShardingRule(('^a', P(None, 'tp')), ('^b', P(None, 'tp')), ('', P()))
+    tree = {'a': leaf(64, 256), 'b': leaf(64, 256), 'c': leaf(8)}
+    for rule in (first & second, P() & (first & second)):
+        report = helper.explain(tree, rule)
+        assert [row.reason for row in report.rows] == [
+            "regex '^a' asked for tp on dimension 1: in use",
+            *[''] * 2,
+        ]
+        assert report.shadowed_rules == ('^a',)
+    bracketed = helper.explain(tree, P('tp') & (second & FSDP))
+    assert bracketed.rows[0].reason == (
+        "dimension 1 of size 256 divides by 4; regex '^a' asked for tp on dimension 1: in use"
+    )
+    assert bracketed.shadowed_rules == ('^a', '^b')
+
+
 def test_idle_regexes_are_found_inside_compositions(helper):
     second = TreePathShardingRule(('up', P('tp')), ('down', P('fsdp')), ('misspelt', P()), ('norm', P()))
     first = TreePathShardingRule(('up|gate', P(None, 'tp')), ('wup', P()))
-    for rule in (first | second, FSDP & (first | second), (first | second).stacked(1)):
+    for rule in (first | second, P() & (first | second), (first | second).stacked(1)):
         report = helper.explain({'up': leaf(8, 16, 64), 'down': leaf(8, 64, 16), 'norm': leaf(8, 16)}, rule)
         assert report.unused_rules == ('wup', 'misspelt')
         assert report.shadowed_rules == ('up',)

@@ -154,7 +154,16 @@ def test_a_report_says_why():
         ('z', 'LogicalAxisShardingRule', 'one element'),
     ]
     assert helper_for({'x': 2}).explain({'w': leaf(8, 8, 16)}, rule).rows[0].reason == (
-        'no name has a mesh axis here'
+        "heads: the mesh has no 'tp'; mlp: the mesh has no 'tp'; embed: the mesh has no 'fsdp'"
+    )
+    none = LogicalAxisShardingRule({'embed': None}, [('', 'embed')])
+    assert helper_for(POD).explain(leaf(8), none).rows[0].reason == 'no name has a mesh axis here'
+
+
+def test_a_report_shows_a_misspelt_mesh_axis():
+    rule = LogicalAxisShardingRule({'embed': ('pod', 'fdsp'), 'mlp': 'tp'}, [('', 'embed mlp')])
+    assert helper_for({'fsdp': 4, 'tp': 2}).explain(leaf(8, 8), rule).rows[0].reason == (
+        "embed: the mesh has no 'pod', 'fdsp' (did you mean 'fsdp'?); mlp -> tp"
     )
 
 

@@ -69,8 +69,9 @@ def by_rank(path, leaf):
         ('v/w', (1, 1, 1), P(), 'at most one element'),
         ('v/w', (0, 0), P(), 'at most one element'),
         ('count', (), P(), 'at most one element'),
-        ('table', (8, 16), P(), 'belongs to no parameter'),
-        ('mu/aw', (8, 16), P(), 'belongs to no parameter'),  # keys are compared whole
+        ('table', (8,), P(), 'belongs to no parameter'),
+        ('table', (8, 4), P(), 'belongs to no parameter'),
+        ('mu/aw', (8,), P(), 'belongs to no parameter'),  # keys are compared whole
         ('mu/w/q', (8, 16), P('a', 'b'), 'as its parameter'),
         ('mu/w/scale', (16,), P('b'), 'keeps dimension 1 of its parameter'),
         ('mu/w/scale', (8, 1), P('a'), 'keeps dimension 0 of its parameter'),
@@ -78,7 +79,6 @@ def by_rank(path, leaf):
         ('mu/w/deep/0', (8, 4), P('a'), 'keeps dimension 0 of its parameter'),
         ('w/lora_a', (8, 2), P('a'), 'keeps dimension 0 of its parameter'),
         ('w/lora_b', (2, 16), P(None, 'b'), 'keeps dimension 1 of its parameter'),
-        ('mu/w/codes', (4, 32), P(), 'belongs to no parameter'),
         ('mu/w/codes', (128,), P(), 'belongs to no parameter'),
     ],
 )
@@ -102,10 +102,72 @@ def test_quantised_moments():
     state = {'mu': {'kernel': {'q': struct(256, 512, dtype='int8'), 'scale': struct(256, 4)}}}
     assert rule.apply(state) == {'mu': {'kernel': {'q': P('a', 'b'), 'scale': P('a')}}}
     blocks = {'mu': {'kernel': {'q': struct(1024, 128, dtype='int8'), 'scale': struct(256, 1)}}}
-    assert rule.apply(blocks) == {'mu': {'kernel': {'q': P(), 'scale': P('a')}}}
+    with pytest.raises(ShardingError) as error:
+        rule.apply(blocks)
+    assert [problem.leaf for problem in error.value.problems] == ['mu/kernel/q: int8[1024, 128]']
     # What has no answer is left to the next rule.
     either = rule | FSDPShardingRule('fsdp', 4, min_fsdp_size=0)
     assert either.apply(blocks)['mu']['kernel']['q'] == P('fsdp', None)
+
+
+LARGE = {'layers': [{'w': struct(64, 64)}, {'w': struct(4096, 4096)}], 'b': struct(64)}
+
+
+@pytest.mark.parametrize(
+    ('params', 'path', 'leaf', 'detail'),
+    [
+        (
+            {'params': LARGE, 'x': struct(3)},
+            '0/mu/layers/1/w',
+            struct(4096, 4096),
+            "its path ends with no parameter path; there is 'params/layers/1/w'",
+        ),
+        (LARGE, '0/mu/new', struct(4096, 4096), 'its path ends with no parameter path'),
+        (
+            {'kernel': struct(8, 16), 'b': struct(8)},
+            '0/mu/kernle',
+            struct(8, 16),
+            "its path ends with no parameter path; there is 'kernel'",
+        ),
+        (
+            [struct(64, 64), struct(4096, 4096)],
+            'mu/1',
+            struct(4096, 2048),
+            "it has no shape that belongs to the parameter '1': [4096, 4096]",
+        ),
+        (
+            {'w': struct(8, 16), 'b': struct(8)},
+            'mu/w/q',
+            struct(16, 8, dtype='int8'),
+            "it has no shape that belongs to the parameter 'w': [8, 16]",
+        ),
+        (
+            {'w': struct(8, 16), 'b': struct(8)},
+            'mu/w/codes',
+            struct(4, 32),
+            "it has no shape that belongs to the parameter 'w': [8, 16]",
+        ),
+    ],
+)
+def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
+    rule = OptimizerStateShardingRule(P(), params)
+    state = {'mirror': params, 'leaf': nested(path, leaf)}
+    for of_all in (rule, rule & FSDPShardingRule('fsdp', min_fsdp_size=0)):
+        with pytest.raises(ShardingError) as error:
+            HELPER.match_sharding_rule(of_all, state)
+        assert [(one.kind, one.detail) for one in error.value.problems] == [('params-mismatch', detail)]
+    # A rule behind `|` is asked first.
+    either = rule | TreePathShardingRule(('', P('fsdp')))
+    assert jax.tree.leaves(HELPER.match_sharding_rule(either, state)['leaf'])[0].spec == P('fsdp')
+
+
+def test_a_train_state_that_holds_more_than_parameters():
+    state = TrainState(
+        struct(), LARGE, {'mu': LARGE, 'coefficients': struct(5, 3)}, struct(2, dtype='uint32')
+    )
+    extra = {'state': state, 'batch_stats': {'mean': struct(4096)}, 'seen': struct(64, 64, dtype='int32')}
+    specs = OptimizerStateShardingRule(P(), LARGE).apply(extra)
+    assert set(jax.tree.leaves(specs)) == {P()}
 
 
 # --- What the parameters are sharded by -----------------------------------------------------------
@@ -234,6 +296,25 @@ def test_explain_finds_unused_clauses_of_the_parameters():
         "OptimizerStateShardingRule -> regex '.*'",
         "OptimizerStateShardingRule -> regex '^w$'",
     ]
+
+
+def test_regexes_are_judged_by_the_parameters_not_by_the_state():
+    params = {'embed': struct(8, 16), 'w': struct(8, 16), 'mu': struct(8, 16)}
+    table = TreePathShardingRule(
+        ('embed', P('fsdp')), ('^mu', P('tp')), ('w', P('fsdp')), ('nu', P()), ('^w$', P()), strict=False
+    )
+    rule = OptimizerStateShardingRule(table, params)
+    # embed and mu are frozen: the state lacks them, and its own mu and nu are no parameters.
+    state = {'mu': {'w': struct(8, 16)}, 'nu': {'w': struct(8, 16)}, 'count': struct()}
+    for of_all, tree in (
+        (rule, state),
+        (rule & FSDPShardingRule('tp', min_fsdp_size=0), state),
+        ({'params': table, 'state': rule}, {'params': {'w': struct(8, 16)}, 'state': state}),
+    ):
+        report = HELPER.explain(tree, of_all)
+        assert report.shadowed_rules == ('^w$',)
+        if of_all is rule:
+            assert report.unused_rules == ('nu',)
 
 
 # --- Messages -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
-from scalax.rules import LogicalAxisShardingRule, TreePathShardingRule, catalogue
+from scalax.rules import LogicalAxisShardingRule, OptimizerStateShardingRule, TreePathShardingRule, catalogue
 from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
 
 
@@ -71,10 +71,10 @@ def _bits(dtype: Any) -> int:
 def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
     if spec is None:
         return 'left to the compiler'
-    if answer.spec is None or answer.spec == spec or _spec.canonical(answer.spec) == spec:
-        return answer.reason
-    asked = f'asked for {answer.spec}, which does not divide'
-    return f'{answer.reason}; {asked}' if answer.reason else asked
+    parts = [answer.reason]
+    if answer.spec is not None and answer.spec != spec and _spec.canonical(answer.spec) != spec:
+        parts.append(f'asked for {answer.spec}, which does not divide')
+    return '; '.join(part for part in (*parts, *answer.notes) if part)
 
 
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
@@ -83,18 +83,28 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
     unused: list[str] = []
     shadowed: list[str] = []
-    for rule, patterns in _tables(jax.tree.leaves(rules, is_leaf=is_rule)):
+    given = jax.tree.leaves(rules, is_leaf=is_rule)
+    of_params = _parameters(given)
+    outside = {_key(rule) for rule, _ in _tables(given, within_states=False)}
+    for rule, patterns in _tables(given):
+        params = of_params.get(_key(rule), [])
+        rows = [
+            (path, answer)
+            for path, answer in zip(resolution.seen, resolution.answers, strict=True)
+            # A rule of both params and their state sees the paths of the state nowhere.
+            if _key(rule) in outside and not (params and _is_of_state(answer))
+        ]
         for number, pattern in enumerate(patterns):
             text = str(getattr(pattern, 'pattern', pattern))
             # The tables of the catalogue are for many models: most of their rows are idle in each.
             if (_key(rule), number) in used or text in catalogue.REGEXES:
                 continue
-            hits = [
-                answer
-                for path, answer in zip(resolution.seen, resolution.answers, strict=True)
-                if re.search(pattern, path)
-            ]
-            if not hits:
+            # Whom a parameter belongs to is not to be seen in the paths of a state, which may lack it too.
+            mine = [path for path in params if re.search(pattern, path)]
+            if any(not any(re.search(earlier, path) for earlier in patterns[:number]) for path in mine):
+                continue
+            hits = [answer for path, answer in rows if re.search(pattern, path)]
+            if not hits and not mine:
                 unused.append(text)
                 continue
             # Arrays of one element are nobody's to decide about; and a nested rule may have been asked,
@@ -102,9 +112,13 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
             if _nests(rule, number):
                 others = [answer for answer in others if _decided_before(rule, number, answer)]
-            if others:
+            if others or mine:
                 shadowed.append(text)
     return unused, shadowed
+
+
+def _is_of_state(answer: Answer) -> bool:
+    return OptimizerStateShardingRule.__name__ in answer.origin
 
 
 def _nests(rule: ShardingRule, number: int) -> bool:
@@ -124,14 +138,40 @@ def _key(rule: ShardingRule) -> Any:
     return rule
 
 
-def _tables(rules: Sequence[Any]) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
-    """Every rule that holds a table of regexes, nested ones too, with its regexes."""
+def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
+    """The paths of the parameters that each table below an OptimizerStateShardingRule decides about."""
+    found: dict[Any, list[str]] = {}
+    for rule in rules:
+        if isinstance(rule, OptimizerStateShardingRule):
+            for section in rule.sections:
+                # Arrays of one element are nobody's to decide about.
+                paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
+                for table, _ in _tables([section.rule]):
+                    found.setdefault(_key(table), []).extend(paths)
+        elif isinstance(rule, ShardingRule):
+            for key, paths in _parameters(rule.parts).items():
+                found.setdefault(key, []).extend(paths)
+    return found
+
+
+def _tables(
+    rules: Sequence[Any], within_states: bool = True
+) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
+    """Every rule that holds a table of regexes, nested ones too, with its regexes.
+
+    Args:
+        rules: where to look.
+        within_states: whether those below an OptimizerStateShardingRule count.
+    """
     found: dict[Any, tuple[ShardingRule, tuple[Any, ...]]] = {}
     for rule in rules:
         if isinstance(rule, TreePathShardingRule):
             found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.rules)
         elif isinstance(rule, LogicalAxisShardingRule):
             found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.axis_names or ())
-        if isinstance(rule, ShardingRule):
-            found.update((_key(one), (one, patterns)) for one, patterns in _tables(rule.parts))
+        if isinstance(rule, ShardingRule) and (
+            within_states or not isinstance(rule, OptimizerStateShardingRule)
+        ):
+            nested = _tables(rule.parts, within_states)
+            found.update((_key(one), (one, patterns)) for one, patterns in nested)
     return found.values()

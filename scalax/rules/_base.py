@@ -37,6 +37,8 @@ class Answer:
         clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
             finding unused clauses.
         mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
+        notes: what it did not get, or another rule did not add, and why, each in a few words.
+        stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
     """
 
     spec: PartitionSpec | None
@@ -46,6 +48,8 @@ class Answer:
     memory_kind: str | None = None
     clauses: tuple[tuple[ShardingRule, int], ...] = ()
     mesh: Mesh | AbstractMesh | None = None
+    stack: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -92,6 +96,8 @@ class ShardingRule(abc.ABC):
 
     by_path: ClassVar[bool] = False
     """Whether it looks at paths and ranks alone; rules that it is made of may look at more."""
+    by_shape: ClassVar[bool] = False
+    """Whether it looks at shapes, and what is taken of them, alone."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -177,8 +183,8 @@ class ShardingRule(abc.ABC):
         """This rule for layers that are stacked, as for ``jax.lax.scan``.
 
         Args:
-            dims: how many first dimensions are stacks; they are never sharded, and the rule sees the
-                arrays without them.
+            dims: how many first dimensions are stacks; they are never sharded, nor by what is behind
+                ``&``, and the rule sees the arrays without them.
         """
         from scalax.rules._compose import Stacked
 

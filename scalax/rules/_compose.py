@@ -7,6 +7,8 @@ what *a* says                   ``a | b`` gives              ``a & b`` gives
 ==============================  ===========================  =======================================
 a spec                          that spec                    that spec; *b* fills what it left free
 ``PartitionSpec()``             ``PartitionSpec()``          what *b* says
+a spec, ``.stacked(n)``         that spec                    that spec; *b* fills what it left free,
+                                                             but never the first *n* dimensions
 None (leave to the compiler)    None                         None
 no answer (FSDP: too small)     what *b* says                what *b* says
 strict, and no regex matches    what *b* says                an error
@@ -18,8 +20,6 @@ Where *b* has no answer, or says None, ``a & b`` leaves a spec of *a* as it is.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,7 +37,8 @@ from scalax.rules._base import (
     ask,
     is_pure,
 )
-from scalax.rules._free import fill, left_by, taken_by
+from scalax.rules._free import taken_by
+from scalax.rules._merge import left, merged, spec_of, two_meshes, unanswered
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -156,112 +157,49 @@ class Overlay(BuiltinRule):
         open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
         part = tree.select(open_)
         outers = part.taken or [REPLICATED] * len(part)
-        first = _left(outers, [below[i] for i in open_], part.shapes)
+        first = left(outers, [below[i] for i in open_], part.shapes)
         keys = [
-            (outer, _spec_of(said), len(shape))
+            (outer, spec_of(said), len(shape))
             for outer, said, shape in zip(outers, first, part.shapes, strict=True)
         ]
         known = {key: taken_by(*key) for key in dict.fromkeys(keys)}
         taken = [known[key] for key in keys]
-        above = _left(outers, ask(self.second, part.with_taken(taken), axis_sizes), part.shapes)
-        merged = list(below)
+        part = part.with_taken(taken)
+        above = left(outers, ask(self.second, part, axis_sizes), part.shapes)
+        answers = list(below)
         # One answer for equal leaves, as each rule gives: what is equal is then validated once.
         memo: dict[Any, Answer] = {}
-        for i, mine, said in zip(open_, first, above, strict=True):
-            merged[i] = mine
+        for j, (i, mine, said) in enumerate(zip(open_, first, above, strict=True)):
+            answers[i] = mine
             if not isinstance(mine, Answer) or isinstance(said, Problem):
-                merged[i] = said
-            elif said is not None and said.spec is not None:
+                answers[i] = said
+            elif said is None:
+                alike = (part.shapes[j], id(taken[j])) if self.second.by_shape else j
+                asked = id(mine), alike
+                if asked not in memo:
+                    default = self.second.fallback(part, j, axis_sizes)
+                    # Reports show the reason; an error of a strict rule is none here.
+                    same = id(mine), default.reason if isinstance(default, Answer) else ''
+                    memo[asked] = memo.setdefault(same, unanswered(mine, default))
+                answers[i] = memo[asked]
+            elif said.spec is not None:
                 if None not in (mine.mesh, said.mesh) and mine.mesh != said.mesh:
-                    merged[i] = _two_meshes(tree, i, mine, said)
+                    answers[i] = two_meshes(tree, i, mine, said)
                     continue
                 key = id(mine), id(said), tree.shapes[i]
                 if key not in memo:
-                    memo[key] = _merged(mine, said, tree.shapes[i], axis_sizes or {})
-                merged[i] = memo[key]
-        return merged
+                    memo[key] = merged(mine, said, tree.shapes[i], axis_sizes or {})
+                answers[i] = memo[key]
+        return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the second rule: the first one had no answer either."""
         return self.second.fallback(tree, index, axis_sizes)
 
 
-def _spec_of(said: Said) -> PartitionSpec:
-    return said.spec if isinstance(said, Answer) and said.spec is not None else REPLICATED
-
-
-def _left(
-    outers: Sequence[PartitionSpec], answers: Sequence[Said], shapes: Sequence[tuple[int, ...]]
-) -> list[Said]:
-    """What rules further out leave of each answer, which is all of it that will be placed."""
-    memo: dict[Any, Said] = {}
-    left: list[Said] = []
-    for outer, said, shape in zip(outers, answers, shapes, strict=True):
-        if outer and isinstance(said, Answer) and said.spec is not None:
-            key = id(said), outer, len(shape)
-            if key not in memo:
-                spec = left_by(outer, said.spec, len(shape))
-                same = spec == _spec.canonical(said.spec)
-                memo[key] = said if same else dataclasses.replace(said, spec=spec)
-            said = memo[key]
-        left.append(said)
-    return left
-
-
 def _is_open(said: Said) -> bool:
     """Whether another rule may still say something: not where the compiler was given the choice."""
     return not (isinstance(said, Answer) and said.spec is None)
-
-
-def _two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Problem:
-    return Problem(
-        'other-mesh',
-        tree.describe(index),
-        f'the NamedShardings are of two meshes: {below.mesh} and {above.mesh}',
-        rule=f'{below.origin} & {above.origin}',
-        hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-    )
-
-
-def _merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
-    """What two answers with specs say together about a leaf of this shape."""
-    assert below.spec is not None and above.spec is not None
-    merged = dataclasses.replace(
-        below,
-        memory_kind=below.memory_kind or above.memory_kind,
-        clauses=below.clauses + above.clauses,
-        mesh=below.mesh or above.mesh,
-    )
-    filled = fill(below.spec, above.spec, len(shape))
-    if filled == _spec.canonical(below.spec):
-        return merged
-    own = _spec.entries(below.spec)
-    added = [
-        None if dim < len(own) and own[dim] is not None else entry
-        for dim, entry in enumerate(_spec.entries(filled))
-    ]
-    # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
-    policies = [
-        policy
-        for answer, entries in ((below, own), (above, added))
-        if not _divides(shape, entries, axis_sizes)
-        for policy in answer.policies
-    ]
-    return dataclasses.replace(
-        merged,
-        spec=filled,
-        origin=f'{below.origin} & {above.origin}',
-        reason='; '.join(part for part in (below.reason, above.reason) if part),
-        policies=tuple(policies) or below.policies,
-    )
-
-
-def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSizes) -> bool:
-    """Whether every dimension divides by its axes, as far as these are known."""
-    return not any(
-        n % math.prod(axis_sizes.get(axis, 1) for axis in _spec.entry_axes(entry))
-        for n, entry in zip(shape, entries, strict=False)
-    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -298,13 +236,16 @@ class Stacked(_Around):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
         """See `ShardingRule.answers`."""
         memo: dict[int, Answer] = {}
-        layer = tree.without_first(self.dims)
-        if tree.taken:
-            layer = layer.with_taken(list(map(self._taken, tree.taken, layer.shapes)))
+        layer = self._layer(tree)
         return [
             self._restacked(said, shape, memo) if isinstance(said, Answer) else said
             for said, shape in zip(ask(self.rule, layer, axis_sizes), tree.shapes, strict=True)
         ]
+
+    def _layer(self, tree: NamedTree) -> NamedTree:
+        layer = tree.without_first(self.dims)
+        taken = list(map(self._taken, tree.taken, layer.shapes))
+        return layer.with_taken(taken) if taken else layer
 
     def _taken(self, taken: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
         """What was taken of one layer; the axes of the stack are in use all the same."""
@@ -314,7 +255,7 @@ class Stacked(_Around):
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """The default of the rule for one layer."""
         # This leaf alone: the whole tree once for each leaf would take the square of its size.
-        one = dataclasses.replace(tree.select([index]), parent=None).without_first(self.dims)
+        one = self._layer(dataclasses.replace(tree.select([index]), parent=None))
         default = self.rule.fallback(one, 0, axis_sizes)
         return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
 
@@ -324,10 +265,11 @@ class Stacked(_Around):
             return said
         if len(shape) < self.dims:
             reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
-            return dataclasses.replace(said, spec=REPLICATED, reason=reason)
+            return dataclasses.replace(said, spec=REPLICATED, reason=reason, stack=())
         if id(said) not in memo:
             spec = _spec.replaced(said.spec, [*[None] * self.dims, *_spec.entries(said.spec)])
-            memo[id(said)] = dataclasses.replace(said, spec=spec)
+            stack = (*range(self.dims), *(dim + self.dims for dim in said.stack))
+            memo[id(said)] = dataclasses.replace(said, spec=spec, stack=stack)
         return memo[id(said)]
 
 

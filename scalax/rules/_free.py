@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -9,8 +10,16 @@ from jax.sharding import PartitionSpec
 from scalax import _spec
 
 
-def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec:
+def fill(
+    below: PartitionSpec, above: PartitionSpec, rank: int, closed: Collection[int] = ()
+) -> PartitionSpec:
     """A spec whose free dimensions are filled from another, with axes that it does not use yet.
+
+    Args:
+        below: the spec.
+        above: the other one.
+        rank: the number of dimensions of the array.
+        closed: dimensions that are not free, though nothing is placed there.
 
     Example:
         >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
@@ -22,7 +31,7 @@ def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec
     # A spec that is longer than the array stays so: validation names the leaf.
     for dim in range(max(rank, len(first), len(second))):
         entry = first[dim] if dim < len(first) else None
-        if entry is None and dim < len(second):
+        if entry is None and dim < len(second) and dim not in closed:
             entry = second[dim]
             if entry is not _spec.UNCONSTRAINED:
                 # An axis that `above` uses twice stays so too, and is reported as its mistake.
@@ -51,6 +60,20 @@ def left_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSp
             entry = tuple(axis for axis in _spec.entry_axes(entry) if axis not in used)
         left.append(entry)
     return _spec.replaced(spec, left)
+
+
+def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
+    """The spec in which those of *dims* are not free that hold nothing.
+
+    Example:
+        >>> close(PartitionSpec('a'), (0, 1))
+        P('a', UNCONSTRAINED)
+    """
+    entries = [*_spec.entries(spec), *[None] * (max(dims, default=-1) + 1)]
+    for dim in dims:
+        # Nobody fills a dimension that the compiler was given.
+        entries[dim] = _spec.UNCONSTRAINED if entries[dim] is None else entries[dim]
+    return _spec.replaced(spec, entries)
 
 
 def taken_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -44,6 +44,7 @@ class FSDPShardingRule(BuiltinRule):
     fsdp_axis_name: str | tuple[str, ...] = 'fsdp'
     fsdp_axis_size: int | None = None
     min_fsdp_size: int = 1048576
+    by_shape: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.fsdp_axis_name, list):
@@ -80,10 +81,14 @@ class FSDPShardingRule(BuiltinRule):
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """Arrays that are too small, or of which no dimension divides, are replicated."""
         elements = math.prod(tree.shapes[index])
+        taken = tree.taken[index] if tree.taken else REPLICATED
         if elements < self.min_fsdp_size:
             reason = f'{elements} elements < min_fsdp_size {self.min_fsdp_size}'
+        elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
+            reason = f'FSDP: {", ".join(used)} in use'
         else:
-            reason = f'no dimension divides by {self._axis_size(axis_sizes) or "a power of two"}'
+            size = self._axis_size(axis_sizes) or 'a power of two'
+            reason = f'no{" free" if any(entries(taken)) else ""} dimension divides by {size}'
         return Answer(REPLICATED, repr(self), reason)
 
     def _answer(self, shape: tuple[int, ...], taken: PartitionSpec, size: int | None) -> Answer | None:

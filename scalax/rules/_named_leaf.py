@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from scalax._spec import Fault, entries, entry_axes, spec_axes
-from scalax.errors import did_you_mean
+from scalax.errors import did_you_mean, near_names
 from scalax.rules._base import Answer, AxisSizes
 from scalax.rules._pattern import Dimension, Part, Pattern, as_text
 from scalax.rules._tree_path import regex_text
@@ -102,6 +102,7 @@ class NamedLeaf:
         """The mesh axes of a name, and why; see the docstring of the rule for the precedence."""
         first: tuple[str, ...] = ()
         busy: list[str] = []
+        absent: list[str] = []
         for other, entry in self.rule.axis_mapping:
             if other != name:
                 continue
@@ -112,10 +113,17 @@ class NamedLeaf:
             if here and len(free) == len(here):
                 return free, f'{name} -> {", ".join(free)}'
             first = first or free
+            absent.extend(axis for axis in entry_axes(entry) if axis not in here)
             busy.extend(axis for axis in here if axis in used)
         in_use = f'{", ".join(dict.fromkeys(busy))} in use'
         if first:
             return first, f'{name} -> {", ".join(first)} ({in_use})'
+        if not busy and absent and self.axis_sizes is not None:
+            # To skip these is the contract; one that looks misspelt is for the reader to see.
+            known, lacks = list(self.axis_sizes), ', '.join(map(repr, dict.fromkeys(absent)))
+            near = next((axis for axis in absent if near_names(axis, known)), None)
+            hint = '' if near is None else f' ({did_you_mean(near, known)})'
+            return (), f'{name}: the mesh has no {lacks}{hint}'
         return (), f'{name}: {in_use}' if busy else ''
 
     def _part_sizes(self, parts: Dimension, size: int) -> list[int | None] | None:

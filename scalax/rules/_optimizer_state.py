@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from scalax import _spec
 from scalax._paths import NamedTree
-from scalax.errors import Problem
+from scalax.errors import Problem, near_names
 from scalax.rules._base import (
     REPLICATED,
     Answer,
@@ -63,7 +64,9 @@ class OptimizerStateShardingRule(BuiltinRule):
     with at most one element (counters)         replicated
     below a parameter (``w/q``, ``w/scale``,    the same; and where the rank is the parameter's, the
     ``w/lora_a``)                               specs of the dimensions whose sizes agree
-    any other below or beside the parameters    no answer; alone: replicated
+    any other below or beside the parameters    no answer; alone: an error if it is a matrix, or more,
+                                                of floats (or of anything, below a parameter), of more
+                                                than 32 elements; else replicated
     of any other shape at a parameter's path    an error that names the leaf
     ==========================================  ====================================================
 
@@ -128,8 +131,8 @@ class OptimizerStateShardingRule(BuiltinRule):
         """See `ShardingRule.answers`."""
         # A selection shows too little of a state to tell where its parameters lie.
         whole, indices = tree.root()
-        params = _Params(self.sections, axis_sizes)
-        places = _places(whole, params)
+        params = _Params(self._known, axis_sizes)
+        places = _places(whole, self._known)
         # What rules further out took of a copy, its parameter's rule has to do without.
         taken = {
             i: spec
@@ -140,14 +143,28 @@ class OptimizerStateShardingRule(BuiltinRule):
         said = [params.answer(whole, i, place, taken.get(i)) for i, place in enumerate(places)]
         if not any(one and place for one, place in zip(said, places, strict=True)):
             for i, one in enumerate(said):
-                said[i] = one or _stranger(whole, i, params, places[i])
+                if one is None and _is_float(whole, i):
+                    said[i] = _mismatch(whole, i, self._known, places[i])
         return [said[i] for i in indices]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
-        """What belongs to no parameter is replicated."""
-        return _NO_PARAMETER
+        """What belongs to no parameter is replicated, but for what must be meant to belong to one."""
+        shape = tree.shapes[index]
+        if len(shape) < 2 or math.prod(shape) <= _FEW:
+            return _NO_PARAMETER
+        known = self._known
+        places = list(_ending(tree.paths[index], known))
+        place = places[-1] if places else _containing(tree.paths[index], known)
+        # Integers beside the parameters are keys and tables; below one, its values in fewer bits.
+        is_statistic = _is_float(tree, index) or (place is not None and place.inside)
+        return _mismatch(tree, index, known, place) if is_statistic else _NO_PARAMETER
+
+    @functools.cached_property
+    def _known(self) -> _Known:
+        return _Known(self.sections)
 
 
+_FEW = 32  # elements: tables of coefficients, as muon has
 _NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
 _SMALL = Answer(REPLICATED, _NAME, 'at most one element')
 
@@ -160,24 +177,60 @@ class _Place(NamedTuple):
     inside: bool = False
 
 
-class _Params:
-    """The parameters in one resolve: found by path; their answers, asked for once."""
+class _Known:
+    """The parameters, found by path."""
 
-    def __init__(self, sections: Sequence[Section], axis_sizes: AxisSizes | None) -> None:
+    def __init__(self, sections: Sequence[Section]) -> None:
+        self.trees = [(section, section.tree()) for section in sections]
+        self.shapes: list[tuple[int, ...]] = []
+        self.paths: list[str] = []
+        for section, tree in self.trees:
+            self.shapes.extend(tree.shapes)
+            self.paths.extend(tree.path_below(section.at, i) for i in range(len(tree)))
+        self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
+        self.lengths = set(map(len, self.paths))
+
+    def is_weak(self, param: int) -> bool:
+        """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
+        return not self.paths[param] or self.paths[param].isdigit()
+
+    def near(self, path: str) -> str:
+        """The parameter that shares most of the last keys of *path*, perhaps but for a misspelling; or ''."""
+        found = self._longest(path)
+        if not found:
+            above, _, name = path.rpartition('/')
+            last = [one for one in self._endings if one and '/' not in one]
+            found = next((self._longest(f'{above}/{one}') for one in near_names(name, last)), '')
+        return found
+
+    def _longest(self, path: str) -> str:
+        while path not in self._endings and path:
+            path = path.partition('/')[2]
+        return self._endings[path] if path else ''
+
+    @functools.cached_property
+    def _endings(self) -> Mapping[str, str]:
+        endings: dict[str, str] = {}
+        for path in self.paths:
+            keys = path.split('/')
+            for start in range(len(keys)):
+                endings.setdefault('/'.join(keys[start:]), path)
+        return endings
+
+
+class _Params:
+    """The parameters in one resolve: their answers, asked for once."""
+
+    def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
         self._axis_sizes = axis_sizes
         self._rows: list[tuple[Section, NamedTree, int]] = []
         self._said: dict[tuple[int, PartitionSpec | None], Said] = {}
-        self.shapes: list[tuple[int, ...]] = []
-        self.paths: list[str] = []
-        for section in sections:
-            tree = section.tree()
+        self.known = known
+        self.shapes, self.paths = known.shapes, known.paths
+        for section, tree in known.trees:
             self._rows.extend((section, tree, i) for i in range(len(tree)))
-            self.shapes.extend(tree.shapes)
-            self.paths.extend(tree.path_below(section.at, i) for i in range(len(tree)))
             for said in ask(section.rule, tree, axis_sizes):
                 self._said[len(self._said), None] = said
-        self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
-        self.lengths = set(map(len, self.paths))
         self._memo: dict[Any, Answer | None] = {}
 
     def ask(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
@@ -198,10 +251,6 @@ class _Params:
         """Whether a leaf has the shape of its parameter."""
         return place is not None and shape == self.shapes[place.param]
 
-    def is_weak(self, param: int) -> bool:
-        """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
-        return not self.paths[param] or self.paths[param].isdigit()
-
     def answer(self, state: NamedTree, index: int, place: _Place | None, taken: PartitionSpec | None) -> Said:
         """What a leaf of the state gets."""
         shape = state.shapes[index]
@@ -218,7 +267,7 @@ class _Params:
         if key not in self._memo:
             self._memo[key] = _derived(said, own, shape, role, place.inside)
         derived = self._memo[key]
-        if derived is not None or place.inside or self.is_weak(place.param):
+        if derived is not None or place.inside or self.known.is_weak(place.param):
             return derived
         return Problem(
             'params-mismatch',
@@ -237,7 +286,7 @@ class _Params:
         return said
 
 
-def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
+def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
     """The place of every leaf of the state; None for what lies beside the parameters."""
     found = [list(_ending(path, params)) for path in state.paths]
     if any(len(places) > 1 for places in found):
@@ -258,7 +307,7 @@ def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
     return [choose(i, places) for i, places in enumerate(found)]
 
 
-def _ending(path: str, params: _Params) -> Iterator[_Place]:
+def _ending(path: str, params: _Known) -> Iterator[_Place]:
     """The parameters whose path *path* ends with, on whole keys; the shortest first."""
     index, lengths = params.index, params.lengths
     if '' in index:
@@ -274,7 +323,7 @@ def _ending(path: str, params: _Params) -> Iterator[_Place]:
                 yield _Place(path[: max(start - 1, 0)], param)
 
 
-def _containing(path: str, params: _Params) -> _Place | None:
+def _containing(path: str, params: _Known) -> _Place | None:
     """The parameter that a leaf lies below: the deepest one, of those the longest."""
     end = path.rfind('/')
     while end > 0:
@@ -301,6 +350,8 @@ def _derived(
     if said.spec is None:
         return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
     entries = (*_spec.entries(said.spec), *[None] * len(own))
+    # Where it is unsure which dimension is a stack of layers, each that may be one counts.
+    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
     specs = dict.fromkeys(
         _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
     )
@@ -308,11 +359,15 @@ def _derived(
         # Any of them would be a guess.
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
-            said, spec=REPLICATED, origin=origin, reason=f'keeps {several} of its parameter: ambiguous'
+            said,
+            spec=REPLICATED,
+            origin=origin,
+            stack=stack,
+            reason=f'keeps {several} of its parameter: ambiguous',
         )
     kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
     reason = f'{kept} of its parameter'
-    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason)
+    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:
@@ -324,19 +379,18 @@ def _is_small(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) <= 1  # counters; placeholders, also those of size zero
 
 
-def _stranger(state: NamedTree, index: int, params: _Params, place: _Place | None) -> Problem | None:
-    """What is wrong with a leaf of a state in which no parameter has a leaf.
-
-    Arrays of integers may be keys and counters, which an optimizer without statistics has too.
-    """
+def _is_float(state: NamedTree, index: int) -> bool:
+    """Whether a leaf holds floats. Integers may be keys and counters, which belong to no parameter."""
     dtype = getattr(state.leaves[index], 'dtype', None)
-    if dtype is None or not jax.dtypes.issubdtype(dtype, np.inexact):
-        return None
+    return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
+
+
+def _mismatch(state: NamedTree, index: int, params: _Known, place: _Place | None) -> Problem:
+    """What is wrong with a leaf that belongs to no parameter and should."""
     if place is None:
-        tail = state.paths[index].rpartition('/')[2]
-        near = next((name for name in params.paths if name.rpartition('/')[2] == tail), params.paths[0])
-        detail = f'its path ends with no parameter path; there is {near!r}'
+        near = params.near(state.paths[index])
+        detail = 'its path ends with no parameter path' + (f'; there is {near!r}' if near else '')
     else:
-        name = params.paths[place.param] or 'itself'
-        detail = f'it has no shape that belongs to the parameter {name!r}: {list(params.shapes[place.param])}'
+        name, shape = params.paths[place.param] or 'itself', list(params.shapes[place.param])
+        detail = f'it has no shape that belongs to the parameter {name!r}: {shape}'
     return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
