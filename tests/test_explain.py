@@ -131,8 +131,9 @@ def test_100_000_leaves():
 
 # --- Folding --------------------------------------------------------------------------------------
 
-keys = st.sampled_from(['w', 'b', '0', '1', '2', '3', '7', '10', '07', '-1', '', 'x1'])
-OTHER_KEYS = ('w', 'b', '07', '-1', '', 'x1')
+NUMBERS = ['0', '1', '2', '3', '7', '10', 'l_0', 'l_1', 'l_2', 'l.1', 'l.2', 'a_1_0', 'a_1_1', '_1']
+OTHER_KEYS = ['w', 'b', '07', '-1', '', 'x1', 'x2', 'l_', 'l_01', 'l_{1,2}_0', 'l_{1,2}_1']
+keys = st.sampled_from([*NUMBERS, *OTHER_KEYS])
 leaves = st.lists(
     st.tuples(st.lists(keys, min_size=1, max_size=4).map('/'.join), st.sampled_from('ab')), max_size=40
 )
@@ -141,7 +142,8 @@ EXAMPLES = hypothesis.settings(max_examples=300)
 
 def unfolded(name):
     """The paths that a name stands for, read from its text."""
-    found = re.search(r'\{([0-9.,]+)\}', name)
+    # Braces that a key has itself, such as l_{1,2}_0, are no numbers.
+    found = re.search(r'\{([0-9.,]+)\}(?=/|$)', name)
     if found is None:
         return [name]
     numbers = []
@@ -168,6 +170,10 @@ def test_names_of_folds_give_back_all_paths(drawn):
     assert [item.first for item in folds] == sorted(item.first for item in folds)
 
 
+def stem(part):
+    return part.rstrip('0123456789') if isinstance(part, str) else part.stem
+
+
 @EXAMPLES
 @hypothesis.given(leaves)
 def test_nothing_is_left_to_fold(drawn):
@@ -175,7 +181,7 @@ def test_nothing_is_left_to_fold(drawn):
     folds = [(item.parts, drawn[item.first][1]) for item in fold(drawn)]
     for place in range(4):
         rests = [
-            (parts[:place], parts[place + 1 :], kind)
+            (stem(parts[place]), parts[:place], parts[place + 1 :], kind)
             for parts, kind in folds
             if place < len(parts) and parts[place] not in OTHER_KEYS
         ]
@@ -213,6 +219,36 @@ def test_only_rows_that_agree_fold(other):
     text = ShardingReport(rows, {'x': 2}).to_text(200)
     assert '{0,1}/w  2 x int8[8,8]' in text
     assert '\n2/w ' in text
+
+
+def test_layers_of_flax_linen_fold_by_their_stems():
+    def block(**more):
+        return {'attn': {'q': {'kernel': leaf(8, 8)}}, 'Dense_0': {'bias': leaf(8)}, **more}
+
+    params = {f'layers_{i}': block() for i in range(126)}
+    params |= {
+        'heads.0': leaf(8),
+        'heads.1': leaf(8),
+        'tail_0': leaf(8),
+        'block1': leaf(8),
+        'block2': leaf(8),
+    }
+    lines = HELPER.explain({'params': params}, P('fsdp')).to_text(100).splitlines()
+    assert [line.split()[0] for line in lines[2:-3]] == [
+        'params/block1',
+        'params/block2',
+        'params/heads.{0,1}',
+        'params/layers_{0..125}/Dense_0/bias',
+        'params/layers_{0..125}/attn/q/kernel',
+        'params/tail_0',
+    ]
+
+
+def test_the_same_numbers_of_two_stems_do_not_fold():
+    names = ['encoder_0/w', 'encoder_1/w', 'decoder_0/w', 'decoder_1/w', '0/w', '1/w']
+    folds = fold((name, None) for name in names)
+    assert [item.name for item in folds] == ['encoder_{0,1}/w', 'decoder_{0,1}/w', '{0,1}/w']
+    assert [path for item in folds for path in item.paths] == names
 
 
 # --- Golden files ---------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class ReportDiff:
 
         Args:
             width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in integer keys of their paths only share a line.
+            fold: whether leaves that differ in numbers in their paths only share a line.
         """
         return _render(self, columns(width), fold)
 

@@ -59,7 +59,7 @@ class ShardingReport:
 
         Args:
             width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in integer keys of their paths only share a line, such as
+            fold: whether leaves that differ in numbers in their paths only share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
         notes = idle_notes(self.unused_rules, self.shadowed_rules)
