@@ -53,18 +53,25 @@ def test_table_of_80_columns():
     assert (
         HELPER.explain(MODEL, RULES).to_text(80)
         == """\
-path                         array                 spec             bytes/device
---------------------------------------------------------------------------------
-embed                        float32[512,64]       P('fsdp', 'tp')      16.0 KiB
-layers/{0..11}/down/kernel   12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB
-layers/{0..11}/norm          12 x float32[64]      replicated            3.0 KiB
-...s/{0..2,4..11}/up/kernel  11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB
-layers/3/up/kernel           float32[64,256]       P('fsdp',)           16.0 KiB
-step                         int32[]               replicated                4 B
+path                 array                 spec             bytes/device  rule
+------------------------------------------------------------------------------
+embed                float32[512,64]       P('fsdp', 'tp')      16.0 KiB  [1]
+layers/{0..11}/down/kernel
+                     12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB  [2]
+layers/{0..11}/norm  12 x float32[64]      replicated            3.0 KiB  [3]
+layers/{0..2,4..11}/up/kernel
+                     11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB  [1]
+layers/3/up/kernel   float32[64,256]       P('fsdp',)           16.0 KiB  [4]
+step                 int32[]               replicated                4 B  [5]
+
+[1] regex 'up|embed'
+[2] regex 'down'
+[3] regex ''
+[4] regex 'layers/3/up'
+[5] TreePathShardingRule: one element
 
 38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device
-(the rules need 108 columns or more: to_text(width=...))"""
+replicated: 13 arrays, 3.0 KiB on each device"""
     )
 
 
@@ -83,6 +90,96 @@ step                           int32[]               replicated                4
 
 38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
 replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501
+    )
+
+
+THREE = MeshShardingHelper.from_mesh(AbstractMesh((8, 64, 8), ('data', 'fsdp', 'tp')))
+LLAMA_RULES = TreePathShardingRule(
+    ('embed|head', P('tp', ('data', 'fsdp'))),
+    ('query|key|value|gate|up', P(None, 'fsdp', 'tp')),
+    ('out|down', P(None, 'tp', 'fsdp')),
+    ('a_regex_that_is_long/and_matches_nothing', P()),
+    ('another_of_these|(that_is_long)', P()),
+    ('', P()),
+)
+
+
+def stacked_405b():
+    tree = llama_405b()
+    block = tree['layers'][0]
+    stacked = jax.tree.map(lambda array: leaf(126, *array.shape, dtype=array.dtype), block)
+    return {**tree, 'layers': stacked}
+
+
+def t5():
+    def block(*names):
+        attention = {
+            f'{name}_projection': {'kernel': leaf(64, 64)} for name in ('query', 'key', 'value', 'out')
+        }
+        return {**dict.fromkeys(names, attention), 'mlp': {'wi': leaf(64, 256), 'wo': leaf(256, 64)}}
+
+    coders = {
+        'encoder': {f'layers_{i}': block('self_attention') for i in range(3)},
+        'decoder': {f'layers_{i}': block('self_attention', 'encoder_decoder_attention') for i in range(3)},
+    }
+    return {'params': {**coders, 'token_embedder': {'embedding': leaf(512, 64)}}}
+
+
+REPORTS = {
+    'model': HELPER.explain(MODEL, RULES),
+    'stacked': THREE.explain(stacked_405b(), LLAMA_RULES),
+    'unrolled': POD.explain(llama_405b(), FSDPShardingRule()),
+    't5': HELPER.explain(t5(), FSDPShardingRule(min_fsdp_size=0)),
+    'long keys': HELPER.explain(
+        {'k' * 150: {'w': leaf(*[8] * 30)}}, TreePathShardingRule(('k' * 99, P('tp')))
+    ),
+    'nothing': ShardingReport((), {}, ('unused ' * 20,)),
+}
+
+
+@pytest.mark.parametrize('width', [60, 80, 100, 120])
+@pytest.mark.parametrize('name', REPORTS)
+def test_no_width_cuts_anything_off(name, width):
+    report = REPORTS[name]
+    text = report.to_text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert '...' not in text
+    squeezed = re.sub(r'\s', '', text)
+    lines = report.to_text(10_000).splitlines()
+    for line in lines[2 : lines.index('')]:
+        path, array, spec, size, why = re.split(' {2,}', line)
+        array, spec, why = (re.sub(r'\s', '', part) for part in (array, spec, why))
+        number = re.search(rf'{re.escape(path + array + spec)}{size.replace(" ", "")}(\[\d+\])?', squeezed)
+        assert number, line
+        assert (number[1] or '') + why in squeezed
+    for line in lines[lines.index('') :]:
+        assert re.sub(r'\s', '', line) in squeezed
+
+
+def test_a_table_too_narrow_for_its_columns_packs_them_below_the_paths():
+    leaves = {name: leaf for name, leaf in stacked_405b()['layers'].items() if name in ('key', 'mlp/gate')}
+    report = THREE.explain({'model': {'decoder': {'every_one_of_the_layers': leaves}}}, LLAMA_RULES)
+    assert (
+        report.to_text(60)
+        == """\
+path
+    array  spec  bytes/device  rule
+------------------------------------------------------------
+model/decoder/every_one_of_the_layers/key/kernel
+    bfloat16[126,16384,1024]  P(None, 'fsdp', 'tp')  7.9 MiB
+    [1]
+model/decoder/every_one_of_the_layers/mlp/gate/kernel
+    bfloat16[126,16384,53248]  P(None, 'fsdp', 'tp')
+    409.5 MiB  [1]
+
+[1] regex 'query|key|value|gate|up'
+
+2 arrays, 208.7 GiB in all, 417.4 MiB on each device of the
+    mesh (data=8, fsdp=64, tp=8)
+replicated: 0 arrays, 0 B on each device
+regexes that match nothing: 'embed|head', 'out|down',
+    'a_regex_that_is_long/and_matches_nothing',
+    'another_of_these|(that_is_long)'"""
     )
 
 
@@ -389,6 +486,30 @@ leaves      path                        before           after                  
 1 added     layers/12/norm                               replicated                       256 B
 1 added     layers/12/up/kernel                          P('fsdp', 'tp')                8.0 KiB
 1 removed   step                        replicated                                          4 B
+
+13 arrays changed, 4 arrays added, 1 array removed
+bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
+    )
+
+
+def test_difference_of_80_columns():
+    assert (
+        changed_model().to_text(80)
+        == """\
+leaves      path  before           after                     bytes/device
+-------------------------------------------------------------------------
+12 changed  layers/{0..11}/down/kernel
+                  P('tp', 'fsdp')  P('tp',)         96.0 KiB -> 384.0 KiB
+1 changed   layers/3/up/kernel
+                  P('fsdp',)       P('fsdp', 'tp')    16.0 KiB -> 8.0 KiB
+1 added     head                   replicated                   128.0 KiB
+1 added     layers/12/down/kernel
+                                   P('tp',)                      32.0 KiB
+1 added     layers/12/norm
+                                   replicated                       256 B
+1 added     layers/12/up/kernel
+                                   P('fsdp', 'tp')                8.0 KiB
+1 removed   step  replicated                                          4 B
 
 13 arrays changed, 4 arrays added, 1 array removed
 bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
