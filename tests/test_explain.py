@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import DataError
+from scalax.errors import ArgumentError, DataError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._fold import fold
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -417,7 +417,7 @@ def test_json_round_trip(report, tmp_path):
             'report.to_json()',
         ),
         ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
-        ('{"version": 1, "mesh": {}}', "the text is not a whole report: KeyError: 'rows'"),
+        ('{"version": 1, "mesh": {}}', "the text is not a whole report: it has no 'rows'"),
         (
             '{',
             'the text is not the JSON of a report: Expecting property name enclosed in double quotes: '
@@ -434,6 +434,102 @@ def test_what_is_no_report_is_said(text, message, tmp_path):
     with pytest.raises(DataError) as error:
         ShardingReport.load(path)
     assert str(error.value) == message.replace('the text', repr(str(path)), 1)
+
+
+ROW = (
+    '{"path": "w", "shape": [8], "dtype": "int8", "spec": ["x"], "rule": "", "reason": "", "bytes": 8, '
+    '"bytes_per_device": 4, "memory_kind": null}'
+)
+
+
+def one_row(**values):
+    row = json.dumps({**json.loads(ROW), **values})
+    return f'{{"version": 1, "mesh": {{"x": 2}}, "unused_rules": [], "shadowed_rules": [], "rows": [{row}]}}'
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        *[(text, 'the JSON of a report: it is empty') for text in ('', ' ', '\n')],
+        ('[]', 'the JSON of a report: it has no version'),
+        ('[{"version": 1}]', 'the JSON of a report: it has no version'),
+        (
+            '{"version": 1, "mesh": []}',
+            'a whole report: mesh is not of type dict: []',
+        ),
+        (
+            '{"version": 1, "mesh": {"x": "2"}}',
+            "a whole report: a size of the mesh is not of type int: '2'",
+        ),
+        (
+            '{"version": 1, "mesh": {}, "rows": [], "unused_rules": "ab"}',
+            "a whole report: unused_rules is not of type list: 'ab'",
+        ),
+        (one_row(more=3), "a whole report: ReportRow.__init__() got an unexpected keyword argument 'more'"),
+        ('{"version": 1, "mesh": {}, "rows": [3]}', 'a whole report: a row is not of type dict: 3'),
+        (one_row(path=3), 'a whole report: path is not of type str: 3'),
+        (one_row(bytes='8'), "a whole report: bytes is not of type int: '8'"),
+        (one_row(shape=['8']), "a whole report: a size of shape is not of type int: '8'"),
+        (one_row(spec='x'), "a whole report: spec is not of type list: 'x'"),
+        (one_row(spec=[1]), 'a whole report: an axis of spec is not of type str: 1'),
+        (one_row(memory_kind=1), 'a whole report: memory_kind is not of type str: 1'),
+    ],
+)
+def test_what_is_not_a_whole_report_is_said(text, message):
+    assert ShardingReport.load(one_row()).rows[0].spec == P('x')
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(text)
+    assert str(error.value) == f'the text is not {message}'
+
+
+def test_load_says_what_it_takes(tmp_path):
+    for other in ({'version': 1}, b'{}', 3, None):
+        with pytest.raises(ArgumentError) as error:
+            ShardingReport.load(other)
+        assert str(error.value) == (
+            f'ShardingReport.load takes text, or the path of a file, got {type(other).__name__}: '
+            'give it what report.to_json() returns, or where that was written'
+        )
+    path = tmp_path / 'golden.json'
+    with pytest.raises(FileNotFoundError):
+        ShardingReport.load(path)
+    path.write_bytes(b'\xff{}')
+    with pytest.raises(DataError, match=r'golden\.json.* is not the JSON of a report: .*utf-8'):
+        ShardingReport.load(path)
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+
+def test_reports_have_a_hash():
+    report = HELPER.explain(MODEL, RULES)
+    same = ShardingReport.load(report.to_json())
+    assert {report: 1}[same] == 1
+    assert report != dataclasses.replace(report, mesh={'fsdp': 8})
+    assert len({changed_model(), changed_model()}) == 1
+
+
+def test_reports_say_what_they_take():
+    report = HELPER.explain(MODEL, RULES)
+    for other in ('golden.json', None, report.rows):
+        with pytest.raises(ArgumentError) as error:
+            report.diff(other)
+        assert str(error.value) == (
+            f'report.diff takes another ShardingReport, got {type(other).__name__}: '
+            'read one that was written with ShardingReport.load(path)'
+        )
+    for size in ('10MB', -1, True, float('nan')):
+        with pytest.raises(ArgumentError) as error:
+            report.check(max_replicated_bytes=size)
+        assert str(error.value) == (
+            f'max_replicated_bytes is a number of bytes, 0 or more, got {size!r}: 10 MiB are 10 * 2**20'
+        )
+    report.check(max_replicated_bytes=1e9)
+    for width in ('80', 80.5, True):
+        for value in (report, changed_model()):
+            with pytest.raises(ArgumentError) as error:
+                value.to_text(width)
+            assert str(error.value) == f'width is a number of columns or None, got {width!r}'
 
 
 # --- Differences ----------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class ReportDiff:
     changed: tuple[LeafChange, ...]
     bytes_per_device_before: int
     bytes_per_device_after: int
-    mesh_before: Mapping[str, int]
-    mesh_after: Mapping[str, int]
+    mesh_before: Mapping[str, int] = dataclasses.field(hash=False)
+    mesh_after: Mapping[str, int] = dataclasses.field(hash=False)
 
     def __bool__(self) -> bool:
         changed_mesh = list(self.mesh_before.items()) != list(self.mesh_after.items())

@@ -72,7 +72,8 @@ class RichReport:
 def print_report(report: ShardingReport, file: TextIO | None) -> None:
     """Prints with rich if it is installed and *file* is a terminal."""
     out = sys.stdout if file is None else file
-    if out.isatty() and importlib.util.find_spec('rich') is not None:
+    isatty = getattr(out, 'isatty', None)  # `print` asks for no more than `write`
+    if isatty and isatty() and importlib.util.find_spec('rich') is not None:
         from rich.console import Console
 
         Console(file=out).print(RichReport(report))

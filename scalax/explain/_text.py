@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._html import visible
 from scalax._spec import axis_sizes_text
+from scalax.errors import ArgumentError
 from scalax.explain._fold import Fold, fold
 from scalax.explain._rows import ReportRow, replicated
 from scalax.explain._table import fits, table, wrapped
@@ -38,7 +39,13 @@ def human_bytes(count: int) -> str:
 
 
 def columns(width: int | None) -> int:
-    """How many columns a table may take: *width*, or those of the terminal, but 60 at least."""
+    """How many columns a table may take: *width*, or those of the terminal, but 60 at least.
+
+    Raises:
+        ArgumentError: *width* is no number of columns.
+    """
+    if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
+        raise ArgumentError(f'width is a number of columns or None, got {width!r}')
     return max(60, width or shutil.get_terminal_size((120, 24)).columns)
 
 
