@@ -125,11 +125,12 @@ def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
     """Finds the first place where the two trees part ways, and raises about it."""
     if is_rule(rules):
         return
+    of = _of(where) or ' of the tree'
     place = f'at {at!r}' if at else 'at its root'
     mine, theirs = dict(_children(rules)), dict(_children(tree))
     if type(rules) is not type(tree):
         raise StructureError(
-            f'the rules do not have the structure{_of(where)} {place}: the rules hold '
+            f'the rules do not have the structure{of} {place}: the rules hold '
             f'{_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
             'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
         )
@@ -143,12 +144,12 @@ def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
             near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
             parts.append(f'the tree has nothing called {_first_ten(near)}')
         raise StructureError(
-            f'the rules do not have the structure{_of(where)} {place}: {"; ".join(parts)}. '
+            f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. '
             'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
         )
     for key, child in mine.items():
         _explain(child, theirs[key], join(at, key), where)
     raise StructureError(
-        f'the rules do not have the structure{_of(where)} {place}: the {type(rules).__name__} there '
+        f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
         'differs in its static fields. Give one rule for the whole subtree.'
     )

@@ -205,8 +205,9 @@ class _Task:
                     ),
                 )
             return None
-        wrong = [] if self._is_own(answer.mesh) else [_other_mesh(answer.mesh)]
-        wrong += _spec.faults(spec, shape, self.axes)
+        # What else does not fit follows from the other mesh, and that is to be mended first.
+        is_own = self._is_own(answer.mesh)
+        wrong = _spec.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh)]
         if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use not in _VALUES:
             wrong.append(
                 _spec.Fault(

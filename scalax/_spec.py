@@ -161,8 +161,8 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
         found.append(
             Fault(
                 'rank',
-                f'the spec has {len(spec)} entries, the array {len(shape)} '
-                f'dimension{"" if len(shape) == 1 else "s"}',
+                f'the spec has {len(spec)} {"entry" if len(spec) == 1 else "entries"}, the array '
+                f'{len(shape)} dimension{"" if len(shape) == 1 else "s"}',
                 'give a spec at most one entry a dimension (PartitionSpec() replicates).',
             )
         )

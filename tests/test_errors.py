@@ -87,6 +87,17 @@ What to do: give a spec at most one entry a dimension (PartitionSpec() replicate
             id='spec longer than the rank',
         ),
         pytest.param(
+            P('fsdp'),
+            {'step': leaf()},
+            """\
+One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
+  step: float32[]
+    the spec has 1 entry, the array 0 dimensions
+    asked for: P('fsdp',) from the spec given
+What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).""",
+            id='spec of one entry',
+        ),
+        pytest.param(
             P('tp', 'fsdp'),
             {'w': leaf(3, 5), 'v': leaf(4, 6)},
             f"""\
@@ -180,10 +191,8 @@ What to do: shard trees of arrays; take other leaves out, or make such arguments
 One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
   w: float32[8]
     the NamedSharding is of another mesh: Mesh('data': 8, axis_types=(Auto,))
-    the mesh has no axis 'data' (known: 'fsdp', 'tp')
     asked for: P('data',) from the NamedSharding given
-What to do: give NamedShardings of the helper's own mesh, or PartitionSpecs.
-What to do: name only axes of the mesh, or build the mesh with that axis.""",
+What to do: give NamedShardings of the helper's own mesh, or PartitionSpecs.""",
             id='another mesh',
         ),
         pytest.param(

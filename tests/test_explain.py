@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import DataError
+from scalax.errors import ArgumentError, DataError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._fold import fold
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -53,18 +53,25 @@ def test_table_of_80_columns():
     assert (
         HELPER.explain(MODEL, RULES).to_text(80)
         == """\
-path                         array                 spec             bytes/device
---------------------------------------------------------------------------------
-embed                        float32[512,64]       P('fsdp', 'tp')      16.0 KiB
-layers/{0..11}/down/kernel   12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB
-layers/{0..11}/norm          12 x float32[64]      replicated            3.0 KiB
-...s/{0..2,4..11}/up/kernel  11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB
-layers/3/up/kernel           float32[64,256]       P('fsdp',)           16.0 KiB
-step                         int32[]               replicated                4 B
+path                 array                 spec             bytes/device  rule
+------------------------------------------------------------------------------
+embed                float32[512,64]       P('fsdp', 'tp')      16.0 KiB  [1]
+layers/{0..11}/down/kernel
+                     12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB  [2]
+layers/{0..11}/norm  12 x float32[64]      replicated            3.0 KiB  [3]
+layers/{0..2,4..11}/up/kernel
+                     11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB  [1]
+layers/3/up/kernel   float32[64,256]       P('fsdp',)           16.0 KiB  [4]
+step                 int32[]               replicated                4 B  [5]
+
+[1] regex 'up|embed'
+[2] regex 'down'
+[3] regex ''
+[4] regex 'layers/3/up'
+[5] TreePathShardingRule: one element
 
 38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device
-(the rules need 108 columns or more: to_text(width=...))"""
+replicated: 13 arrays, 3.0 KiB on each device"""
     )
 
 
@@ -83,6 +90,96 @@ step                           int32[]               replicated                4
 
 38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
 replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501
+    )
+
+
+THREE = MeshShardingHelper.from_mesh(AbstractMesh((8, 64, 8), ('data', 'fsdp', 'tp')))
+LLAMA_RULES = TreePathShardingRule(
+    ('embed|head', P('tp', ('data', 'fsdp'))),
+    ('query|key|value|gate|up', P(None, 'fsdp', 'tp')),
+    ('out|down', P(None, 'tp', 'fsdp')),
+    ('a_regex_that_is_long/and_matches_nothing', P()),
+    ('another_of_these|(that_is_long)', P()),
+    ('', P()),
+)
+
+
+def stacked_405b():
+    tree = llama_405b()
+    block = tree['layers'][0]
+    stacked = jax.tree.map(lambda array: leaf(126, *array.shape, dtype=array.dtype), block)
+    return {**tree, 'layers': stacked}
+
+
+def t5():
+    def block(*names):
+        attention = {
+            f'{name}_projection': {'kernel': leaf(64, 64)} for name in ('query', 'key', 'value', 'out')
+        }
+        return {**dict.fromkeys(names, attention), 'mlp': {'wi': leaf(64, 256), 'wo': leaf(256, 64)}}
+
+    coders = {
+        'encoder': {f'layers_{i}': block('self_attention') for i in range(3)},
+        'decoder': {f'layers_{i}': block('self_attention', 'encoder_decoder_attention') for i in range(3)},
+    }
+    return {'params': {**coders, 'token_embedder': {'embedding': leaf(512, 64)}}}
+
+
+REPORTS = {
+    'model': HELPER.explain(MODEL, RULES),
+    'stacked': THREE.explain(stacked_405b(), LLAMA_RULES),
+    'unrolled': POD.explain(llama_405b(), FSDPShardingRule()),
+    't5': HELPER.explain(t5(), FSDPShardingRule(min_fsdp_size=0)),
+    'long keys': HELPER.explain(
+        {'k' * 150: {'w': leaf(*[8] * 30)}}, TreePathShardingRule(('k' * 99, P('tp')))
+    ),
+    'nothing': ShardingReport((), {}, ('unused ' * 20,)),
+}
+
+
+@pytest.mark.parametrize('width', [60, 80, 100, 120])
+@pytest.mark.parametrize('name', REPORTS)
+def test_no_width_cuts_anything_off(name, width):
+    report = REPORTS[name]
+    text = report.to_text(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert '...' not in text
+    squeezed = re.sub(r'\s', '', text)
+    lines = report.to_text(10_000).splitlines()
+    for line in lines[2 : lines.index('')]:
+        path, array, spec, size, why = re.split(' {2,}', line)
+        array, spec, why = (re.sub(r'\s', '', part) for part in (array, spec, why))
+        number = re.search(rf'{re.escape(path + array + spec)}{size.replace(" ", "")}(\[\d+\])?', squeezed)
+        assert number, line
+        assert (number[1] or '') + why in squeezed
+    for line in lines[lines.index('') :]:
+        assert re.sub(r'\s', '', line) in squeezed
+
+
+def test_a_table_too_narrow_for_its_columns_packs_them_below_the_paths():
+    leaves = {name: leaf for name, leaf in stacked_405b()['layers'].items() if name in ('key', 'mlp/gate')}
+    report = THREE.explain({'model': {'decoder': {'every_one_of_the_layers': leaves}}}, LLAMA_RULES)
+    assert (
+        report.to_text(60)
+        == """\
+path
+    array  spec  bytes/device  rule
+------------------------------------------------------------
+model/decoder/every_one_of_the_layers/key/kernel
+    bfloat16[126,16384,1024]  P(None, 'fsdp', 'tp')  7.9 MiB
+    [1]
+model/decoder/every_one_of_the_layers/mlp/gate/kernel
+    bfloat16[126,16384,53248]  P(None, 'fsdp', 'tp')
+    409.5 MiB  [1]
+
+[1] regex 'query|key|value|gate|up'
+
+2 arrays, 208.7 GiB in all, 417.4 MiB on each device of the
+    mesh (data=8, fsdp=64, tp=8)
+replicated: 0 arrays, 0 B on each device
+regexes that match nothing: 'embed|head', 'out|down',
+    'a_regex_that_is_long/and_matches_nothing',
+    'another_of_these|(that_is_long)'"""
     )
 
 
@@ -131,8 +228,9 @@ def test_100_000_leaves():
 
 # --- Folding --------------------------------------------------------------------------------------
 
-keys = st.sampled_from(['w', 'b', '0', '1', '2', '3', '7', '10', '07', '-1', '', 'x1'])
-OTHER_KEYS = ('w', 'b', '07', '-1', '', 'x1')
+NUMBERS = ['0', '1', '2', '3', '7', '10', 'l_0', 'l_1', 'l_2', 'l.1', 'l.2', 'a_1_0', 'a_1_1', '_1']
+OTHER_KEYS = ['w', 'b', '07', '-1', '', 'x1', 'x2', 'l_', 'l_01', 'l_{1,2}_0', 'l_{1,2}_1']
+keys = st.sampled_from([*NUMBERS, *OTHER_KEYS])
 leaves = st.lists(
     st.tuples(st.lists(keys, min_size=1, max_size=4).map('/'.join), st.sampled_from('ab')), max_size=40
 )
@@ -141,7 +239,8 @@ EXAMPLES = hypothesis.settings(max_examples=300)
 
 def unfolded(name):
     """The paths that a name stands for, read from its text."""
-    found = re.search(r'\{([0-9.,]+)\}', name)
+    # Braces that a key has itself, such as l_{1,2}_0, are no numbers.
+    found = re.search(r'\{([0-9.,]+)\}(?=/|$)', name)
     if found is None:
         return [name]
     numbers = []
@@ -168,6 +267,10 @@ def test_names_of_folds_give_back_all_paths(drawn):
     assert [item.first for item in folds] == sorted(item.first for item in folds)
 
 
+def stem(part):
+    return part.rstrip('0123456789') if isinstance(part, str) else part.stem
+
+
 @EXAMPLES
 @hypothesis.given(leaves)
 def test_nothing_is_left_to_fold(drawn):
@@ -175,7 +278,7 @@ def test_nothing_is_left_to_fold(drawn):
     folds = [(item.parts, drawn[item.first][1]) for item in fold(drawn)]
     for place in range(4):
         rests = [
-            (parts[:place], parts[place + 1 :], kind)
+            (stem(parts[place]), parts[:place], parts[place + 1 :], kind)
             for parts, kind in folds
             if place < len(parts) and parts[place] not in OTHER_KEYS
         ]
@@ -213,6 +316,36 @@ def test_only_rows_that_agree_fold(other):
     text = ShardingReport(rows, {'x': 2}).to_text(200)
     assert '{0,1}/w  2 x int8[8,8]' in text
     assert '\n2/w ' in text
+
+
+def test_layers_of_flax_linen_fold_by_their_stems():
+    def block(**more):
+        return {'attn': {'q': {'kernel': leaf(8, 8)}}, 'Dense_0': {'bias': leaf(8)}, **more}
+
+    params = {f'layers_{i}': block() for i in range(126)}
+    params |= {
+        'heads.0': leaf(8),
+        'heads.1': leaf(8),
+        'tail_0': leaf(8),
+        'block1': leaf(8),
+        'block2': leaf(8),
+    }
+    lines = HELPER.explain({'params': params}, P('fsdp')).to_text(100).splitlines()
+    assert [line.split()[0] for line in lines[2:-3]] == [
+        'params/block1',
+        'params/block2',
+        'params/heads.{0,1}',
+        'params/layers_{0..125}/Dense_0/bias',
+        'params/layers_{0..125}/attn/q/kernel',
+        'params/tail_0',
+    ]
+
+
+def test_the_same_numbers_of_two_stems_do_not_fold():
+    names = ['encoder_0/w', 'encoder_1/w', 'decoder_0/w', 'decoder_1/w', '0/w', '1/w']
+    folds = fold((name, None) for name in names)
+    assert [item.name for item in folds] == ['encoder_{0,1}/w', 'decoder_{0,1}/w', '{0,1}/w']
+    assert [path for item in folds for path in item.paths] == names
 
 
 # --- Golden files ---------------------------------------------------------------------------------
@@ -284,7 +417,7 @@ def test_json_round_trip(report, tmp_path):
             'report.to_json()',
         ),
         ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
-        ('{"version": 1, "mesh": {}}', "the text is not a whole report: KeyError: 'rows'"),
+        ('{"version": 1, "mesh": {}}', "the text is not a whole report: it has no 'rows'"),
         (
             '{',
             'the text is not the JSON of a report: Expecting property name enclosed in double quotes: '
@@ -301,6 +434,102 @@ def test_what_is_no_report_is_said(text, message, tmp_path):
     with pytest.raises(DataError) as error:
         ShardingReport.load(path)
     assert str(error.value) == message.replace('the text', repr(str(path)), 1)
+
+
+ROW = (
+    '{"path": "w", "shape": [8], "dtype": "int8", "spec": ["x"], "rule": "", "reason": "", "bytes": 8, '
+    '"bytes_per_device": 4, "memory_kind": null}'
+)
+
+
+def one_row(**values):
+    row = json.dumps({**json.loads(ROW), **values})
+    return f'{{"version": 1, "mesh": {{"x": 2}}, "unused_rules": [], "shadowed_rules": [], "rows": [{row}]}}'
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        *[(text, 'the JSON of a report: it is empty') for text in ('', ' ', '\n')],
+        ('[]', 'the JSON of a report: it has no version'),
+        ('[{"version": 1}]', 'the JSON of a report: it has no version'),
+        (
+            '{"version": 1, "mesh": []}',
+            'a whole report: mesh is not of type dict: []',
+        ),
+        (
+            '{"version": 1, "mesh": {"x": "2"}}',
+            "a whole report: a size of the mesh is not of type int: '2'",
+        ),
+        (
+            '{"version": 1, "mesh": {}, "rows": [], "unused_rules": "ab"}',
+            "a whole report: unused_rules is not of type list: 'ab'",
+        ),
+        (one_row(more=3), "a whole report: ReportRow.__init__() got an unexpected keyword argument 'more'"),
+        ('{"version": 1, "mesh": {}, "rows": [3]}', 'a whole report: a row is not of type dict: 3'),
+        (one_row(path=3), 'a whole report: path is not of type str: 3'),
+        (one_row(bytes='8'), "a whole report: bytes is not of type int: '8'"),
+        (one_row(shape=['8']), "a whole report: a size of shape is not of type int: '8'"),
+        (one_row(spec='x'), "a whole report: spec is not of type list: 'x'"),
+        (one_row(spec=[1]), 'a whole report: an axis of spec is not of type str: 1'),
+        (one_row(memory_kind=1), 'a whole report: memory_kind is not of type str: 1'),
+    ],
+)
+def test_what_is_not_a_whole_report_is_said(text, message):
+    assert ShardingReport.load(one_row()).rows[0].spec == P('x')
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(text)
+    assert str(error.value) == f'the text is not {message}'
+
+
+def test_load_says_what_it_takes(tmp_path):
+    for other in ({'version': 1}, b'{}', 3, None):
+        with pytest.raises(ArgumentError) as error:
+            ShardingReport.load(other)
+        assert str(error.value) == (
+            f'ShardingReport.load takes text, or the path of a file, got {type(other).__name__}: '
+            'give it what report.to_json() returns, or where that was written'
+        )
+    path = tmp_path / 'golden.json'
+    with pytest.raises(FileNotFoundError):
+        ShardingReport.load(path)
+    path.write_bytes(b'\xff{}')
+    with pytest.raises(DataError, match=r'golden\.json.* is not the JSON of a report: .*utf-8'):
+        ShardingReport.load(path)
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+
+def test_reports_have_a_hash():
+    report = HELPER.explain(MODEL, RULES)
+    same = ShardingReport.load(report.to_json())
+    assert {report: 1}[same] == 1
+    assert report != dataclasses.replace(report, mesh={'fsdp': 8})
+    assert len({changed_model(), changed_model()}) == 1
+
+
+def test_reports_say_what_they_take():
+    report = HELPER.explain(MODEL, RULES)
+    for other in ('golden.json', None, report.rows):
+        with pytest.raises(ArgumentError) as error:
+            report.diff(other)
+        assert str(error.value) == (
+            f'report.diff takes another ShardingReport, got {type(other).__name__}: '
+            'read one that was written with ShardingReport.load(path)'
+        )
+    for size in ('10MB', -1, True, float('nan')):
+        with pytest.raises(ArgumentError) as error:
+            report.check(max_replicated_bytes=size)
+        assert str(error.value) == (
+            f'max_replicated_bytes is a number of bytes, 0 or more, got {size!r}: 10 MiB are 10 * 2**20'
+        )
+    report.check(max_replicated_bytes=1e9)
+    for width in ('80', 80.5, True):
+        for value in (report, changed_model()):
+            with pytest.raises(ArgumentError) as error:
+                value.to_text(width)
+            assert str(error.value) == f'width is a number of columns or None, got {width!r}'
 
 
 # --- Differences ----------------------------------------------------------------------------------
@@ -353,6 +582,30 @@ leaves      path                        before           after                  
 1 added     layers/12/norm                               replicated                       256 B
 1 added     layers/12/up/kernel                          P('fsdp', 'tp')                8.0 KiB
 1 removed   step                        replicated                                          4 B
+
+13 arrays changed, 4 arrays added, 1 array removed
+bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
+    )
+
+
+def test_difference_of_80_columns():
+    assert (
+        changed_model().to_text(80)
+        == """\
+leaves      path  before           after                     bytes/device
+-------------------------------------------------------------------------
+12 changed  layers/{0..11}/down/kernel
+                  P('tp', 'fsdp')  P('tp',)         96.0 KiB -> 384.0 KiB
+1 changed   layers/3/up/kernel
+                  P('fsdp',)       P('fsdp', 'tp')    16.0 KiB -> 8.0 KiB
+1 added     head                   replicated                   128.0 KiB
+1 added     layers/12/down/kernel
+                                   P('tp',)                      32.0 KiB
+1 added     layers/12/norm
+                                   replicated                       256 B
+1 added     layers/12/up/kernel
+                                   P('fsdp', 'tp')                8.0 KiB
+1 removed   step  replicated                                          4 B
 
 13 arrays changed, 4 arrays added, 1 array removed
 bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""

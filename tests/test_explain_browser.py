@@ -222,6 +222,17 @@ def test_folds_over_several_numbers_give_every_path(opened):
     assert widget.paths[1:] == names
 
 
+def test_folds_of_keys_with_a_stem_give_every_path(opened):
+    names = [f'params/layers_{i}/{name}' for i in range(3) for name in ('b', 'w')]
+    rows = tuple(ReportRow(name, (8,), 'int8', P('x'), '', '', 8, 4) for name in names)
+    widget = opened(ShardingReport(rows, {'x': 2}))
+    assert widget.paths == ['params/layers_{0..2}', 'b × 3', 'w × 3']
+    widget.toggle('w × 3')
+    assert widget.paths[3:] == ['layers_0/w', 'layers_1/w', 'layers_2/w']
+    widget.click('.list')
+    assert widget.paths[2:] == ['params/layers_0/w', 'params/layers_1/w', 'params/layers_2/w']
+
+
 def test_list_has_no_groups(opened):
     widget = opened()
     widget.click('.list')

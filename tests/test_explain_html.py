@@ -171,7 +171,7 @@ def test_data_is_the_whole_report(tmp_path):
     assert [(path, *[texts[i] for i in line[:4]], *line[4:]) for path, *line in data['lines']] == [
         (['embed'], 'float32[512,64]', "P('tp',)", "regex 'embed'", '', 131072, 65536, 0),
         (
-            ['layers', ['{0..11}', [[0, 11]]], 'norm'],
+            ['layers', ['{0..11}', [[0, 11]], ''], 'norm'],
             'float32[64]',
             'replicated',
             "regex 'norm'",
@@ -181,7 +181,7 @@ def test_data_is_the_whole_report(tmp_path):
             1,
         ),
         (
-            ['layers', ['{0..11}', [[0, 11]]], 'up'],
+            ['layers', ['{0..11}', [[0, 11]], ''], 'up'],
             *('float32[64,256]', "P('fsdp', 'tp')", "regex 'up'", '', 65536, 8192, 0),
         ),
         (['step'], 'int32[]', 'replicated', 'TreePathShardingRule', 'one element', 4, 4, 1),

@@ -43,17 +43,22 @@ def test_80_columns():
     assert (
         printed(report(), 80)
         == """\
-path                         array                 spec             bytes/device
-────────────────────────────────────────────────────────────────────────────────
-embed                        float32[512,64]       P('tp',)             64.0 KiB
-...}/attention/query/kernel  12 x float32[64,256]  P('fsdp', 'tp')      96.0 KiB
-layers/{0..11}/norm          12 x float32[64]      replicated            3.0 KiB
-step                         int32[]               replicated                4 B
+path                 array                 spec             bytes/device  rule
+──────────────────────────────────────────────────────────────────────────────
+embed                float32[512,64]       P('tp',)             64.0 KiB  [1]
+layers/{0..11}/attention/query/kernel
+                     12 x float32[64,256]  P('fsdp', 'tp')      96.0 KiB  [2]
+layers/{0..11}/norm  12 x float32[64]      replicated            3.0 KiB  [3]
+step                 int32[]               replicated                4 B  [4]
+
+[1] regex 'embed'
+[2] regex 'query'
+[3] regex 'norm'
+[4] TreePathShardingRule: one element
 
 26 arrays, 899.0 KiB in all, 163.0 KiB on each device of the mesh (fsdp=4, tp=2)
 replicated: 13 arrays, 3.0 KiB on each device
-regexes that match nothing: 'head'
-(the rules need 116 columns or more: to_text(width=...))"""
+regexes that match nothing: 'head'"""
     )
 
 
@@ -77,6 +82,15 @@ regexes that match nothing: 'head'"""  # noqa: E501
 def test_no_line_is_longer_than_the_console():
     for width in range(60, 200, 7):
         assert max(map(len, printed(report(), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize('width', [60, 80, 100])
+def test_without_colours_or_bars_it_is_the_text(width):
+    out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+    Console(width=width, file=out).print(report())
+    out.flush()
+    lines = out.buffer.getvalue().decode().splitlines()
+    assert lines == report().to_text(width).splitlines()
 
 
 def test_a_console_of_ascii_gets_no_bars():

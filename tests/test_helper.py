@@ -235,11 +235,16 @@ def test_report_text(monkeypatch):
         str(HELPER.explain(STATE, RULES))
         == """\
 path          array          spec             bytes/device  rule
-----------------------------------------------------------------------------------------------------
-dense/bias    float32[16]    P('tp',)                 32 B  regex ''
-dense/kernel  float32[8,16]  P('fsdp', 'tp')          64 B  regex 'kernel'
-odd           float32[6,4]   replicated               96 B  regex 'odd': asked for P('fsdp',), wh...
-step          int32[]        replicated                4 B  TreePathShardingRule: one element
+----------------------------------------------------------------
+dense/bias    float32[16]    P('tp',)                 32 B  [1]
+dense/kernel  float32[8,16]  P('fsdp', 'tp')          64 B  [2]
+odd           float32[6,4]   replicated               96 B  [3]
+step          int32[]        replicated                4 B  [4]
+
+[1] regex ''
+[2] regex 'kernel'
+[3] regex 'odd': asked for P('fsdp',), which does not divide
+[4] TreePathShardingRule: one element
 
 4 arrays, 676 B in all, 196 B on each device of the mesh (fsdp=4, tp=2)
 replicated: 2 arrays, 100 B on each device

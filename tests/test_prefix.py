@@ -89,6 +89,7 @@ def test_keys_of_equal_rules_are_equal():
 
 
 SAME_NODES = 'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+WRONG = 'the rules do not have the structure of the tree at'
 EACH = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
 TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedSharding or None'
 
@@ -99,65 +100,61 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             {'params': {'kernl': P()}},
             {'params': {'kernel': X, 'bias': X}},
-            "the rules do not have the structure at 'params': there is no rule for 'bias', 'kernel'; the "
+            f"{WRONG} 'params': there is no rule for 'bias', 'kernel'; the "
             f"tree has nothing called 'kernl' (did you mean 'kernel'?). {EACH}",
         ),
         (
             {'w': P()},
             {'w': X, 'b': X},
-            f"the rules do not have the structure at its root: there is no rule for 'b'. {EACH}",
+            f"{WRONG} its root: there is no rule for 'b'. {EACH}",
         ),
         (
             {'w': P(), 'b': P()},
             {'w': X},
-            "the rules do not have the structure at its root: the tree has nothing called 'b' (known: "
-            f"'w'). {EACH}",
+            f"{WRONG} its root: the tree has nothing called 'b' (known: 'w'). {EACH}",
         ),
         (
             (P(), P()),
             (X, X, X),
-            f"the rules do not have the structure at its root: there is no rule for '2'. {EACH}",
+            f"{WRONG} its root: there is no rule for '2'. {EACH}",
         ),
         (
             {},
             {str(number): X for number in range(12)},
-            "the rules do not have the structure at its root: there is no rule for '0', '1', '10', '11', "
+            f"{WRONG} its root: there is no rule for '0', '1', '10', '11', "
             f"'2', '3', '4', '5', '6', '7' and 2 more. {EACH}",
         ),
         (
             {'a': {'x': P()}},
             {'a': {}},
-            "the rules do not have the structure at 'a': the tree has nothing called 'x' (there are "
-            f'none). {EACH}',
+            f"{WRONG} 'a': the tree has nothing called 'x' (there are none). {EACH}",
         ),
         (
             {'a': {'x': P()}},
             {'a': None},
-            "the rules do not have the structure at 'a': the rules hold a dict with 1 child there, the "
-            f'tree holds None. {SAME_NODES}',
+            f"{WRONG} 'a': the rules hold a dict with 1 child there, the tree holds None. {SAME_NODES}",
         ),
         (
             {'a': {'x': P(), 'y': P()}},
             {'a': X},
-            "the rules do not have the structure at 'a': the rules hold a dict with 2 children there, the "
-            f'tree holds a leaf. {SAME_NODES}',
+            f"{WRONG} 'a': the rules hold a dict with 2 children there, the tree holds a leaf. {SAME_NODES}",
         ),
         (
             {'a': [{'x': [P()]}]},
             {'a': [{'x': ()}]},
-            "the rules do not have the structure at 'a/0/x': the rules hold a list with 1 child there, "
+            f"{WRONG} 'a/0/x': the rules hold a list with 1 child there, "
             f'the tree holds a tuple with 0 children. {SAME_NODES}',
         ),
         (
             Pair(P(), P()),
             (X, X),
-            'the rules do not have the structure at its root: the rules hold a Pair with 2 children '
+            f'{WRONG} its root: the rules hold a Pair with 2 children '
             f'there, the tree holds a tuple with 2 children. {SAME_NODES}',
         ),
         (
             {'c': Config(P(), 'one')},
             {'c': Config(X, 'two')},
-            "the rules do not have the structure at 'c': the Config there differs in its static fields. "
+            f"{WRONG} 'c': the Config there differs in its static fields. "
             'Give one rule for the whole subtree.',
         ),
         (

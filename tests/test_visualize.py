@@ -261,6 +261,13 @@ dim 0: 4, whole
     )
 
 
+def test_layers_of_flax_linen_share_a_name():
+    params = {f'layers_{i}': {'w': leaf((8,), P('tp')), 'v': leaf((8,), P('tp'))} for i in range(3)}
+    (picture,) = visualize({'params': params}).pictures
+    assert [member.name for member in picture.members] == ['params/layers_{0..2}/v', 'params/layers_{0..2}/w']
+    assert picture.paths[:3] == ('params/layers_0/v', 'params/layers_1/v', 'params/layers_2/v')
+
+
 def test_pictures_hold_what_is_drawn():
     (picture,) = visualize({'w': leaf((8,), P('tp')), 'v': leaf((8,), P('tp'))}).pictures
     assert picture.paths == ('v', 'w')

@@ -10,16 +10,8 @@ from scalax import _html
 from scalax._spec import axis_sizes_text
 from scalax.explain._fold import fold
 from scalax.explain._rows import ReportRow
-from scalax.explain._text import (
-    aligned,
-    array_text,
-    arrays,
-    columns,
-    folded_path,
-    human_bytes,
-    shrink,
-    spec_text,
-)
+from scalax.explain._table import table, wrapped
+from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
@@ -63,8 +55,8 @@ class ReportDiff:
     changed: tuple[LeafChange, ...]
     bytes_per_device_before: int
     bytes_per_device_after: int
-    mesh_before: Mapping[str, int]
-    mesh_after: Mapping[str, int]
+    mesh_before: Mapping[str, int] = dataclasses.field(hash=False)
+    mesh_after: Mapping[str, int] = dataclasses.field(hash=False)
 
     def __bool__(self) -> bool:
         changed_mesh = list(self.mesh_before.items()) != list(self.mesh_after.items())
@@ -78,7 +70,7 @@ class ReportDiff:
 
         Args:
             width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in integer keys of their paths only share a line.
+            fold: whether leaves that differ in numbers in their paths only share a line.
         """
         return _render(self, columns(width), fold)
 
@@ -139,14 +131,9 @@ def _pairs(diff: ReportDiff) -> list[_Pair]:
 
 
 def _render(diff: ReportDiff, width: int, folded: bool) -> str:
-    lines = []
     pairs = _pairs(diff)
-    if pairs:
-        cells = [_HEADS, *_cells(pairs, folded)]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
-        shrink(widths, width - 2 * (len(widths) - 1), [widths[0], 12, 8, 8, widths[4]])
-        lines = [*aligned(cells, widths, 1, 4), '']
-    return '\n'.join([*lines, *_summary(diff)])
+    lines = [*table([_HEADS, *_cells(pairs, folded)], width, 1, 4), ''] if pairs else []
+    return '\n'.join([*lines, *wrapped(_summary(diff), width)])
 
 
 def _summary(diff: ReportDiff) -> list[str]:

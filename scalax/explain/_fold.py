@@ -1,8 +1,9 @@
-"""Which leaves are the same thing in many layers? Paths that differ in integer keys, as one name.
+"""Which leaves are the same thing in many layers? Paths that differ in numbers, as one name.
 
-``layers/0/w`` ... ``layers/79/w`` fold into ``layers/{0..79}/w``. Where paths have several integer keys
-(layers and experts, say), folds that differ in one key only fold again: every fold is a full product of
-numbers, so that its name gives back exactly the paths that it stands for.
+``layers/0/w`` ... ``layers/79/w`` fold into ``layers/{0..79}/w``, and ``layers_0/w`` ... ``layers_79/w``
+into ``layers_{0..79}/w``. Where paths have several numbers (layers and experts, say), folds that differ in
+one of them only fold again: every fold is a full product of numbers, so that its name gives back exactly
+the paths that it stands for.
 """
 
 from __future__ import annotations
@@ -14,25 +15,49 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-_INTEGER = re.compile('0|[1-9][0-9]*', re.ASCII)
+# A number is a key, or ends one behind an underscore or a dot: `block12` and `block13` may be two things
+# that people called so. Braces before it would read as numbers in the name.
+_NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]*)', re.ASCII | re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered:
+    """Keys that differ in the number at their end only.
+
+    Attributes:
+        stem: what stands before the numbers; empty where they are the keys.
+        numbers: all of them, in order.
+    """
+
+    stem: str
+    numbers: tuple[int, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """Each of the keys."""
+        return [f'{self.stem}{number}' for number in self.numbers]
+
+    def name(self, most: int | None) -> str:
+        """The keys as one, with at most *most* runs of numbers: ``layers_{0..79}``."""
+        return f'{self.stem}{braces(self.numbers, most)}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Leaves that differ in integer keys of their paths only.
+    """Leaves that differ in numbers in their paths only.
 
     Attributes:
-        parts: the keys of the path; a tuple of numbers where there are several.
+        parts: the keys of the path; in one place there may be several.
         first: the index of the first of them.
     """
 
-    parts: tuple[str | tuple[int, ...], ...]
+    parts: tuple[str | Numbered, ...]
     first: int
 
     @property
     def count(self) -> int:
         """How many leaves these are."""
-        return math.prod(len(part) for part in self.parts if isinstance(part, tuple))
+        return math.prod(len(part.numbers) for part in self.parts if isinstance(part, Numbered))
 
     @property
     def name(self) -> str:
@@ -42,12 +67,12 @@ class Fold:
     @property
     def paths(self) -> tuple[str, ...]:
         """Each of their paths."""
-        choices = [map(str, part) if isinstance(part, tuple) else [part] for part in self.parts]
+        choices = [part.keys if isinstance(part, Numbered) else [part] for part in self.parts]
         return tuple('/'.join(keys) for keys in itertools.product(*choices))
 
     def short_name(self, most: int | None) -> str:
         """The name with at most *most* runs of numbers between braces; ``...`` stands for others."""
-        return '/'.join(braces(part, most) if isinstance(part, tuple) else part for part in self.parts)
+        return '/'.join(part.name(most) if isinstance(part, Numbered) else part for part in self.parts)
 
 
 def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
@@ -72,29 +97,28 @@ def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
 
 
 def _fold_at(place: int, folds: Sequence[tuple[Fold, Hashable]]) -> list[tuple[Fold, Hashable]]:
-    """Folds what differs in the key at *place* only."""
-    if not any(_number_at(place, item) for item, _ in folds):
-        return list(folds)
-    groups: dict[Hashable, list[tuple[Fold, Hashable]]] = {}
-    for number, (item, kind) in enumerate(folds):
-        parts = item.parts
-        group = (parts[:place], parts[place + 1 :], kind) if _number_at(place, item) else number
-        groups.setdefault(group, []).append((item, kind))
-    return [(_merged(place, [item for item, _ in group]), group[0][1]) for group in groups.values()]
+    """Folds what differs in the number at *place* only."""
+    groups: dict[Hashable, tuple[Hashable, list[tuple[Fold, int]]]] = {}
+    for alone, (item, kind) in enumerate(folds):
+        key = item.parts[place] if place < len(item.parts) else ''
+        found = _NUMBERED.fullmatch(key) if isinstance(key, str) else None
+        number = -1
+        group: Hashable = alone
+        if found:
+            number = int(found[2])
+            group = found[1], item.parts[:place], item.parts[place + 1 :], kind
+        groups.setdefault(group, (kind, []))[1].append((item, number))
+    return [(_merged(place, group), kind) for kind, group in groups.values()]
 
 
-def _number_at(place: int, item: Fold) -> bool:
-    key = item.parts[place] if place < len(item.parts) else ''
-    return isinstance(key, str) and _INTEGER.fullmatch(key) is not None
-
-
-def _merged(place: int, group: Sequence[Fold]) -> Fold:
-    first = group[0]
+def _merged(place: int, group: Sequence[tuple[Fold, int]]) -> Fold:
+    first, number = group[0]
     if len(group) == 1:
         return first
-    numbers = tuple(sorted(int(str(item.parts[place])) for item in group))
-    parts = (*first.parts[:place], numbers, *first.parts[place + 1 :])
-    return Fold(parts, min(item.first for item in group))
+    stem = str(first.parts[place]).removesuffix(str(number))
+    numbered = Numbered(stem, tuple(sorted(number for _, number in group)))
+    parts = (*first.parts[:place], numbered, *first.parts[place + 1 :])
+    return Fold(parts, min(item.first for item, _ in group))
 
 
 def braces(numbers: Sequence[int], most: int | None) -> str:

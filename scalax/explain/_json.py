@@ -7,16 +7,23 @@ import json
 import os
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 
 from scalax import _spec
-from scalax.errors import DataError
+from scalax.errors import ArgumentError, DataError
 from scalax.explain._rows import ReportRow
 
 VERSION = 1
 _UNCONSTRAINED = 'UNCONSTRAINED'
+_KINDS: Mapping[str, type[object]] = {
+    **dict.fromkeys(('path', 'dtype', 'rule', 'reason'), str),
+    **dict.fromkeys(('bytes', 'bytes_per_device'), int),
+    'shape': list,
+}
+
+T = TypeVar('T')
 
 
 def plain_row(row: ReportRow) -> dict[str, Any]:
@@ -59,8 +66,11 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         DataError: this is no report, or one of another version.
+        ArgumentError: it is neither text nor a path.
     """
     text, name = _text_and_name(text_or_path)
+    if not text.strip():
+        raise DataError(f'{name} is not the JSON of a report: it is empty')
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -73,24 +83,61 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
             'write it anew with report.to_json()'
         )
     try:
-        rows = tuple(_row(row, values['mesh']) for row in values['rows'])
-        idle = {kind: tuple(values[kind]) for kind in ('unused_rules', 'shadowed_rules')}
-        return {'rows': rows, 'mesh': values['mesh'], **idle}
-    except (KeyError, TypeError) as error:
-        raise DataError(f'{name} is not a whole report: {type(error).__name__}: {error}') from error
+        mesh = {
+            str(axis): _of(int, size, 'a size of the mesh')
+            for axis, size in _of(dict, values['mesh'], 'mesh').items()
+        }
+        rows = tuple(_row(_of(dict, row, 'a row'), mesh) for row in _of(list, values['rows'], 'rows'))
+        idle = {
+            kind: tuple(_of(str, regex, f'one of {kind}') for regex in _of(list, values[kind], kind))
+            for kind in ('unused_rules', 'shadowed_rules')
+        }
+    except KeyError as error:
+        raise DataError(f'{name} is not a whole report: it has no {error}') from error
+    except TypeError as error:
+        raise DataError(f'{name} is not a whole report: {error}') from error
+    return {'rows': rows, 'mesh': mesh, **idle}
 
 
 def _text_and_name(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
-    # Text begins with a brace, or (where it is damaged) has several lines; no sensible path does.
-    if isinstance(text_or_path, str) and (text_or_path.lstrip()[:1] == '{' or '\n' in text_or_path):
-        return text_or_path, 'the text'
-    return Path(text_or_path).read_text(encoding='utf-8'), repr(os.fspath(text_or_path))
+    if not isinstance(text_or_path, str | os.PathLike):
+        raise ArgumentError(
+            f'ShardingReport.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
+            'give it what report.to_json() returns, or where that was written'
+        )
+    # Text begins with a brace, or (where it is damaged) is empty, a list or of several lines; no sensible
+    # path is.
+    if isinstance(text_or_path, str):
+        stripped = text_or_path.strip()
+        ends = stripped[:1] + stripped[-1:]
+        if ends[:1] in ('', '{') or ends == '[]' or '\n' in text_or_path:
+            return text_or_path, 'the text'
+    name = repr(os.fspath(text_or_path))
+    try:
+        return Path(text_or_path).read_text(encoding='utf-8'), name
+    except UnicodeDecodeError as error:
+        raise DataError(f'{name} is not the JSON of a report: {error}') from error
+
+
+def _of(kind: type[T], value: object, what: str) -> T:
+    """*value*, which is of that kind, or else no part of a report."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f'{what} is not of type {kind.__name__}: {value!r}')
+    return value
 
 
 def _row(values: Mapping[str, Any], mesh: Container[str]) -> ReportRow:
     spec = values['spec']
-    parsed = None if spec is None else _parsed_spec(spec, mesh)
-    return ReportRow(**{**values, 'shape': tuple(values['shape']), 'spec': parsed})
+    for key, kind in _KINDS.items():
+        _of(kind, values[key], key)
+    row = {
+        **values,
+        'shape': tuple(_of(int, size, 'a size of shape') for size in values['shape']),
+        'spec': None if spec is None else _parsed_spec(spec, mesh),
+    }
+    if row.get('memory_kind') is not None:
+        _of(str, row['memory_kind'], 'memory_kind')
+    return ReportRow(**row)
 
 
 def _parsed_spec(spec: Any, mesh: Container[str]) -> PartitionSpec:
@@ -98,6 +145,9 @@ def _parsed_spec(spec: Any, mesh: Container[str]) -> PartitionSpec:
     if isinstance(spec, dict):
         rest = {kind: frozenset(spec[kind]) for kind in ('unreduced', 'reduced')}
         spec = spec['entries']
+    for entry in _of(list, spec, 'spec'):
+        for axis in entry if isinstance(entry, list) else [] if entry is None else [entry]:
+            _of(str, axis, 'an axis of spec')
     return PartitionSpec(
         *[
             tuple(entry)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from scalax import _html
-from scalax.explain._fold import Fold, braces, runs
+from scalax.explain._fold import Fold, runs
 from scalax.explain._text import (
     HEADS,
     MOST_RUNS,
@@ -77,8 +77,10 @@ def data(
 
 
 def _path(fold: Fold) -> list[object]:
-    """The keys of a path; where it has several numbers, how they print and which they are."""
+    """The keys of a path; where it has several, how they print, their numbers, and what stands before."""
     return [
-        _html.visible(part) if isinstance(part, str) else (braces(part, MOST_RUNS), runs(part))
+        _html.visible(part)
+        if isinstance(part, str)
+        else (_html.visible(part.name(MOST_RUNS)), runs(part.numbers), _html.visible(part.stem))
         for part in fold.parts
     ]

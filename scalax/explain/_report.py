@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from scalax.errors import ShardingError, shown
+from scalax.errors import ArgumentError, ShardingError, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
@@ -32,7 +33,7 @@ class ShardingReport:
     """
 
     rows: tuple[ReportRow, ...]
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int] = dataclasses.field(hash=False)  # a dict, which has no hash
     unused_rules: tuple[str, ...] = ()
     shadowed_rules: tuple[str, ...] = ()
 
@@ -59,7 +60,7 @@ class ShardingReport:
 
         Args:
             width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in integer keys of their paths only share a line, such as
+            fold: whether leaves that differ in numbers in their paths only share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
         notes = idle_notes(self.unused_rules, self.shadowed_rules)
@@ -135,6 +136,8 @@ class ShardingReport:
 
         Raises:
             DataError: this is no report, or one of another version.
+            ArgumentError: it is neither text nor a path.
+            OSError: there is no such file, or it cannot be read.
         """
         return cls(**read(text_or_path))
 
@@ -143,7 +146,15 @@ class ShardingReport:
 
         Args:
             other: the report to compare with. Leaves are found by their paths.
+
+        Raises:
+            ArgumentError: *other* is no report.
         """
+        if not isinstance(other, ShardingReport):
+            raise ArgumentError(
+                f'report.diff takes another ShardingReport, got {type(other).__name__}: '
+                'read one that was written with ShardingReport.load(path)'
+            )
         return diff_rows(self.rows, other.rows, self.mesh, other.mesh)
 
     def check(self, *, max_replicated_bytes: int | None = None, no_unused_rules: bool = False) -> None:
@@ -155,7 +166,13 @@ class ShardingReport:
 
         Raises:
             ShardingError: one of these does not hold; names the leaves or rules.
+            ArgumentError: *max_replicated_bytes* is no number of bytes.
         """
+        if max_replicated_bytes is not None and not _is_size(max_replicated_bytes):
+            raise ArgumentError(
+                f'max_replicated_bytes is a number of bytes, 0 or more, got {max_replicated_bytes!r}: '
+                '10 MiB are 10 * 2**20'
+            )
         complaints = []
         replicated = self.replicated
         if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:
@@ -175,3 +192,7 @@ class ShardingReport:
             )
         if complaints:
             raise ShardingError([], message='\n'.join(complaints))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= 0

@@ -10,7 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from scalax.explain._rows import ReportRow
-from scalax.explain._text import HEADS, cells_of, columns, cut, fitted, idle_notes, lines_of, totals
+from scalax.explain._table import GAP, fits, lay_out, plain, wrapped
+from scalax.explain._text import (
+    HEADS,
+    Line,
+    cells_of,
+    columns,
+    footnotes,
+    idle_notes,
+    lines_of,
+    totals,
+    with_footnotes,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,7 +33,7 @@ if TYPE_CHECKING:
 _AXES = ('cyan', 'magenta', 'green', 'blue', 'bright_cyan', 'bright_magenta')
 _WARN = 'yellow'
 _BAR = 10
-_RULES_BESIDE_BAR = 40  # the columns that rules have at least before there is a bar
+_BAR_HEAD = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,57 +43,37 @@ class RichReport:
     report: ShardingReport
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich import box
-        from rich.table import Table
         from rich.text import Text
 
         report = self.report
         lines = lines_of(report.rows, folded=True)
-        cells = [cells_of(*line) for line in lines]
-        widths, hint, has_bars = _layout([HEADS, *cells], columns(options.max_width))
-        has_bars = has_bars and not options.ascii_only
-
-        # Two columns of space between columns, of which a box takes one.
-        has_box = not options.ascii_only
-        table = Table(
-            box=box.SIMPLE_HEAD if has_box else None,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, 1 if has_box else 2, 0, 0),
-        )
-        for head, width in zip(HEADS, widths, strict=False):
-            is_size = head == HEADS[3]
-            table.add_column(head, justify='right' if is_size else 'left', no_wrap=True, width=width)
-            if is_size and has_bars:
-                table.add_column('', no_wrap=True, width=_BAR)
-        largest = max((row.bytes_per_device * fold.count for fold, row in lines), default=0)
-        for (fold, row), texts in zip(lines, cells, strict=True):
-            path, array, spec, number, *rule = (
-                cut(text, width, column == 0)
-                for column, (text, width) in enumerate(zip(texts, widths, strict=False))
-            )
-            share = row.bytes_per_device * fold.count / max(1, largest)
-            bar = [_bar(share, _WARN if row.is_replicated else 'blue')] if has_bars else []
-            table.add_row(
-                _path_text(path),
-                Text(array, 'dim'),
-                _spec_text(spec, row, report.mesh),
-                Text(number),
-                *bar,
-                *[Text(text, 'dim') for text in rule],
-            )
-        yield table
-        yield Text('\n'.join(['', *totals(report.rows, report.mesh)]))
-        for note in idle_notes(report.unused_rules, report.shadowed_rules):
+        width = columns(options.max_width)
+        cells, below = _cells(lines, width, may_have_bars=not options.ascii_only)
+        heads, *rows = lay_out(cells, width, 0, 3)
+        text = Text(no_wrap=True, overflow='ignore')
+        for line in heads:
+            text.append(f'{plain(line)}\n', 'bold')
+        longest = max(len(plain(line)) for row in [heads, *rows] for line in row)
+        text.append(('-' if options.ascii_only else '─') * longest)
+        for (_, row), pieces in zip(lines, rows, strict=True):
+            for line in pieces:
+                styled = [_styled(cells[0][column], said, row, report.mesh) for column, said in line]
+                whole = Text(GAP).join(styled)
+                whole.rstrip()
+                text.append('\n').append_text(whole)
+        yield text
+        for said in footnotes(below, width):
+            yield Text(said, 'dim')
+        yield Text('\n'.join(['', *wrapped(totals(report.rows, report.mesh), width)]))
+        for note in wrapped(idle_notes(report.unused_rules, report.shadowed_rules), width):
             yield Text(note, _WARN)
-        for text in hint:
-            yield Text(text, 'dim')
 
 
 def print_report(report: ShardingReport, file: TextIO | None) -> None:
     """Prints with rich if it is installed and *file* is a terminal."""
     out = sys.stdout if file is None else file
-    if out.isatty() and importlib.util.find_spec('rich') is not None:
+    isatty = getattr(out, 'isatty', None)  # `print` asks for no more than `write`
+    if isatty and isatty() and importlib.util.find_spec('rich') is not None:
         from rich.console import Console
 
         Console(file=out).print(RichReport(report))
@@ -90,16 +81,31 @@ def print_report(report: ShardingReport, file: TextIO | None) -> None:
         print(report, file=out)
 
 
-def _layout(cells: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], list[str], bool]:
-    """The widths of the columns, what to say of those left out, and whether there is room for bars."""
-    widths, hint = fitted(cells, width)
-    beside_bar, _ = fitted(cells, width - _BAR - 2)
-    if len(widths) < len(HEADS):
-        return widths, hint, beside_bar == widths
-    longest = max(len(line[-1]) for line in cells)
-    if len(beside_bar) == len(HEADS) and beside_bar[-1] >= min(_RULES_BESIDE_BAR, longest):
-        return beside_bar, hint, True
-    return widths, hint, False
+def _cells(
+    lines: Sequence[Line], width: int, may_have_bars: bool
+) -> tuple[Sequence[tuple[str, ...]], list[str]]:
+    """The cells of the table, with bars where there is room for them, and the rules to say below it."""
+    largest = max((row.bytes_per_device * fold.count for fold, row in lines), default=0)
+    bars = [_bar(row.bytes_per_device * fold.count / max(1, largest)) for fold, row in lines]
+    cells: Sequence[tuple[str, ...]] = [HEADS, *(cells_of(*line) for line in lines)]
+    below: list[str] = []
+    if not fits(cells, width):
+        cells, below = with_footnotes(cells)
+    with_bars = [
+        (*texts, bar.ljust(_BAR), rule) for (*texts, rule), bar in zip(cells, [_BAR_HEAD, *bars], strict=True)
+    ]
+    return (with_bars if may_have_bars and fits(with_bars, width) else cells), below
+
+
+def _styled(head: str, text: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
+    from rich.text import Text
+
+    if head == 'path':
+        return _path_text(text)
+    if head == 'spec':
+        return _spec_text(text, row, mesh)
+    bar = _WARN if row.is_replicated else 'blue'
+    return Text(text, {'array': 'dim', 'rule': 'dim', _BAR_HEAD: bar}.get(head, ''))
 
 
 def _path_text(path: str) -> Text:
@@ -123,9 +129,7 @@ def _spec_text(spec: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
     return text
 
 
-def _bar(share: float, style: str) -> Text:
+def _bar(share: float) -> str:
     """A line as long as its share, in halves of a column; what is not nothing is seen."""
-    from rich.text import Text
-
     halves = max(1, round(2 * _BAR * share)) if share else 0
-    return Text('━' * (halves // 2) + '╸' * (halves % 2), style)
+    return '━' * (halves // 2) + '╸' * (halves % 2)

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._html import visible
 from scalax._spec import axis_sizes_text
+from scalax.errors import ArgumentError
 from scalax.explain._fold import Fold, fold
 from scalax.explain._rows import ReportRow, replicated
+from scalax.explain._table import fits, table, wrapped
 
 Line = tuple[Fold, ReportRow]
 """What a line of a table stands for, and the first of its rows."""
 
 HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
-_RULE = 4  # the column of the rules
-_LEAST_RULE = 24
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
 MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
@@ -39,7 +39,13 @@ def human_bytes(count: int) -> str:
 
 
 def columns(width: int | None) -> int:
-    """How many columns a table may take: *width*, or those of the terminal, but 60 at least."""
+    """How many columns a table may take: *width*, or those of the terminal, but 60 at least.
+
+    Raises:
+        ArgumentError: *width* is no number of columns.
+    """
+    if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
+        raise ArgumentError(f'width is a number of columns or None, got {width!r}')
     return max(60, width or shutil.get_terminal_size((120, 24)).columns)
 
 
@@ -52,8 +58,6 @@ def render_table(
 ) -> str:
     """A report as text, no line wider than *width* columns (default: the terminal's).
 
-    The column of rules is left out where too little of it would be seen.
-
     Args:
         rows: one for each leaf.
         mesh: mesh axis name -> size.
@@ -61,20 +65,32 @@ def render_table(
         width: the columns the table may take.
         folded: whether leaves that are the same in many layers share a line.
     """
-    cells = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
-    widths, hint = fitted(cells, columns(width))
-    return '\n'.join([*aligned(cells, widths, 0, 3), '', *totals(rows, mesh), *notes, *hint])
+    width = columns(width)
+    cells: Sequence[tuple[str, ...]] = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
+    below: list[str] = []
+    if not fits(cells, width):
+        cells, below = with_footnotes(cells)
+    return '\n'.join(
+        [
+            *table(cells, width, 0, 3),
+            *footnotes(below, width),
+            '',
+            *wrapped([*totals(rows, mesh), *notes], width),
+        ]
+    )
 
 
-def fitted(cells: Sequence[tuple[str, ...]], width: int) -> tuple[list[int], list[str]]:
-    """The widths of a report's columns in so many columns of text, and what to say of those left out."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
-    room = width - sum(widths[:_RULE] + [2] * _RULE)
-    if room >= min(_LEAST_RULE, widths[_RULE]):
-        return [*widths[:_RULE], min(room, widths[_RULE])], []
-    widths.pop()
-    shrink(widths, width - 2 * (len(widths) - 1), [12, 10, 8, 10])
-    return widths, [f'(the rules need {width + _LEAST_RULE - room} columns or more: to_text(width=...))']
+def with_footnotes(cells: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The same cells with numbers for rules, which stand in the last column, and the rules."""
+    rules = dict.fromkeys(rule for *_, rule in cells[1:] if rule)
+    numbers = {rule: f'[{number}]' for number, rule in enumerate(rules, 1)}
+    numbered = [(*others, numbers.get(rule, '')) for *others, rule in cells[1:]]
+    return [cells[0], *numbered], [f'{number} {rule}' for rule, number in numbers.items()]
+
+
+def footnotes(rules: Sequence[str], width: int) -> list[str]:
+    """The lines of footnotes below a table."""
+    return ['', *wrapped(rules, width)] if rules else []
 
 
 def aligned(cells: Sequence[tuple[str, ...]], widths: Sequence[int], path: int, size: int) -> list[str]:

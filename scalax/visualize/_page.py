@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scalax._html import asset, escape
+from scalax.explain._table import wrapped
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture
 from scalax.visualize._svg import FONT, MOST_LINE, Drawn, below, document, draw, text_lines
-from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, lies_text, notes, wrapped
+from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, lies_text, notes
 
 TITLE = 'Where arrays lie'
 # Files of their own follow the reader's choice of light or dark; inside a page, that page decides.

@@ -26,7 +26,7 @@ _INSPECT = (
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """Leaves that differ in integer keys of their paths only.
+    """Leaves that differ in numbers in their paths only.
 
     Attributes:
         name: their paths as one: ``layers/{0..79}/w``.

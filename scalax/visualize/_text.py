@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from scalax._html import visible
+from scalax.explain._table import wrapped
 from scalax.explain._text import columns
 from scalax.visualize._boxes import drawing
 from scalax.visualize._panels import blocks_text
@@ -64,12 +63,3 @@ def closing(pictures: Sequence[Picture]) -> list[str]:
 
 def _numberings(pictures: Sequence[Picture]) -> list[str]:
     return list(dict.fromkeys(picture.blocks.numbering for picture in pictures))
-
-
-def wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Lines of text as lines no wider than *width*, with nothing in them that could steer a terminal."""
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(visible(line), width, subsequent_indent='    ', break_on_hyphens=False)
-    ]

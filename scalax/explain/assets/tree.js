@@ -24,18 +24,19 @@ class Line {
   get bytes() { return this.arrays * this.each.bytes; }
   get perDevice() { return this.arrays * this.each.perDevice; }
 
-  // The path of one of the arrays, or its end from the key before the first number; the last number of
-  // the path varies fastest.
+  // The path of one of the arrays, or its end from the first number, or from the key before one that is a
+  // key by itself; the last number of the path varies fastest.
   pathOf(number, isShort = false) {
     const keys = [...this.path];
     for (let place = keys.length - 1; place >= 0; place--) {
       if (typeof keys[place] === 'string') continue;
-      const runs = keys[place][1];
+      const [, runs, stem] = keys[place];
       const size = sizeOf(runs);
-      keys[place] = nth(runs, number % size);
+      keys[place] = `${stem}${nth(runs, number % size)}`;
       number = Math.floor(number / size);
     }
-    const start = isShort ? Math.max(0, this.path.findIndex((key) => typeof key !== 'string') - 1) : 0;
+    const first = this.path.findIndex((key) => typeof key !== 'string');
+    const start = isShort ? Math.max(0, this.path[first]?.[2] ? first : first - 1) : 0;
     return keys.slice(start).join('/') || '(leaf)';
   }
 }
