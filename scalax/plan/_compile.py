@@ -22,6 +22,8 @@ _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
 _AFTER = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
 # The partitioner of TPUs itself cuts products that wait for a collective into rounds of a loop.
 _WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+# A device without memory: the program is partitioned and laid out, and refused before code is made of it.
+_NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
 # Leaves out what makes code fast to run, and slow to make.
 _QUICK = {'xla_optimization_level': 'EFFORT_O0'}
 _NO_TABLES = Tables('', '', '')
@@ -76,7 +78,7 @@ def compile_lowered(lowered: Any, platform: str, *, quick: bool = False) -> Comp
     dump = _dumped(lowered, options)
     if tpu:
         # Collectives are those of whole products, memory that of the program as it will run.
-        dump = dataclasses.replace(dump, text=_dumped(lowered, {**_QUICK, **_WHOLE}).text)
+        dump = dataclasses.replace(dump, text=_dumped(lowered, {**_QUICK, **_WHOLE, **_NO_CODE}).text)
     if dump.executable is None:
         return _refused(dump)
     devices = _partitions(dump.text or dump.executable.as_text())
