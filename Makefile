@@ -14,12 +14,13 @@ PYTHON_OLDEST ?= $(PYTHON)
 
 # A stamp says that an installation has finished. Its text is shown on every run (see below).
 EXAMPLES_STAMP := $(VENV)/.installed-examples
+PLAN_STAMP := $(VENV)/.installed-plan
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST_STAMP := $(OLDEST)/.installed
 RELEASE_STAMP := $(RELEASE)/.installed
 
 # A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
-$(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(DEV_STAMP))
+$(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(PLAN_STAMP) $(DEV_STAMP))
 $(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
 $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
 
@@ -28,7 +29,7 @@ $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train digits bench test check fuzz clean
+.PHONY: help setup train digits plan bench test check fuzz clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +43,10 @@ train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (f
 digits: $(EXAMPLES_STAMP) ## train on handwritten digits (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m examples.digits $(ARGS)
+
+plan: $(PLAN_STAMP) ## plan LLaMA-3 on TPUs that are not here (flags in ARGS)
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) -m examples.plan_llama $(ARGS)
 
 bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) ## run the benchmarks (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
@@ -70,8 +75,13 @@ $(EXAMPLES_STAMP): setup.py
 	  'found here, JAX', m.version('jax'), 'is used.')" > $@.new
 	@mv $@.new $@
 
+# The TPU compiler, which needs no TPU; only that of the newest JAX is tested.
+$(PLAN_STAMP): $(EXAMPLES_STAMP) setup.py
+	@scripts/setup_venv.sh $(VENV) newest -e '.[plan]'
+	@touch $@
+
 $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
-	@scripts/setup_venv.sh $(VENV) newest -e '.[dev]'
+	@scripts/setup_venv.sh $(VENV) newest -e '.[dev,plan]'
 	@touch $@
 
 $(OLDEST_STAMP): setup.py

@@ -24,8 +24,8 @@ def read_long_description() -> str:
 
 EXAMPLES = ['absl-py', 'matplotlib', 'optax', 'scikit-learn', 'tqdm']
 EXTRAS = {
-    # libtpu is published for Linux only; elsewhere plans work without the TPU compiler.
-    'plan': ['libtpu; sys_platform == "linux"', 'matplotlib', 'rich'],
+    # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
+    'plan': ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich'],
     'checkpoint': ['orbax-checkpoint'],
     'examples': EXAMPLES,
     'docs': ['mkdocs'],

@@ -53,6 +53,8 @@ LAYERS = [
     'sharding',
     'utils',
     'scalax',
+    'cli',
+    '__main__',
 ]
 HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.split()}
 

@@ -130,7 +130,7 @@ def rotary_angles(sequence: int, config: ModelConfig) -> tuple[jax.Array, jax.Ar
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the heads of `x` [B, S, heads, K] by position: q . k then shows distances only."""
-    cos, sin = rotation
+    cos, sin = (part.astype(x.dtype) for part in rotation)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 

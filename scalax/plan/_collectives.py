@@ -78,7 +78,7 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
     """
     counts: collections.Counter[Collective] = collections.Counter()
     for visit in visits(module):
-        for instruction in distinct(visit.computation):
+        for instruction in distinct(visit.computation, module.partitions):
             kind = _kind(instruction)
             if kind is None:
                 continue
@@ -93,16 +93,21 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 
 
-def distinct(computation: Computation) -> Iterator[Instruction]:
+def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
     """The instructions of a computation, without all-gathers that repeat another one.
 
-    The partitioner of TPUs writes one for each use of a value; common-subexpression elimination, a later
-    pass, leaves the first.
+    The partitioner of TPUs writes one for each use of a value, its groups not always in the same notation;
+    common-subexpression elimination, a later pass, leaves the first.
+
+    Args:
+        computation: the computation.
+        devices: on how many devices the program runs.
     """
     seen = set()
     for instruction in computation.instructions.values():
         if instruction.opcode == 'all-gather':
-            groups, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
+            text, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
+            groups = None if text is None else replica_groups(text, devices).tobytes()
             same = instruction.arrays, instruction.operands, groups, dims
             if same in seen:
                 continue

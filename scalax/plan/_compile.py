@@ -20,10 +20,10 @@ _PASS = 'spmd-partitioning'
 _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
 # The compiler of TPUs calls the pass otherwise.
 _AFTER = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
-_TPU = {
-    # Products that wait for a collective may be cut into rounds of a loop already while partitioning.
-    'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000',
-}
+# The partitioner of TPUs itself cuts products that wait for a collective into rounds of a loop.
+_WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+# A device without memory: the program is partitioned and laid out, and refused before code is made of it.
+_NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
 # Leaves out what makes code fast to run, and slow to make.
 _QUICK = {'xla_optimization_level': 'EFFORT_O0'}
 _NO_TABLES = Tables('', '', '')
@@ -73,10 +73,12 @@ def compile_lowered(lowered: Any, platform: str, *, quick: bool = False) -> Comp
     Raises:
         PlanError: the compiler failed, or did not write that program down.
     """
-    options: dict[str, Any] = {}
-    if platform == 'tpu':
-        options = {**_TPU, **(_QUICK if quick else {})}
+    tpu = platform == 'tpu'
+    options: dict[str, Any] = _QUICK if quick and tpu else {}
     dump = _dumped(lowered, options)
+    if tpu:
+        # Collectives are those of whole products, memory that of the program as it will run.
+        dump = dataclasses.replace(dump, text=_dumped(lowered, {**_QUICK, **_WHOLE, **_NO_CODE}).text)
     if dump.executable is None:
         return _refused(dump)
     devices = _partitions(dump.text or dump.executable.as_text())

@@ -43,7 +43,7 @@ def work_of(module: Module) -> Work:
     flops = moved = 0
     counted = Counted.EXACTLY
     for visit in visits(module):
-        for instruction in distinct(visit.computation):
+        for instruction in distinct(visit.computation, module.partitions):
             count = _COUNTS.get(instruction.opcode)
             if count is None and instruction.opcode not in KINDS:
                 continue

@@ -1,0 +1,194 @@
+"""Does LLaMA-3 fit, and what bounds it? Plans of a training step on TPUs that are not here.
+
+    python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
+    python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
+    python -m examples.plan_llama --only 8b-v5p --full # the compiler takes all the trouble that it can
+
+or one of them in full detail, by the command line of scalax:
+
+    python -m scalax plan examples/plan_llama.py:make_8b --topology v5p:4x4x4 --mesh fsdp=-1,tp=4
+
+The model is that of examples/llama at full size, in bfloat16 with AdamW, one sequence of 4,096 tokens for
+each device; nothing of it is ever allocated. Sizes: arXiv:2407.21783, table 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.llama.model import ModelConfig, Params, forward, init_params
+from examples.llama.strategies import FSDP_TP
+from scalax.plan import Plan, make_plan
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+
+P = PartitionSpec
+SEQUENCE = 4096
+
+# What the compiler of TPUs asks a TPU machine for, and its log: there is none here, and none is wanted.
+QUIET = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'TPU_LOG_DIR': 'disabled',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(ModelConfig):
+    """The sizes of LLaMA-3 8B; its feed-forward block is wider than 8/3 of the width."""
+
+    width: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    vocabulary: int = 128_256
+    rotary_base: float = 500_000.0
+    units: int = 14_336
+
+    @property
+    def hidden(self) -> int:
+        return self.units
+
+
+LLAMA_1B = Llama3(width=2048, layers=16, units=8192)
+LLAMA_8B = Llama3()
+LLAMA_70B = Llama3(width=8192, layers=80, heads=64, units=28_672)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A line of the table."""
+
+    name: str
+    model: Llama3
+    topology: str
+    mesh: dict[str, int]
+    slices: int = 1
+
+
+CASES = (
+    Case('1b-v5e', LLAMA_1B, 'v5e:2x4', {'fsdp': -1, 'tp': 2}),
+    Case('8b-v5e', LLAMA_8B, 'v5e:2x4', {'fsdp': -1, 'tp': 2}),
+    Case('8b-v6e', LLAMA_8B, 'v6e:16x16', {'fsdp': -1, 'tp': 8}),
+    Case('8b-v5p', LLAMA_8B, 'v5p:4x4x4', {'fsdp': -1, 'tp': 4}),
+    Case('70b-v5p', LLAMA_70B, 'v5p:4x4x4', {'fsdp': -1, 'tp': 4}),
+    Case('70b-v5p-pod', LLAMA_70B, 'v5p:16x16x16', {'fsdp': -1, 'tp': 8}),
+    Case('70b-v5p-slices', LLAMA_70B, 'v5p:8x8x8', {'data': 4, 'fsdp': -1, 'tp': 8}, slices=4),
+)
+
+
+def make_8b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
+    """For ``python -m scalax plan``: the step and its arguments."""
+    return make_step(helper, LLAMA_8B)
+
+
+def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
+    """For ``python -m scalax plan``: the step and its arguments."""
+    return make_step(helper, LLAMA_70B)
+
+
+def make_step(helper: MeshShardingHelper, model: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
+    """A training step over a mesh with axes fsdp and tp, and perhaps data; its abstract arguments."""
+    optimizer = optax.adamw(1e-4, b2=0.95)
+    batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
+
+    def train_step(params: Params, state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            logits = forward(params, tokens[:, :-1], model)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16),
+        jax.eval_shape(functools.partial(init_params, config=model), jax.random.key(0)),
+    )
+    state = jax.eval_shape(optimizer.init, params)
+    tokens = jax.ShapeDtypeStruct((helper.mesh.size, SEQUENCE + 1), 'int32')
+    rule = FSDP_TP.state
+    annotations = {name: P(batch_axes, *tuple(spec)[1:]) for name, spec in FSDP_TP.activations.items()}
+    step = helper.sjit(
+        train_step,
+        in_shardings=(rule, rule, P(batch_axes)),
+        out_shardings=(rule, rule, P()),
+        annotation_shardings=annotations,
+        donate_argnums=(0, 1),
+    )
+    return step, (params, state, tokens)
+
+
+def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
+    """6 x parameters x tokens, and causal attention at half of all pairs."""
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - params['embed'].size
+    attention = 6 * model.layers * SEQUENCE * model.width  # of one token: 12 x layers x width x sequence / 2
+    return sequences * SEQUENCE * (6.0 * weights + attention)
+
+
+def plan_case(case: Case, quick: bool) -> Plan:
+    """The plan of one line."""
+    helper = MeshShardingHelper.from_topology(
+        case.topology,
+        list(case.mesh.values()),
+        list(case.mesh),
+        num_slices=case.slices,
+        dcn_axis_dims=[case.slices if name == 'data' else 1 for name in case.mesh]
+        if case.slices > 1
+        else None,
+    )
+    step, arguments = make_step(helper, case.model)
+    plan = make_plan(helper, step, arguments, {}, quick=quick)
+    return plan.with_model_flops(model_flops(case.model, arguments[0], helper.mesh.size))
+
+
+def line(case: Case, plan: Plan, seconds: float) -> str:
+    """A plan in a line."""
+    roofline = plan.roofline()
+    mesh = ' '.join(f'{name}={size}' for name, size in plan.mesh.items())
+    cells = [
+        case.name,
+        case.topology + (f' x {case.slices}' if case.slices > 1 else ''),
+        mesh,
+        f'{plan.memory.peak / 2**30:.1f}',
+        f'{(plan.memory.limit or 0) / 2**30:.1f}',
+        'yes' if plan.fits else 'no',
+        f'{plan.flops:.3g}',
+        f'{1e3 * roofline.step_seconds.bound:,.0f}',
+        roofline.bound,
+        f'{roofline.mfu or 0:.0%}',
+        f'{seconds:.0f}',
+    ]
+    return f'| {" | ".join(cells)} |'
+
+
+def main() -> None:
+    """Prints the table, a line as soon as it is known."""
+    parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not here.')
+    parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
+    parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
+    asked = parser.parse_args()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    jax.config.update('jax_platforms', 'cpu')
+    print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
+    print('|---|---|---|---|---|---|---|---|---|---|---|')
+    for case in CASES:
+        if case.name.startswith(asked.only):
+            start = time.perf_counter()
+            plan = plan_case(case, quick=not asked.full)
+            print(line(case, plan, time.perf_counter() - start), flush=True)
+
+
+if __name__ == '__main__':
+    main()

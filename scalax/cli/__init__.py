@@ -1,0 +1,8 @@
+"""What can be asked without writing a program? `python -m scalax plan`, `topologies` and `explain`.
+
+``_arguments`` reads the command line, ``_load`` the user's file, ``_commands`` answers.
+"""
+
+from scalax.cli._arguments import main
+
+__all__ = ['main']

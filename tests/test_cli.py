@@ -1,0 +1,195 @@
+"""`python -m scalax`: what it prints, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tpu_compiler
+
+from scalax.cli import main
+from scalax.cli._topologies import KNOWN, chips
+from scalax.plan import HARDWARE, Plan
+from scalax.sharding import MeshShardingHelper, ShardingReport
+
+ROOT = Path(__file__).resolve().parent.parent
+
+JOB = """
+import jax
+from scalax.sharding import PartitionSpec as P, TreePathShardingRule
+
+RULES = TreePathShardingRule(('w', P('fsdp', 'tp')))
+
+def make_state(helper):
+    return {'w': jax.ShapeDtypeStruct((64, 32), 'float32')}, RULES
+
+def make_step(helper, size=64):
+    def step(w, x):
+        return x @ w
+    step = helper.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp'))
+    return step, (jax.ShapeDtypeStruct((size, size), 'bfloat16'),) * 2
+
+def make_large(helper):
+    return make_step(helper, 262144)
+
+def make_nothing(helper):
+    return None
+
+def make_one(helper):
+    return make_step, 3
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / 'job.py'
+    path.write_text(JOB)
+    return path
+
+
+def run(*arguments):
+    """In a process of its own, whose devices are not those of the tests."""
+    env = {**os.environ, **tpu_compiler.ALONE, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
+    env.pop('JAX_NUM_CPU_DEVICES', None)
+    command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_plan_on_simulated_devices(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=3')
+    assert done.returncode == 2  # 64 does not divide by 3
+    assert done.stderr.startswith('error: ') and 'Traceback' not in done.stderr
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
+
+
+def test_plan_as_json(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
+    plan = Plan.load(done.stdout)
+    assert (plan.mesh, plan.flops, plan.fits) == ({'fsdp': 2, 'tp': 2}, 2 * 64**3, None)
+    assert Plan.load(plan.to_json()) == plan
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize(
+    ('function', 'fits', 'code'), [('make_step', True, 0), ('make_large', False, 3)], ids=['fits', 'does not']
+)
+def test_plan_for_tpus(job, function, fits, code):
+    on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick', '--json')
+    done = run('plan', f'{job}:{function}', *on)
+    assert (done.returncode, done.stderr) == (code, '')
+    plan = Plan.load(done.stdout)
+    assert (plan.device_kind, plan.fits, plan.mesh) == ('TPU v5 lite', fits, {'fsdp': 4, 'tp': 2})
+
+
+@tpu_compiler.needed
+def test_plan_for_several_slices(job):
+    where = ('--topology', 'v5e:2x2', '--mesh', 'fsdp=-1,tp=2', '--slices', 2, '--dcn', 'fsdp=2')
+    done = run('plan', f'{job}:make_step', *where, '--quick')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert 'dcn:fsdp' in done.stdout
+
+
+@tpu_compiler.needed
+def test_an_unknown_topology_is_named_with_its_neighbours(job):
+    done = run('plan', f'{job}:make_step', '--topology', 'v5e:2x5', '--mesh', 'fsdp=-1,tp=2')
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the TPU compiler describes no topology 'v5e:2x5': ")
+    assert "did you mean 'v5e:2x4'" in done.stderr
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize('topology', KNOWN)
+def test_listed_topologies_are_those_of_the_compiler(topology):
+    tpu_compiler.set_up()
+    helper = MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
+    hardware = HARDWARE[topology.partition(':')[0]]
+    assert helper.mesh.size == chips(topology) * hardware.devices_per_chip
+    assert helper.mesh.devices.flat[0].device_kind in hardware.device_kinds
+
+
+def test_explain_needs_no_devices(job, capsys):
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=16,tp=4']) == 0
+    assert "P('fsdp', 'tp')" in capsys.readouterr().out
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=16,tp=4', '--json']) == 0
+    [row] = ShardingReport.load(capsys.readouterr().out).rows
+    assert (row.path, row.bytes_per_device) == ('w', 64 * 32 * 4 // 64)
+
+
+def test_topologies(capsys):
+    assert main(['topologies']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 'v5e    a device: 15.8 GiB of usable HBM, 1.97e+14 flops/s (bfloat16)' in lines
+    assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
+
+
+WRONG = {
+    'make_stap': "'FILE' has no function 'make_stap' (did you mean 'make_step' or 'make_state'?)",
+    'make_nothing': "'FILE:make_nothing' has to return a tree and the rules for it; it returned NoneType",
+    '3x': "'FILE:3x' names no function: write FILE.py:function",
+}
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_a_function_that_is_none(job, capsys, name):
+    assert main(['explain', f'{job}:{name}', '--mesh', 'fsdp=4,tp=2']) == 2
+    said = capsys.readouterr().err.replace(str(job), 'FILE')
+    assert said == f'error: {WRONG[name]}\n'
+
+
+def test_a_file_that_is_none(capsys, tmp_path):
+    assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
+    assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is no Python file\n"
+
+
+def test_arguments_that_are_none(job):
+    done = run('plan', f'{job}:make_one', '--mesh', 'fsdp=2')
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: '{job}:make_one' has to return the step and the tuple of its arguments; "
+        'the arguments are a int\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
+        (['--mesh', 'a=2', '--slices', '0'], "'0' is no positive number"),
+        ([], 'the following arguments are required: --mesh'),
+    ],
+)
+def test_usage(job, capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(['plan', f'{job}:make_step', *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (
+            ['--mesh', 'fsdp=4', '--dcn', 'data=2'],
+            "--dcn names 'data', which is no axis of --mesh (known: 'fsdp')",
+        ),
+        (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
+        (
+            ['--mesh', 'fsdp=-1'],
+            'without --topology nothing says how many devices there are: give every axis of --mesh a size',
+        ),
+    ],
+)
+def test_what_cannot_be_asked(job, arguments, said):
+    done = run('plan', f'{job}:make_step', *arguments)
+    assert (done.returncode, done.stderr) == (2, f'error: {said}\n')
+
+
+def test_the_json_of_a_plan_is_json(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
+    assert json.loads(done.stdout)['version'] == 1
