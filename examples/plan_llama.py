@@ -142,6 +142,7 @@ def plan_case(case: Case, quick: bool) -> Plan:
         case.topology,
         list(case.mesh.values()),
         list(case.mesh),
+        mesh_axis_splitting=True,  # tp is shorter than an axis of the torus in large slices
         num_slices=case.slices,
         dcn_axis_dims=[case.slices if name == 'data' else 1 for name in case.mesh]
         if case.slices > 1

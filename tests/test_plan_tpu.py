@@ -107,9 +107,9 @@ def test_memory_is_the_compilers_own():
 
     hurried = quick(over, step, *arguments)
     assert hurried.quick
-    assert hurried.memory.peak == pytest.approx(plan.memory.peak, rel=0.08)
+    assert hurried.memory.peak == pytest.approx(plan.memory.peak, rel=0.3)
     assert hurried.collectives == plan.collectives
-    assert 'memory of each device (quick: near what a full plan says): ' in str(hurried)
+    assert 'memory of each device (quick: a rough number): ' in str(hurried)
 
 
 @functools.cache
@@ -157,9 +157,7 @@ def test_the_text_says_what_fits_and_what_bounds():
     lines = str(refused()).splitlines()
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
     assert lines[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
-    assert lines[2] == (
-        f'memory of each device (quick: near what a full plan says): {peak} of 15.8 GiB: it does NOT fit'
-    )
+    assert lines[2] == (f'memory of each device (quick: a rough number): {peak} of 15.8 GiB: it does NOT fit')
     assert lines[6] == '  the largest, when most is held:'
     assert lines[7].startswith('      12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from scalax.cli import _commands
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
@@ -57,37 +57,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('python -m scalax', description='Know before you run.', epilog=_EPILOG)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-    plan = _command(commands, 'plan', 'what a step holds, sends and takes', _PLAN)
+    plan = _command(commands.add_parser, 'plan', 'what a step holds, sends and takes', _PLAN)
     plan.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
     _add_mesh(plan)
     plan.add_argument('--quick', action='store_true', help='take seconds, and let memory be approximate')
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
     plan.set_defaults(answer=_commands.plan)
 
-    explain = _command(commands, 'explain', 'which sharding each leaf gets, and why', _EXPLAIN)
+    explain = _command(commands.add_parser, 'explain', 'which sharding each leaf gets, and why', _EXPLAIN)
     explain.add_argument('function', metavar='FILE.py:make_state', help='what makes the tree and its rules')
     _add_mesh(explain)
     explain.add_argument('--json', action='store_true', help='print the report as JSON')
     explain.set_defaults(answer=_commands.explain)
 
     topologies = _command(
-        commands, 'topologies', 'which TPU slices are known', 'TPU slices, and their chips.'
+        commands.add_parser, 'topologies', 'which TPU slices are known', 'TPU slices, and their chips.'
     )
     topologies.set_defaults(answer=_commands.topologies)
     return parser
 
 
 def _command(
-    commands: argparse._SubParsersAction, name: str, help_: str, text: str
+    add: Callable[..., argparse.ArgumentParser], name: str, help_: str, text: str
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help_,
-        description=text,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
+    layout = argparse.RawDescriptionHelpFormatter
+    return add(name, help=help_, description=text, epilog=_EPILOG, formatter_class=layout)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:

@@ -44,8 +44,8 @@ class Plan:
         model_flops: the operations that the model needs in one call, where the caller has said so.
         device_kind: what JAX calls the devices.
         places: where the devices of the mesh lie, in the order of the mesh.
-        quick: whether the compiler took less trouble than it does for a program that is run; its memory is
-            then near that of such a program, and all else is the same.
+        quick: whether the compiler took less trouble than it does for a program that is run; memory is then
+            a rough number (up to a fifth less than in full was seen), and all else is the same.
         refusal: what the compiler says of a program that does not fit into the memory of a device; empty
             for one that it made.
         buffers: what takes most of the memory of one that was refused, the largest first.

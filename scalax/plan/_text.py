@@ -57,7 +57,7 @@ def _memory(plan: Plan) -> Iterable[str]:
 def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
-    return ' (quick: near what a full plan says)' if plan.quick else ''
+    return ' (quick: a rough number)' if plan.quick else ''
 
 
 def _taken(plan: Plan) -> str:

@@ -1,0 +1,92 @@
+"""Plans as JSON, and the difference of two; on simulated devices."""
+
+import json
+
+import jax
+import pytest
+
+from scalax.errors import DataError
+from scalax.plan import Memory, Plan
+from scalax.plan._shardings import written_spec
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+
+def plan_on(dims, rule, width=64):
+    helper = MeshShardingHelper(dims, ['fsdp', 'tp'])
+
+    def forward(w, x):
+        return x @ w
+
+    step = helper.sjit(forward, in_shardings=(rule, P('fsdp')), out_shardings=P('fsdp'))
+    arguments = jax.ShapeDtypeStruct((64, width), 'float32'), jax.ShapeDtypeStruct((16, 64), 'float32')
+    return helper.plan(step, *arguments)
+
+
+RULE = FSDPShardingRule('fsdp', min_fsdp_size=1)
+
+
+def test_a_plan_comes_back(tmp_path):
+    plan = plan_on([4, 2], RULE)
+    path = tmp_path / 'plan.json'
+    path.write_text(plan.to_json())
+    assert Plan.load(path) == Plan.load(str(path)) == Plan.load(plan.to_json()) == plan
+    assert json.loads(plan.to_json())['collectives'][0]['kind'] == 'all-gather'
+
+
+@pytest.mark.parametrize(
+    ('text', 'said'),
+    [
+        ('{"version": 1', 'the text is not the JSON of a plan: '),
+        ('{"version": 9}', 'the text is a plan of version 9, this scalax reads version 1: '),
+        ('{"name": "step"}', 'the text is a plan of version None, this scalax reads version 1: '),
+        ('{"version": 1, "name": "step"}', "the text is not a whole plan: KeyError: 'memory'"),
+    ],
+)
+def test_what_is_no_plan(text, said):
+    with pytest.raises(DataError) as wrong:
+        Plan.load(text)
+    assert str(wrong.value).startswith(said)
+
+
+def test_nothing_changed():
+    diff = plan_on([4, 2], RULE).diff(plan_on([4, 2], RULE))
+    assert not diff
+    assert str(diff) == 'forward: nothing changed'
+
+
+def test_a_change_is_told():
+    before, after = plan_on([4, 2], RULE), plan_on([2, 4], P())
+    diff = before.diff(after)
+    assert diff
+    assert diff.collectives == {('all-gather', ('fsdp',), 64 * 64 * 4): (1, 0)}
+    lines = str(diff).splitlines()
+    assert lines[0] == 'forward: (fsdp=4, tp=2) -> (fsdp=2, tp=4)'
+    assert '  all-gather  fsdp  16.0 KiB  1 -> 0' in lines
+    assert [change.path for change in diff.inputs.changed] == ['w', 'x']
+    assert '  arguments     5.0 KiB -> 18.0 KiB' in lines
+
+
+def test_memory_without_a_number_of_the_compiler():
+    assert Memory(3, 2, 1).peak == Memory(3, 2, 1).total == 6
+    assert Memory(3, 2, 1, peak=5).peak == 5
+
+
+def test_whether_a_plan_fits_is_not_known_without_a_limit():
+    plan = plan_on([4, 2], RULE)
+    assert (plan.fits, plan.memory.limit, plan.known_roofline, plan.refusal) == (None, None, None, '')
+
+
+@pytest.mark.parametrize(
+    ('text', 'spec'),
+    [
+        ('{sdy.sharding = #sdy.sharding<@mesh, [{}, {"tp"}, {"a", "b"}]>}', P(None, 'tp', ('a', 'b'))),
+        ('{sdy.sharding = #sdy.sharding<@mesh, []>, tf.aliasing_output = 0 : i32}', P()),
+        ('{sdy.sharding = #sdy.sharding<@mesh, [{"a"}], replicated={"b"}>}', P('a')),
+        ('{sdy.sharding = #sdy.sharding<@mesh, [{"a", ?}]>}', None),
+        ('{sdy.sharding = #sdy.sharding<@mesh, [{?}]>}', None),
+        ('{jax.result_info = "result[1]"}', None),
+    ],
+)
+def test_written_specs(text, spec):
+    assert written_spec(text) == spec
