@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 1200
+TIMEOUT_S = 2400
 GRACE_S = 10
 
 # pytest's cache folder would be shared by two runs at the same time.

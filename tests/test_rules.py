@@ -435,3 +435,13 @@ def test_rules_are_immutable(rule):
     for field in dataclasses.fields(rule):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(rule, field.name, None)
+
+
+def test_an_error_of_a_policy_names_the_leaf():
+    def divide(path, leaf):
+        return P() if path != 'w' else 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as error:
+        PolicyShardingRule(divide).apply({'b': np.ones(3), 'w': np.ones((2, 3))})
+    name = 'test_an_error_of_a_policy_names_the_leaf.<locals>.divide'
+    assert error.value.__notes__ == [f'PolicyShardingRule({name}) was asked about w: float64[2, 3]']

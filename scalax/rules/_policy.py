@@ -53,7 +53,11 @@ class PolicyShardingRule(BuiltinRule):
         answers: list[Said] = []
         nested: dict[int, ShardingRule] = {}
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
-            said = self._ask(path, leaf)
+            try:
+                said = self._ask(path, leaf)
+            except Exception as error:
+                error.add_note(f'{origin} was asked about {tree.describe(index)}')
+                raise
             if isinstance(said, ShardingRule):
                 nested[index] = said
                 answers.append(None)
