@@ -82,7 +82,7 @@ CASES = (
     Case('8b-v6e', LLAMA_8B, 'v6e:16x16', {'fsdp': -1, 'tp': 8}),
     Case('8b-v5p', LLAMA_8B, 'v5p:4x4x4', {'fsdp': -1, 'tp': 4}),
     Case('70b-v5p', LLAMA_70B, 'v5p:4x4x4', {'fsdp': -1, 'tp': 4}),
-    Case('70b-v5p-pod', LLAMA_70B, 'v5p:16x16x16', {'fsdp': -1, 'tp': 8}),
+    Case('70b-v5p-pod', LLAMA_70B, 'v5p:16x16x16', {'data': 2, 'fsdp': -1, 'tp': 8}),
     Case('70b-v5p-slices', LLAMA_70B, 'v5p:8x8x8', {'data': 4, 'fsdp': -1, 'tp': 8}, slices=4),
 )
 
