@@ -47,7 +47,7 @@ def written_spec(text: str) -> PartitionSpec | None:
 
     Example:
         >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{}, {"data", "model"}]>}')
-        PartitionSpec(None, ('data', 'model'))
+        P(None, ('data', 'model'))
         >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{"data", ?}]>}') is None
         True
     """
