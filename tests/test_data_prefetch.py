@@ -157,8 +157,9 @@ def test_sizes_that_make_no_sense(size: Any) -> None:
 
 
 def test_what_is_no_iterable() -> None:
+    wrong: Any = 5
     with pytest.raises(TypeError, match="'int' object is not iterable"):
-        HELPER.prefetch(5)  # type: ignore[arg-type]
+        HELPER.prefetch(wrong)
 
 
 def endless() -> Iterator[Any]:

@@ -89,7 +89,7 @@ layers/3/up/kernel             float32[64,256]       P('fsdp',)           16.0 K
 step                           int32[]               replicated                4 B  TreePathShardingRule: one element
 
 38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501
+replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501 - as it prints
     )
 
 
@@ -369,7 +369,7 @@ def test_json_is_a_line_for_each_leaf():
   {"path": "w", "shape": [8, 16], "dtype": "float32", "spec": [null, ["fsdp", "tp"]], "rule": "regex 'w'", "reason": "", "bytes": 512, "bytes_per_device": 64, "memory_kind": null}
 ]
 }
-"""  # noqa: E501
+"""  # noqa: E501 - as it prints
     )
 
 

@@ -99,7 +99,7 @@ def test_page_without_scripts_is_a_folded_table(tmp_path):
 <p>26 arrays, 899.0 KiB in all, 163.0 KiB on each device of the mesh (fsdp=4, tp=2)</p>
 <p>replicated: 13 arrays, 3.0 KiB on each device</p>
 <p>regexes that match nothing: &#x27;head&#x27;</p>
-<p>regexes always shadowed by earlier ones: &#x27;embed&#x27;</p>"""  # noqa: E501
+<p>regexes always shadowed by earlier ones: &#x27;embed&#x27;</p>"""  # noqa: E501 - as it prints
     assert static_of(report()._repr_html_()) == expected
     page = written(report(), tmp_path, title='A & B')
     assert static_of(page) == f'<h1>A &amp; B</h1>\n{expected}'
@@ -254,7 +254,7 @@ def test_difference_as_html():
 </table>
 <p>1 array changed</p>
 <p>mesh: (fsdp=4, tp=2) before, (fsdp=64, tp=8) after</p>
-<p>bytes/device of all arrays: 36 B before, 8 B after (-28 B)</p>"""  # noqa: E501
+<p>bytes/device of all arrays: 36 B before, 8 B after (-28 B)</p>"""  # noqa: E501 - as it prints
     )
     assert before.diff(before)._repr_html_() == (
         '<p>no array changed</p>\n<p>bytes/device of all arrays: 36 B before, 36 B after (+0 B)</p>'

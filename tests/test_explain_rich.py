@@ -75,7 +75,7 @@ step                                   int32[]               replicated         
 
 26 arrays, 899.0 KiB in all, 163.0 KiB on each device of the mesh (fsdp=4, tp=2)
 replicated: 13 arrays, 3.0 KiB on each device
-regexes that match nothing: 'head'"""  # noqa: E501
+regexes that match nothing: 'head'"""  # noqa: E501 - as it prints
     )
 
 
