@@ -22,11 +22,11 @@ def read_long_description() -> str:
     return readme.read_text(encoding='utf-8') if readme.exists() else ''
 
 
-EXAMPLES = ['absl-py', 'matplotlib', 'optax', 'scikit-learn', 'tqdm']
+EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scikit-learn', 'tqdm']
 EXTRAS = {
     # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
     'plan': ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich'],
-    'checkpoint': ['orbax-checkpoint'],
+    'checkpoint': ['orbax-checkpoint', 'safetensors'],
     'examples': EXAMPLES,
     'docs': ['mkdocs'],
     'dev': [
@@ -43,6 +43,7 @@ EXTRAS = {
         'pytest-randomly',
         'rich',
         'ruff',
+        'safetensors',
         'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.
         'setuptools>=77',
