@@ -48,6 +48,7 @@ LAYERS = [
     'explain',
     'visualize',
     'plan',
+    'custom_op',
     '_helper',
     'testing',
     'sharding',
