@@ -47,6 +47,11 @@ class Fit:
             sizes={name: size, **self.sizes},
         )
 
+    def with_more(self, shapes: Sequence[tuple[int, ...]]) -> Fit:
+        """The fit with more operands behind the others, which are never sharded."""
+        more = [(None,) * len(shape) for shape in shapes]
+        return dataclasses.replace(self, operands=(*self.operands, *more))
+
     def shardy_rule(self) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The rule as JAX's ``custom_partitioning`` takes it: its text, and its special factors."""
         names = {factor: f'f{i}' for i, factor in enumerate(self.sizes)}
@@ -68,18 +73,54 @@ class Fit:
         return rule, {kind: tuple(factors) for kind, factors in special.items()}
 
 
-def fit(rule: Rule, name: str, operands: Mapping[str, Any], results: Sequence[Any]) -> Fit:
-    """Fits a rule to the operands and the results of an operation.
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The operands of a call, fitted to a rule; made by `fit_operands`."""
+
+    rule: Rule
+    name: str
+    factors: tuple[Factors, ...]
+    sizes: Mapping[str, tuple[int, str]]
+    dots: int
+    described: tuple[str, ...]
+
+    def with_results(self, results: Sequence[Any]) -> Fit:
+        """The fit of a call with these results: the types of what the function returns for whole arrays.
+
+        Raises:
+            RuleError: they contradict the rule.
+        """
+        sizes = dict(self.sizes)
+        labels = {f'result {i}': result for i, result in enumerate(results)}
+        factors: list[Factors] = []
+        wrong = [f'the rule has {len(self.rule.results)}, the function returned {len(results)}']
+        if len(results) == len(self.rule.results):
+            factors, wrong = _all_factors(self.rule.results, labels, self.dots, sizes)
+        if wrong:
+            texts = [*self.described, *[describe_leaf(label, result) for label, result in labels.items()]]
+            raise RuleError(
+                _lines(f'{self.name}: the results contradict the rule {self.rule.text!r}', texts, wrong)
+            )
+        return Fit(
+            self.factors,
+            tuple(factors),
+            {factor: size for factor, (size, _) in sizes.items()},
+            # What no operand has, the function makes: whole, on every device.
+            frozenset(self.rule.need_replication_factors) | (set(sizes) - set(self.sizes)),
+            frozenset(self.rule.reduction_factors),
+        )
+
+
+def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> Operands:
+    """Fits a rule to the operands of a call.
 
     Args:
         rule: the rule.
         name: the name of the operation, for errors.
         operands: the types of the operands, by name.
-        results: the types of the results of the function, run on whole arrays.
 
     Raises:
-        ArgumentError: the operands do not fit the rule, or one another.
-        RuleError: the results contradict it.
+        ArgumentError: they do not fit the rule, or one another.
     """
     dots = next(
         (
@@ -90,31 +131,16 @@ def fit(rule: Rule, name: str, operands: Mapping[str, Any], results: Sequence[An
         0,
     )
     sizes: dict[str, tuple[int, str]] = {}
-    texts = [
+    described = tuple(
         f'{describe_leaf(label, operand)} for {_text(pattern)!r}'
         for pattern, (label, operand) in zip(rule.operands, operands.items(), strict=True)
-    ]
-    found, wrong = _all_factors(rule.operands, operands, dots, sizes)
-    if wrong:
-        raise ArgumentError(_lines(f'{name}: the operands do not fit the rule {rule.text!r}', texts, wrong))
-    from_operands = set(sizes)
-    labels = {f'result {i}': result for i, result in enumerate(results)}
-    if len(results) != len(rule.results):
-        wrong = [f'the rule has {len(rule.results)}, the function returned {len(results)}']
-        outcome: list[Factors] = []
-    else:
-        outcome, wrong = _all_factors(rule.results, labels, dots, sizes)
-    if wrong:
-        texts += [describe_leaf(label, result) for label, result in labels.items()]
-        raise RuleError(_lines(f'{name}: the results contradict the rule {rule.text!r}', texts, wrong))
-    return Fit(
-        tuple(found),
-        tuple(outcome),
-        {factor: size for factor, (size, _) in sizes.items()},
-        # What no operand has, the function makes: whole, on every device.
-        frozenset(rule.need_replication_factors) | (set(sizes) - from_operands),
-        frozenset(rule.reduction_factors),
     )
+    factors, wrong = _all_factors(rule.operands, operands, dots, sizes)
+    if wrong:
+        raise ArgumentError(
+            _lines(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
+        )
+    return Operands(rule, name, tuple(factors), sizes, dots, described)
 
 
 def _all_factors(

@@ -226,7 +226,7 @@ class ShardedOp:
             return as_tuple(self._fun(*args, **static))
 
         fit = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
-        return Operation(self._name, self._rule.factors, fit, local)
+        return Operation(self._name, self._rule.factors, fit, local, self._check_vma)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):

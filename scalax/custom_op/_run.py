@@ -18,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._spec import canonical
+from scalax.custom_op._constants import Constants
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._fit import Fit
 from scalax.custom_op._layout import Layout
@@ -34,20 +35,22 @@ class Operation:
         factors: the factors that the function knows by name.
         fit: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
+        check_vma: whether JAX can follow which values differ between devices.
     """
 
     name: str
     factors: tuple[str, ...]
     fit: Fit
     local: Callable[..., Results]
+    check_vma: bool = True
 
     def plain(self, *operands: Any) -> Results:
         """The function on whole arrays."""
         return self.local(FactorContext(self.factors, {}, {}), *operands)
 
-    def on_blocks(self, layout: Layout) -> Callable[..., Results]:
+    def on_blocks(self, layout: Layout, typed: bool = False) -> Callable[..., Results]:
         """The function on the blocks of a layout, where its mesh axes are named."""
-        return functools.partial(self.local, FactorContext(self.factors, layout.axes, layout.sizes))
+        return functools.partial(self.local, FactorContext(self.factors, layout.axes, layout.sizes, typed))
 
     def batched(self, batched: Sequence[bool], size: int) -> Operation:
         """The operation under ``jax.vmap``: on operands some of which have one more dimension."""
@@ -106,32 +109,31 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
         for operand, had, spec in zip(operands, lie, wanted, strict=True)
     ]
     results: Results = jax.shard_map(
-        operation.on_blocks(layout),
+        operation.on_blocks(layout, typed=operation.check_vma),
         mesh=mesh,
         in_specs=tuple(wanted),
         out_specs=tuple(layout.spec(factors) for factors in fit.results),
         axis_names=set(sizes),
-        # It was checked already, on blocks of every factor, where that was asked for.
-        check_vma=False,
+        check_vma=operation.check_vma,
     )(*moved)
     return results
 
 
 def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
-    fit = operation.fit
+    constants = Constants.of(operation.plain, operands)
+    fit = operation.fit.with_more([jax.typeof(value).shape for value in constants.values])
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = [*operands, *results]
         layout = Layout.of_specs(fit, [array.sharding.spec for array in arrays], dict(mesh.shape))
+        result_shardings, operand_shardings = (
+            tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
+            for arrays in (fit.results, fit.operands)
+        )
+        return mesh, constants.given_to(operation.on_blocks(layout)), result_shardings, operand_shardings
 
-        def shardings(arrays: Sequence[Any]) -> Results:
-            return tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
-
-        return mesh, operation.on_blocks(layout), shardings(fit.results), shardings(fit.operands)
-
-    call = custom_partitioning(operation.plain)
+    call = custom_partitioning(constants.given_to(operation.plain))
     rule, special = fit.shardy_rule()
     call.def_partition(partition, sharding_rule=rule, **special)
-    results: Results = call(*operands)
+    results: Results = call(*operands, *constants.values)
     return results
-

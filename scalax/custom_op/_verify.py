@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._paths import describe_leaf
 from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit, fit
+from scalax.custom_op._fit import Fit, fit_operands
 from scalax.custom_op._layout import Layout
 from scalax.custom_op._rule import Rule
 from scalax.errors import RuleError
@@ -51,10 +51,11 @@ def verified(
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=getattr(each, 'weak_type', False))
         for each in types
     ]
+    fitting = fit_operands(rule, name, dict(zip(labels, blank, strict=True)))
     # What is looked at is no part of the caller's mesh.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
-        fitted = fit(rule, name, dict(zip(labels, blank, strict=True)), whole)
+        fitted = fitting.with_results(whole)
         _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
     return fitted
 
@@ -68,11 +69,7 @@ def _try_on_blocks(
     whole: Sequence[Any],
     check_vma: bool,
 ) -> None:
-    sizes = {
-        factor: _smallest_divisor(size)
-        for factor, size in fitted.sizes.items()
-        if size > 1 and factor not in fitted.whole
-    }
+    sizes = _block_counts(fitted)
     if not sizes:
         return
     layout = Layout(fitted, {factor: (factor,) for factor in sizes}, sizes)
@@ -101,11 +98,11 @@ def _try_on_blocks(
     for i, (factors, block) in enumerate(zip(fitted.results, seen[-1], strict=True)):
         differs = [factor for factor in sizes if factor in _varying(block) and factor not in factors]
         if differs:
-            raise _forgotten(name, rule, differs[0], f'result {i} differs between the blocks of')
+            raise _forgotten(name, rule, differs[0], f'result {i} still differs between its blocks')
     if not check_vma:
         for factor in rule.reduction_factors:
             if factor in sizes and factor not in ctx.combined:
-                raise _forgotten(name, rule, factor, 'the function never combines the blocks of')
+                raise _forgotten(name, rule, factor, 'the function never combines its blocks')
 
 
 def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], whole: Sequence[Any]) -> None:
@@ -140,11 +137,26 @@ def _varying(block: Any) -> frozenset[str]:
 
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
     return RuleError(
-        f'{name}: {fact} {factor!r}, which is none of its dimensions (rule {rule.text!r})\n'
-        f"What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or "
+        f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
+        f'What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or '
         f'ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
     )
 
 
-def _smallest_divisor(size: int) -> int:
-    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
+def _block_counts(fitted: Fit) -> dict[str, int]:
+    """Into how many blocks each factor is cut: few, but factors of equal size differently where they can be.
+
+    So a result whose dimensions are in another order than the rule says has blocks of another shape.
+    """
+    counts: dict[str, int] = {}
+    for factor, size in fitted.sizes.items():
+        if size > 1 and factor not in fitted.whole:
+            taken = {count for other, count in counts.items() if fitted.sizes[other] == size}
+            divisors = _divisors(size)
+            counts[factor] = next((count for count in divisors if count not in taken), divisors[0])
+    return counts
+
+
+def _divisors(size: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return sorted({*small, *[size // n for n in small]})[1:]
