@@ -132,7 +132,11 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
         pulled: Results = jax.sharding.auto_axes(
             pull,
             axes=tuple(axis for axis, kind in kinds if kind is AxisType.Explicit),
-            out_sharding=tuple(jax.typeof(operand).sharding for operand in operands if is_real(operand)),
+            out_sharding=tuple(
+                NamedSharding(mesh, jax.typeof(operand).sharding.spec)
+                for operand in operands
+                if is_real(operand)
+            ),
         )(operands, cotangents)
     return pulled
 
