@@ -33,7 +33,8 @@ def chosen_mesh(name: str, mesh: Mesh | MeshOwner | None) -> Mesh:
     mesh = mesh if isinstance(mesh, Mesh) else getattr(mesh, 'mesh', None)
     if not isinstance(mesh, Mesh) or mesh.empty:
         raise ArgumentError(
-            f'{name}.check tries the operation on a mesh with devices: give mesh=, a Mesh or a MeshShardingHelper'
+            f'{name}.check tries the operation on a mesh with devices: give mesh=, a Mesh or a '
+            'MeshShardingHelper'
         )
     return mesh
 
@@ -128,9 +129,10 @@ def placements(mesh: Mesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[
 
 def _specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
     axes = MeshAxes.of(mesh)
-    for dims in itertools.product([None, *range(len(shape))], repeat=len(mesh.axis_names)):
+    names = [axis for axis in mesh.axis_names if axes.sizes[axis] > 1]
+    for dims in itertools.product([None, *range(len(shape))], repeat=len(names)):
         entries = [
-            tuple(axis for axis, at in zip(mesh.axis_names, dims, strict=True) if at == dim)
+            tuple(axis for axis, at in zip(names, dims, strict=True) if at == dim)
             for dim in range(len(shape))
         ]
         mixed = any(len({axes.types[axis] for axis in entry}) > 1 for entry in entries)

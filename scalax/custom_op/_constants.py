@@ -1,8 +1,8 @@
 """How may the function of an operation use arrays that are not its operands?
 
-JAX's ``custom_partitioning`` takes no function that closes over arrays, such as a table of numbers. So they are
-made operands, which every device has whole: traced once on whole arrays, the function shows which they are;
-traced again on blocks, it is given them.
+JAX's ``custom_partitioning`` takes no function that closes over arrays, such as a table of numbers. So they
+are made operands, which every device has whole: traced once on whole arrays, the function shows which they
+are; traced again on blocks, it is given them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Constants:
             if value is known or _equal(value, known):
                 return i
         raise RuleError(
-            f'an array ({value.dtype}{list(value.shape)}) that the function of a sharded_op makes outside of JAX '
-            'depends on the blocks that it is given: compute it with jax.numpy from ctx.index and ctx.size, or '
-            'make it an operand'
+            f'an array ({value.dtype}{list(value.shape)}) that the function of a sharded_op makes outside of '
+            'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
+            'ctx.size, or make it an operand'
         )
 
 

@@ -80,9 +80,7 @@ class FactorContext:
         axes = self._communicates(factor)
         return jax.lax.pmin(x, axes) if axes else x
 
-    def all_gather(
-        self, x: Any, factor: str | tuple[str, ...], *, axis: int = 0, tiled: bool = False
-    ) -> Any:
+    def all_gather(self, x: Any, factor: str | tuple[str, ...], *, axis: int = 0, tiled: bool = False) -> Any:
         """The values of all blocks of a factor, as ``jax.lax.all_gather``.
 
         Args:

@@ -74,8 +74,8 @@ class Gradient:
         if not self.plain:
             raise ArgumentError(
                 f'{self.name} has no gradient: its results depend on how the operands lie '
-                '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give it '
-                f'one with {self.name}.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
+                '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give '
+                f'it one with {self.name}.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
             )
 
     def _for_operands(self, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
@@ -84,8 +84,8 @@ class Gradient:
         if len(grads) != len(real):
             names = ', '.join(self.labels[i] for i in real)
             raise ArgumentError(
-                f'{self.name}.defvjp: backward returns one cotangent for each floating-point operand ({names}), '
-                f'got {len(grads)}'
+                f'{self.name}.defvjp: backward returns one cotangent for each floating-point operand '
+                f'({names}), got {len(grads)}'
             )
         found: list[Any] = [None] * len(operands)
         for i, grad in zip(real, grads, strict=True):

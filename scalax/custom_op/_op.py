@@ -1,4 +1,4 @@
-"""What is a sharded operation? A local function with a rule, that is called like a function of whole arrays."""
+"""What is a sharded operation? A local function with a rule, called like a function of whole arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scalax._context import MeshOwner
 from scalax._recent import Recent
@@ -30,10 +31,10 @@ def sharded_op(
 ) -> Callable[[Callable[..., Any]], ShardedOp]:
     """Makes an operation on sharded arrays of a function on their blocks; a decorator.
 
-    The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule, then
-    static arguments, which are keyword-only. On each device it is given the blocks of the operands that lie
-    there, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the blocks are
-    the arrays.
+    The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule,
+    then static arguments, which are keyword-only. On each device it is given the blocks of the operands that
+    lie there, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the
+    blocks are the arrays.
 
     Args:
         rule: which dimensions belong together, as in ``'b v, b -> b'``: operands, separated by commas, and
@@ -42,8 +43,9 @@ def sharded_op(
             arrays. A factor of results only is never sharded.
         reduction_factors: factors whose blocks the function combines (``ctx.psum``); they are in no result.
         need_replication_factors: factors that the function wants whole.
-        check_vma: whether JAX follows, while it traces, which values differ between devices, so that a forgotten
-            ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need False.
+        check_vma: whether JAX follows, while it traces, which values differ between devices, so that a
+            forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
+            False: then it is only asked that the blocks of every reduction factor are combined somehow.
         depends_on_placement: says that results are meant to depend on how the operands lie. `check` then
             compares no values, and there is a gradient only after `ShardedOp.defvjp`.
 
@@ -72,9 +74,10 @@ def sharded_op(
 class ShardedOp:
     """What `sharded_op` makes: called with whole arrays, it runs on each device's blocks.
 
-    Right inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and ``jax.lax.scan``,
-    over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks there. The gradient is that
-    of the function on whole arrays, which the compiler partitions, unless `defvjp` gives another.
+    Right inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
+    ``jax.lax.scan``, over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks
+    there. The gradient is that of the function on whole arrays, which the compiler partitions, unless
+    `defvjp` gives another.
 
     Attributes:
         rule: the text of the rule.
@@ -138,7 +141,8 @@ class ShardedOp:
         for given, what in ((forward, 'forward'), (backward, 'backward')):
             if not callable(given):
                 raise ArgumentError(
-                    f'{self._name}.defvjp(forward, backward): {what} is a function, got {type(given).__name__}'
+                    f'{self._name}.defvjp(forward, backward): {what} is a function, got '
+                    f'{type(given).__name__}'
                 )
         self._gradient = self._gradient.given(forward, backward)
         self._compiled = Recent()
@@ -166,11 +170,13 @@ class ShardedOp:
             How many placements were tried.
 
         Raises:
-            AssertionError: a placement gives other values; says which is the first, and where they differ. Never
-                with ``depends_on_placement=True``: then only shapes and dtypes are compared.
+            AssertionError: a placement gives other values; says which is the first, and where they differ.
+                With ``depends_on_placement=True`` only shapes and dtypes are compared.
             ArgumentError: no mesh.
         """
         on = _check.chosen_mesh(self._name, mesh)
+        operands = tuple(jnp.asarray(operand) for operand in operands)
+        self._check_operands(operands)
         named = dict(zip(self._labels, operands, strict=True))
         differentiated = gradients and self._gradient.backward is not None and not self.depends_on_placement
 
@@ -206,8 +212,8 @@ class ShardedOp:
         if unknown:
             known = f'static are {", ".join(map(repr, allowed or []))}' if allowed else 'none is static'
             raise ArgumentError(
-                f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only argument '
-                f'({known})'
+                f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
+                f'argument ({known})'
             )
 
         def call(*operands: Any) -> Any:
@@ -255,9 +261,13 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
         names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
     if len(names) != wanted + 1:
         raise RuleError(
-            f'{name}: the rule {rule.text!r} has {wanted} operand{"" if wanted == 1 else "s"}, the function takes '
-            f'({", ".join(names)}): a context first, then the operands; static arguments are keyword-only'
+            f'{name}: the rule {rule.text!r} has {wanted} operand{"" if wanted == 1 else "s"}, the function '
+            f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
+            'keyword-only'
         )
+    reserved = sorted({'mesh', 'gradients', 'rtol'}.intersection(_static_names(fun) or ()))
+    if reserved:
+        raise RuleError(f'{name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise')
     return tuple(names[1:])
 
 
@@ -267,4 +277,3 @@ def _static_names(fun: Callable[..., Any]) -> list[str] | None:
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return None
     return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
-

@@ -85,7 +85,9 @@ def _names(text: str, option: str, names: Iterable[str]) -> tuple[str, ...]:
         raise RuleError(f"{option} is a tuple of factors, such as ('b', 'c'), got {names!r}")
     for name in names:
         if name not in known:
-            raise RuleError(f'{option}: the rule {text!r} has no factor {name!r} ({did_you_mean(name, known)})')
+            raise RuleError(
+                f'{option}: the rule {text!r} has no factor {name!r} ({did_you_mean(name, known)})'
+            )
     return names
 
 

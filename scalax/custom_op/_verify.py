@@ -1,7 +1,7 @@
 """Does a function keep what its rule promises? Asked while JAX traces it, before anything is compiled.
 
-The function is traced twice more, without computing: on whole arrays, and on blocks of every factor that may be
-sharded. There JAX follows which values differ between devices, so that a sum which was forgotten is found,
+The function is traced twice more, without computing: on whole arrays, and on blocks of every factor that may
+be sharded. There JAX follows which values differ between devices, so that a sum which was forgotten is found,
 whatever mesh the operation will meet.
 """
 
@@ -89,8 +89,8 @@ def _try_on_blocks(
     except Exception as error:
         cut = ', '.join(f'{factor!r} in {size}' for factor, size in sizes.items())
         error.add_note(
-            f'{name} ({rule.text!r}) was tried on blocks: {cut}. A factor that the function wants whole belongs '
-            'into need_replication_factors'
+            f'{name} ({rule.text!r}) was tried on blocks: {cut}. A factor that the function wants whole '
+            'belongs into need_replication_factors'
             + ('; check_vma=False stops JAX from following which values differ.' if check_vma else '.')
         )
         raise
@@ -107,8 +107,7 @@ def _try_on_blocks(
 
 def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], whole: Sequence[Any]) -> None:
     expected = [
-        layout.block(factors, result.shape)
-        for factors, result in zip(layout.fit.results, whole, strict=True)
+        layout.block(factors, result.shape) for factors, result in zip(layout.fit.results, whole, strict=True)
     ]
     wrong = [
         f'  {describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
@@ -123,8 +122,8 @@ def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], 
                 [
                     f'{name}: on blocks the results contradict the rule {rule.text!r} ({cut}):',
                     *wrong,
-                    'What to do: return blocks of the results, computed from the shapes of the blocks given; a '
-                    'factor that the function wants whole belongs into need_replication_factors.',
+                    'What to do: return blocks of the results, computed from the shapes of the blocks given; '
+                    'a factor that the function wants whole belongs into need_replication_factors.',
                 ]
             )
         )
@@ -138,8 +137,8 @@ def _varying(block: Any) -> frozenset[str]:
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
     return RuleError(
         f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
-        f'What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or '
-        f'ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
+        f'What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin '
+        f'or ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
     )
 
 
