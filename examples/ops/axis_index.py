@@ -2,9 +2,9 @@
 
     python -m examples.ops.axis_index
 
-The first operation adds 100 for each block before its own, so its results depend on how the operand lies. That
-is a choice which has to be spelt. The second counts elements over the whole array by means of the same index,
-and gives the same however the operand lies.
+The first operation adds 100 for each block before its own, so its results depend on how the operand lies.
+That is a choice which has to be spelt. The second counts elements over the whole array by means of the
+same index, and gives the same however the operand lies.
 """
 
 from __future__ import annotations

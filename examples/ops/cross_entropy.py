@@ -2,9 +2,9 @@
 
     python -m examples.ops.cross_entropy
 
-The last layer's weights are sharded over the vocabulary. Each device computes the logits of its own part, and
-of them only two numbers a row are sent: a maximum and a sum. The gradient does it once more, as logits take
-longer to keep than to compute.
+The last layer's weights are sharded over the vocabulary. Each device computes the logits of its own part,
+and of them only two numbers a row are sent: a maximum and a sum. The gradient does it once more, as
+logits take longer to keep than to compute.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def on_blocks(
     return norm - label, norm
 
 
-forward = sharded_op('b h, h v, b -> b, b', reduction_factors=('v',), need_replication_factors=('h',))(on_blocks)
+forward = sharded_op('b h, h v, b -> b, b', reduction_factors=('v',), need_replication_factors=('h',))(
+    on_blocks
+)
 
 
 @sharded_op('b h, h v, b -> b', reduction_factors=('v',), need_replication_factors=('h',))
-def cross_entropy(
-    ctx: FactorContext, hidden: jax.Array, weights: jax.Array, labels: jax.Array
-) -> jax.Array:
+def cross_entropy(ctx: FactorContext, hidden: jax.Array, weights: jax.Array, labels: jax.Array) -> jax.Array:
     """The cross-entropy of each row."""
     return on_blocks(ctx, hidden, weights, labels)[0]
 

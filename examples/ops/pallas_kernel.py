@@ -2,8 +2,8 @@
 
     python -m examples.ops.pallas_kernel
 
-The compiler cannot look into a kernel, so it would gather sharded operands first. The rule says what it may do
-instead: rows go anywhere, columns stay together. On CPU the kernel runs in Pallas' interpreter.
+The compiler cannot look into a kernel, so it would gather sharded operands first. The rule says what it
+may do instead: rows go anywhere, columns stay together. On CPU the kernel runs in Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 

@@ -2,8 +2,8 @@
 
     python -m examples.ops.scalar_or_array
 
-One function, two rules: the scale is one number, or one for each column. The array shares the factor ``c`` with
-the data, so that each device is given the part for its own columns, however the array came.
+One function, two rules: the scale is one number, or one for each column. The array shares the factor
+``c`` with the data, so that each device is given the part for its own columns, however the array came.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ def main() -> None:
         softened = soften(placed, jnp.float32(2))
         np.testing.assert_array_equal(softened, x / 2)
         above = count_above(placed, 11.0)
-        print(
-            f'{spec!s:18} soften: {spec_of(softened):18} count_above: {spec_of(above):10} {above.tolist()}'
-        )
+        print(f'{spec!s:18} soften: {spec_of(softened):18} count_above: {spec_of(above):10} {above.tolist()}')
     step = helper.sjit(soften, in_shardings=(P('data', 'tp'), P()))
     print(f'collectives of soften: {len(helper.plan(step, x, np.float32(2)).collectives)}')
 

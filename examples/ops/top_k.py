@@ -2,8 +2,8 @@
 
     python -m examples.ops.top_k
 
-The largest *k* of all are among the largest *k* of each block. So every device takes *k* of its own, these are
-gathered, and the largest of them are taken again.
+The largest *k* of all are among the largest *k* of each block. So every device takes *k* of its own,
+these are gathered, and the largest of them are taken again.
 """
 
 from __future__ import annotations

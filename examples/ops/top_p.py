@@ -2,10 +2,10 @@
 
     python -m examples.ops.top_p
 
-Top-p sampling (Holtzman et al., arXiv:1904.09751, section 3.1) keeps the fewest tokens whose probabilities sum
-up to *p*. Which these are is a matter of one threshold for each row, found by bisection: a sum of one number
-for each row and round. The token is then drawn by the Gumbel-max trick, for which only the best candidate of each
-device counts.
+Top-p sampling (Holtzman et al., arXiv:1904.09751, section 3.1) keeps the fewest tokens whose
+probabilities sum up to *p*. Which these are is a matter of one threshold for each row, found by
+bisection: a sum of one number for each row and round. The token is then drawn by the Gumbel-max trick,
+for which only the best candidate of each device counts.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _dimensions(pattern: Pattern, rank: int, dots: int) -> list[str | int | None
     at = len(pattern.dimensions) if pattern.ellipsis is None else pattern.ellipsis
     middle = [] if pattern.ellipsis is None else [f'... {i}' for i in range(dots)]
     parts = [*map(_part, pattern.dimensions[:at]), *middle, *map(_part, pattern.dimensions[at:])]
-    return parts if len(parts) == rank and dots >= 0 else None
+    return parts if len(parts) == rank else None
 
 
 def _part(dimension: Dimension) -> str | int | None:

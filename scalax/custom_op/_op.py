@@ -114,6 +114,7 @@ class ShardedOp:
         try:
             compiled = self._compiled.get(tuple(static.items()))
         except TypeError as error:
+            self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
         return (compiled or self._compile(static))(*operands)
 
@@ -206,7 +207,7 @@ class ShardedOp:
         """The function on whole arrays, without any partitioning."""
         return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
 
-    def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
+    def _check_static(self, static: dict[str, Any]) -> None:
         allowed = _static_names(self._fun)
         unknown = [name for name in static if allowed is not None and name not in allowed]
         if unknown:
@@ -215,6 +216,9 @@ class ShardedOp:
                 f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
                 f'argument ({known})'
             )
+
+    def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
+        self._check_static(static)
 
         def call(*operands: Any) -> Any:
             operation = self._operation(operands, static)

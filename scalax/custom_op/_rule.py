@@ -79,7 +79,7 @@ def _arrays(text: str, start: int, stop: int) -> tuple[Pattern, ...]:
 
 
 def _names(text: str, option: str, names: Iterable[str]) -> tuple[str, ...]:
-    known = [name for name, _ in names_in(text)]
+    known = list(dict.fromkeys(name for name, _ in names_in(text)))
     names = names if isinstance(names, str) else tuple(names)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise RuleError(f"{option} is a tuple of factors, such as ('b', 'c'), got {names!r}")
