@@ -184,22 +184,22 @@ def test_the_old_names(helper):
 def test_without_mapping_mesh_or_names_nothing_happens_and_shard_says_so(helper):
     x = jnp.ones((8, 8))
     named = hax.ones((BATCH, EMBED))
-    tail = '; auto_sharded does not warn)'
+    tail = ' (auto_sharded does not warn)'
     cases = [
         (
             x,
             lambda: shard(x, 'batch mlp', mesh=helper),
-            'no axis mapping is active (write with axis_mapping({...}): or mapping={...}',
+            'no axis mapping is active: write `with axis_mapping({...}):` or `mapping={...}`',
         ),
         (
             named,
             lambda: shard(named, MAPPING),
-            'no mesh is active (write with helper.get_context(): or mesh=helper.mesh',
+            'no mesh is active: write `with helper.get_context():` or `mesh=helper.mesh`',
         ),
         (
             x,
             lambda: shard(x, MAPPING, mesh=helper),
-            "no array names its dimensions (write shard(x, 'batch embed') or a rule with axis_names",
+            "no array names its dimensions: write `shard(x, 'batch embed')` or a rule with axis_names",
         ),
     ]
     for given, call, why in cases:

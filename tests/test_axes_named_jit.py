@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.axes import axis_mapping, fsdp, named_jit, physical_axis_name, shard
 from scalax.errors import ArgumentError, MeshError, ShardingError
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')  # of the pre-release, while it is imported
@@ -172,6 +172,13 @@ def test_resources_may_be_any_rule(helper):
     rule = FSDPShardingRule('data', min_fsdp_size=1)
     compiled = named_jit(lambda w: w * 2, in_axis_resources=rule, out_axis_resources=rule, mesh=helper)
     assert compiled(np.ones((3, 8), np.float32)).sharding.spec == P(None, 'data')
+
+
+def test_paths_start_inside_each_argument(helper):
+    rule = TreePathShardingRule(('^w$', P('data')), ('^$', P('tp')), ('.*', P()))
+    compiled = named_jit(lambda a, n, x, *, k: (a, x, k), in_axis_resources=rule, mesh=helper)
+    a, x, k = compiled({'w': np.ones(8), 'b': np.ones(8)}, 3, np.ones(8), k={'w': np.ones(8)})
+    assert [v.sharding.spec for v in (a['w'], a['b'], x, k['w'])] == [P('data'), P(), P('tp'), P('data')]
 
 
 def test_the_active_mapping_serves_where_none_is_given(helper):

@@ -174,7 +174,11 @@ class _NamedJit:
         donated = self._donations(whole)
         arrays = [flag for flag, array in zip(donated, rest.arrays, strict=True) if array]
         given = chosen(data, [not flag for flag in arrays])
-        return self._compiled(), (chosen(data, arrays), given, _Call(rest, tuple(arrays)))
+        return self._compiled(len(args), frozenset(kwargs)), (
+            chosen(data, arrays),
+            given,
+            _Call(rest, tuple(arrays)),
+        )
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
         """For every leaf of a call whether it is donated."""
@@ -195,12 +199,12 @@ class _NamedJit:
                 ) from None
         return flags
 
-    def _compiled(self) -> Any:
-        """The compiled function for the mesh and the mapping that are in force."""
+    def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
+        """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
         mapping = self._mapping or mapping_in_force(None)
         out = self._out or _rule_of(mapping)
         helper = _helper_of(self._mesh)
-        key = helper, mapping
+        key = helper, mapping, args, kwargs
         known = self._known.get(key)
         if known is not None:
             return known
@@ -208,7 +212,7 @@ class _NamedJit:
         if helper is not None:
             compiled: Any = helper.sjit(
                 body,
-                in_shardings=self._in,
+                in_shardings=None if self._in is None else self._by_argument(self._in, args, kwargs),
                 out_shardings=None if out is None else (out, None),
                 donate_argnums=0,
                 on_mismatch='reshard',
@@ -222,6 +226,11 @@ class _NamedJit:
                 '`with helper.get_context():`, or give named_jit mesh=helper.mesh'
             )
         return self._known.add(key, compiled)
+
+    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> tuple[Any, ...]:
+        """The rule once for every argument, so that leaf paths start inside of each."""
+        whole = {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
+        return whole, whole, None
 
     def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:

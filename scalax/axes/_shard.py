@@ -56,13 +56,13 @@ def shard(
     rule = mapping_in_force(given)
     where = mesh_in_force(mesh)
     if rule is None:
-        _unsharded('no axis mapping is active', 'with axis_mapping({...}):', 'mapping={...}')
+        _unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
         return tree
     if where is None:
-        _unsharded('no mesh is active', 'with helper.get_context():', 'mesh=helper.mesh')
+        _unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
         return tree
     if text is None and not rule.axis_names and not any(names_by_leaf(tree)):
-        _unsharded('no array names its dimensions', "shard(x, 'batch embed')", 'a rule with axis_names')
+        _unsharded('no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names')
         return tree
     return _sharded(tree, rule if text is None else _naming(rule, text), where)
 
@@ -110,7 +110,7 @@ def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any,
 
 def _unsharded(why: str, *remedies: str) -> None:
     warn(
-        f'shard did nothing, because {why} (write {" or ".join(remedies)}; auto_sharded does not warn)',
+        f'shard did nothing, because {why}: write {" or ".join(remedies)} (auto_sharded does not warn)',
         UnshardedWarning,
     )
 
