@@ -250,7 +250,7 @@ def test_errors_of_shard_name_the_array_and_its_names(helper):
         'One leaf of the tree given to shard cannot be sharded as asked (mesh: data=4, tp=2):\n'
         '  w: float32[4, 4]\n'
         "    'batch' names 1 dimension, the array has 2\n"
-        "    rule: the names 'batch'\n"
+        "    rule: regex '': 'batch'\n"
         "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or put "
         'a rule for such leaves before this one.'
     )

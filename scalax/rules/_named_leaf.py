@@ -47,8 +47,6 @@ class Named:
     def source(self) -> str:
         if self.number is None:
             return f"the leaf's own names {self.text!r}"
-        if self.regex == '':  # it is found in every path
-            return f'the names {self.text!r}'
         return f'regex {regex_text(self.regex)}: {self.text!r}'
 
 
