@@ -9,6 +9,7 @@ from test_docs_blocks import FILES, ROOT
 
 import scalax
 import scalax.axes
+import scalax.custom_op
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -26,6 +27,7 @@ MOST_BYTES = 200_000
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
     *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.axes),
+    scalax.custom_op,
 ]
 
 
@@ -98,6 +100,8 @@ def test_public_names_are_in_the_design(module: ModuleType) -> None:
         scalax.sharding.SjitFunction,
         scalax.visualize.Visualization,
         scalax.plan.Plan,
+        scalax.custom_op.ShardedOp,
+        scalax.custom_op.FactorContext,
     ],
 )
 def test_public_methods_are_in_the_design(kind: type) -> None:
