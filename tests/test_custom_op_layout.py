@@ -43,7 +43,8 @@ CASES = {
 
 @pytest.mark.parametrize(('specs', 'expected'), CASES.values(), ids=CASES)
 def test_axes_of_factors(specs: list[PartitionSpec], expected: dict[str, tuple[str, ...]]) -> None:
-    assert Layout.of_specs(PAIR, specs, SIZES).axes == expected
+    operands = [*specs, P(), P()][: max(2, len(specs))]
+    assert Layout.of_specs(PAIR, operands, SIZES).axes == expected
 
 
 def test_factors_that_are_whole() -> None:
