@@ -125,8 +125,11 @@ class State:
             return True  # JAX refused the call before tracing it
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
+            self._reject_refused(call.layout, row, call.arguments, error)
             return False
-        return _placement.any_mismatched(row, call.arguments)
+        return _placement.any_mismatched(row, call.arguments) or (
+            isinstance(error, ValueError) and _placement.any_refused(row, call.arguments)
+        )
 
     def slow(self, row: tuple[Any, ...]) -> Any:
         """Serves a call that the hot program cannot serve."""
@@ -135,6 +138,10 @@ class State:
             return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _placement.reject_deleted(self.convention, layout, row)
+        if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
+            call = self._look(row)
+            inside = Inside(call.arguments, self.boundary.constraints(layout, row))
+            return self.body.run(call.signature, layout, row, inside)
         resolved, placed = self.resolve(row, _placement.moved)
         program = resolved.program
         if self.boundary.any_explicit:
@@ -142,7 +149,12 @@ class State:
         assert program.call is not None  # a resolved signature has a compiled program
         self.hot = self._hottest(program.call)
         with self._placing:
-            return program.call(*placed)
+            try:
+                return program.call(*placed)
+            except ValueError as error:
+                if self.options.on_mismatch == 'error' and not _arose_inside(error):
+                    self._reject_refused(layout, row, resolved.inside.arguments, error)
+                raise
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What the next calls try first: the only program there is, or one that chooses."""
@@ -217,6 +229,12 @@ class State:
             self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
         )
 
+    def _reject_refused(
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+    ) -> None:
+        if isinstance(error, ValueError):
+            _placement.reject_refused(self.convention, layout, row, arguments, error)
+
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
         row, layout, signature = call.row, call.layout, call.signature
@@ -230,7 +248,11 @@ class State:
         forms = tuple(collapsed(jax.tree.structure(row[i]), call.arguments[i]) for i in layout.dynamic)
         shape = Shape(layout, forms, collapsed(traced.out_tree, inside.outputs))
         if self.programs.get(shape) is None:
-            program.compile(shape, self.convention, self.helper.mesh.size, self.options.jit_kwargs)
+            kwargs = self.options.jit_kwargs
+            if self.boundary.any_explicit and shape.outputs is None:
+                # Outputs may depend on no argument, and JAX would drop what says on which devices to run.
+                kwargs = {'keep_unused': True, **kwargs}
+            program.compile(shape, self.convention, self.helper.mesh.size, kwargs)
         program = self.programs.add(shape, program)
         program.known.put(signature, inside)
         self.body.warn_unused(layout)
@@ -255,7 +277,7 @@ class State:
         signature = signature_of(self.convention, layout, row)
         inside = program.known.get(signature)
         if inside is None:
-            known = self._joining(layout, row, signature)
+            known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
             if known is None or known.program is not program:
                 raise self._miss()
             inside = known.inside
