@@ -17,6 +17,7 @@ from scalax._sjit._body import Body, Inside
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
+from scalax._sjit._frames import hide_ours
 from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
@@ -110,6 +111,7 @@ class State:
         if isinstance(error, Missed):
             return error.owner is self
         if _arose_inside(error):
+            hide_ours(error)
             return False  # it comes from the user's code, or says what is wrong with the call
         if _inside_manual_region():
             return True
@@ -133,6 +135,14 @@ class State:
 
     def slow(self, row: tuple[Any, ...]) -> Any:
         """Serves a call that the hot program cannot serve."""
+        try:
+            return self._serve(row)
+        except Exception as error:
+            if _arose_inside(error):
+                hide_ours(error)
+            raise
+
+    def _serve(self, row: tuple[Any, ...]) -> Any:
         layout = self.convention.layout(self.convention.extras_of(row))
         if _inside_manual_region():
             return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
@@ -142,7 +152,7 @@ class State:
             call = self._look(row)
             inside = Inside(call.arguments, self.boundary.constraints(layout, row))
             return self.body.run(call.signature, layout, row, inside)
-        resolved, placed = self.resolve(row, _placement.moved)
+        resolved, placed = self._resolve(row, _placement.moved)
         program = resolved.program
         if self.boundary.any_explicit:
             program.place_first(_placement.slots_off_the_mesh(row, resolved.inside.arguments))
@@ -199,20 +209,21 @@ class State:
             move=move,
         )
 
-    def resolve(
-        self, row: Sequence[Any], move: _placement.Move = _placement.as_moved
-    ) -> tuple[Resolved, Sequence[Any]]:
-        """The program of a call, and the call's row with its arguments moved where needed.
-
-        Args:
-            row: the call.
-            move: `moved` to run the call; by default nothing is moved, and the row holds what moved
-                arguments would be.
+    def resolve(self, row: Sequence[Any]) -> tuple[Resolved, Sequence[Any]]:
+        """The program of a call that is not run, and the call's row as moved arguments would be.
 
         Raises:
             ShardingError, StructureError: the rules do not fit the arguments or the outputs.
             PlacementError: an argument is committed to another sharding.
         """
+        try:
+            return self._resolve(row, _placement.as_moved)
+        except Exception as error:
+            if _arose_inside(error):
+                hide_ours(error)
+            raise
+
+    def _resolve(self, row: Sequence[Any], move: _placement.Move) -> tuple[Resolved, Sequence[Any]]:
         call = self._look(row)
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
