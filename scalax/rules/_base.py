@@ -294,7 +294,7 @@ def strangers(tree: NamedTree) -> list[Problem]:
         Problem(
             'not-an-array',
             tree.describe(index),
-            f'{_short(leaf)} is not an array'
+            f'{short(leaf)} is not an array'
             if leaf_shape(leaf) is None
             else f'JAX has no arrays of dtype {leaf.dtype}',
             hint='shard trees of arrays; take other leaves out, or make such arguments static.',
@@ -304,8 +304,9 @@ def strangers(tree: NamedTree) -> list[Problem]:
     ]
 
 
-def _short(leaf: Any) -> str:
-    text = repr(leaf)
+def short(value: Any) -> str:
+    """What somebody gave, as messages show it."""
+    text = repr(value)
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 

@@ -21,6 +21,7 @@ from scalax.rules._base import (
     ShardingRule,
     ask_each,
     is_pure,
+    short,
 )
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
@@ -63,7 +64,10 @@ class TreePathShardingRule(BuiltinRule):
         strict: bool = True,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
-        pairs = tuple(_checked_pair(number, rule) for number, rule in enumerate(rules))
+        pairs = tuple(
+            checked_pair(f'TreePathShardingRule, pair {number}', rule, _SPREAD)
+            for number, rule in enumerate(rules)
+        )
         for name, value in (
             ('rules', pairs),
             ('strict', bool(strict)),
@@ -189,23 +193,37 @@ def _axes(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
 
 
-def _checked_pair(number: int, rule: Any) -> tuple[str | re.Pattern[str], Value]:
-    where = f'TreePathShardingRule, pair {number}'
-    if not isinstance(rule, tuple | list) or len(rule) != 2:
+_SPREAD = 'pairs are arguments of their own: TreePathShardingRule(*pairs)'
+
+
+def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[str], Value]:
+    """Returns *rule* if it is a pair of a regex and a value, else raises RuleError.
+
+    Args:
+        where: what the message begins with.
+        rule: what was given.
+        spread: what to say where pairs were given in place of one.
+    """
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or isinstance(rule[0], tuple | list):
         hint = ''
         if isinstance(rule, tuple | list) and rule and isinstance(rule[0], tuple | list):
-            hint = '; pairs are arguments of their own: TreePathShardingRule(*pairs)'
-        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {rule!r}{hint}')
+            hint = f'; {spread}'
+        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}{hint}')
     pattern, value = rule
-    if not isinstance(getattr(pattern, 'pattern', pattern), str):
-        raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
+    checked_regex(where, pattern)
     if value is not None and not isinstance(value, PartitionSpec | ShardingRule | NamedSharding):
         hint = f'; write PartitionSpec({", ".join(map(repr, _axes(value)))})' if _axes(value) else ''
         raise RuleError(
             f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}{hint}'
         )
     return pattern, value
+
+
+def checked_regex(where: str, pattern: Any) -> None:
+    """Raises RuleError if *pattern* is no regex; the message begins with *where*."""
+    if not isinstance(getattr(pattern, 'pattern', pattern), str):
+        raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
