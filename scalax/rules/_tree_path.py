@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any, ClassVar
 
@@ -100,15 +101,17 @@ class TreePathShardingRule(BuiltinRule):
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
         answers: list[Said] = [scalar if shape in single else miss for shape in tree.shapes]
         # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
-        # the inner loop then runs in C.
+        # the inner loops then run in C.
         left = [i for i, answer in enumerate(answers) if answer is not scalar]
+        paths = [tree.paths[i] for i in left]
         nested: dict[int, tuple[int, ShardingRule]] = {}
         for number, (pattern, value) in enumerate(self.rules):
-            found = _finds(pattern, [tree.paths[i] for i in left])
-            mine = [i for i, hit in zip(left, found, strict=True) if hit]
+            found = _finds(pattern, paths)
+            mine = list(itertools.compress(left, found))
             if not mine:
                 continue
-            left = [i for i, hit in zip(left, found, strict=True) if not hit]
+            missed = [not hit for hit in found]
+            left, paths = list(itertools.compress(left, missed)), list(itertools.compress(paths, missed))
             if isinstance(value, ShardingRule):
                 nested.update(dict.fromkeys(mine, (number, value)))
             else:
