@@ -219,6 +219,11 @@ class NamedTree:
         """The path of leaf number *index* in a tree in which this one lies at *at*."""
         return join(at, None if self.bare else self.paths[index]) or ''
 
+    def path_seen(self, index: int) -> str:
+        """The path of leaf number *index* as rules see it, and where it begins, for messages."""
+        inside = '' if self.prefix is None else f' (inside {self.prefix!r})'
+        return f'{self.paths[index]!r}{inside}'
+
     @property
     def descriptions(self) -> list[str]:
         """Every leaf as messages show it."""

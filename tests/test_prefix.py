@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._prefix import is_rule, key_of, split
-from scalax.errors import StructureError
+from scalax.errors import ShardingError, StructureError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
@@ -200,3 +200,14 @@ def test_messages_say_which_tree_it_is():
         "the rules do not have the structure of argument 'state' at its root: there is no rule for 'v'; the "
         f"tree has nothing called 'w' (known: 'v'). {EACH}"
     )
+
+
+def test_a_miss_says_what_the_rule_saw():
+    tree = {'params': {'up': X, 'b': X}, 'up': X}
+    rule = TreePathShardingRule(('up', P()))
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule({'params': rule, 'up': rule}, tree)
+    assert [(problem.leaf, problem.detail) for problem in error.value.problems] == [
+        ('params/b: float32[8, 8]', "no regex of the rule matches the path 'b' (inside 'params')"),
+        ('up: float32[8, 8]', "no regex of the rule matches the path '' (inside 'up')"),
+    ]

@@ -172,7 +172,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             'unmatched',
             tree.describe(index),
             'the leaf does not name its dimensions, and no regex of axis_names matches the path '
-            f'{tree.paths[index]!r}',
+            f'{tree.path_seen(index)}',
             rule=f'LogicalAxisShardingRule with {count} regex{"" if count == 1 else "es"}',
             hint='add a pair for these leaves to axis_names, put a rule for them behind this one '
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',

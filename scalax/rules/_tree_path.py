@@ -142,7 +142,8 @@ class TreePathShardingRule(BuiltinRule):
         return Problem(
             'unmatched',
             tree.describe(index),
-            f'no regex of the rule matches the path {path!r}' + (f'; {near!r} comes near' if near else ''),
+            f'no regex of the rule matches the path {tree.path_seen(index)}'
+            + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
             hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
             'to replicate what nothing matches.',
