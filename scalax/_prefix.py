@@ -77,17 +77,29 @@ def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
         if not is_rule(rule):
-            _reject(rule, optional_path(path), where)
+            _reject(rule, optional_path(path), where, in_pairs=_are_pairs(rules))
     return flat
+
+
+def _are_pairs(rules: Any) -> bool:
+    """Whether pairs of a regex and a rule stand where rules should."""
+    return isinstance(rules, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and is_rule(pair[1])
+        for pair in rules
+    )
 
 
 def _of(where: str) -> str:
     return f' of {where}' if where else ''
 
 
-def _reject(value: Any, path: str | None, where: str) -> None:
+def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
     hint, got = '', repr(value)
-    if isinstance(value, str):
+    if in_pairs:
+        hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
+    elif isinstance(value, type) and issubclass(value, ShardingRule):
+        hint = f'; this is the class: write {value.__name__}(...)'
+    elif isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"

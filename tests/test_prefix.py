@@ -131,6 +131,18 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
             f"{WRONG} 'a': the tree has nothing called 'x' (there are none). {EACH}",
         ),
         (
+            [('w', P()), ('b', None)],
+            {'w': X, 'b': X},
+            f"the rules hold 'w' of type str at '0/0', {TAKEN}; pairs of a regex and a rule are for "
+            'TreePathShardingRule((regex, rule), ...)',
+        ),
+        (
+            {'w': FSDPShardingRule},
+            {'w': X},
+            f"the rules hold {FSDPShardingRule!r} of type ABCMeta at 'w', {TAKEN}; this is the class: write "
+            'FSDPShardingRule(...)',
+        ),
+        (
             {'a': {'x': P()}},
             {'a': None},
             f"{WRONG} 'a': the rules hold a dict with 1 child there, the tree holds None. {SAME_NODES}",

@@ -83,7 +83,7 @@ class FSDPShardingRule(BuiltinRule):
         elements = math.prod(tree.shapes[index])
         taken = tree.taken[index] if tree.taken else REPLICATED
         if elements < self.min_fsdp_size:
-            reason = f'{elements} elements < min_fsdp_size {self.min_fsdp_size}'
+            reason = f'{elements} element{"" if elements == 1 else "s"} < min_fsdp_size {self.min_fsdp_size}'
         elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
             reason = f'FSDP: {", ".join(used)} in use'
         else:
