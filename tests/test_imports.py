@@ -49,6 +49,7 @@ LAYERS = [
     'explain',
     'visualize',
     'plan',
+    'custom_op',
     '_helper',
     'testing',
     'axes',
