@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from scalax.errors import ArgumentError, PlanError, did_you_mean
@@ -16,7 +17,9 @@ from scalax.plan._diff import PlanDiff
 from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
+from scalax.plan._page import render_fragment, render_page
 from scalax.plan._places import Place, places_on_torus
+from scalax.plan._png import save_png
 from scalax.plan._roofline import Roofline, make_roofline
 from scalax.plan._text import render
 from scalax.plan._work import Work
@@ -181,6 +184,29 @@ class Plan:
             width: the columns that it may take; those of the terminal by default.
         """
         return render(self, width)
+
+    def _repr_html_(self) -> str:
+        return render_fragment(self)
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the plan as a page of its own, which loads nothing and runs no script.
+
+        Args:
+            path: the file to write.
+            title: the title of the page; `name` by default.
+        """
+        Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
+
+    def save_png(self, path: str | os.PathLike[str]) -> None:
+        """Draws the plan: memory, seconds, and where mesh axes lie.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+        """
+        save_png(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
