@@ -47,11 +47,11 @@ class Plan:
         model_flops: the operations that the model needs in one call, where the caller has said so.
         device_kind: what JAX calls the devices.
         places: where the devices of the mesh lie, in the order of the mesh.
-        quick: whether the compiler took less trouble than it does for a program that is run; memory is then
-            a rough number (up to a fifth less than in full was seen), and all else is the same.
+        quick: whether the compiler laid the program out but made no code of it. Memory is then what it laid
+            out, which is near what it counts in the end, and shardings are those that were asked for.
         refusal: what the compiler says of a program that does not fit into the memory of a device; empty
-            for one that it made.
-        buffers: what takes most of the memory of one that was refused, the largest first.
+            for one that it made, and for quick plans.
+        buffers: what takes most of the memory when most is taken, the largest first; of TPUs only.
     """
 
     name: str
@@ -76,11 +76,12 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits into the memory of each device; None where nobody knows how much there is.
 
-        Compilers for accelerators refuse what does not fit, and so they have the last word.
+        Compilers for accelerators refuse what does not fit, and so they have the last word; of a quick plan
+        it is the memory that is compared.
         """
         if self.refusal:
             return False
-        if not self.memory.estimated:
+        if not self.memory.estimated and not self.quick:
             return True
         return None if self.memory.limit is None else self.memory.peak <= self.memory.limit
 

@@ -66,7 +66,7 @@ def _memory(plan: Plan) -> Iterable[str]:
 def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
-    return ' (quick: a rough number)' if plan.quick else ''
+    return ' (quick, as laid out before code is made)' if plan.quick else ''
 
 
 def _taken(plan: Plan) -> str:
