@@ -17,11 +17,6 @@ pytestmark = tpu_compiler.needed
 GIB = 2**30
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compiler():
-    tpu_compiler.set_up()
-
-
 @functools.cache
 def helper(topology, *axes, **options):
     """A helper over a topology: helper('v5e:2x4', ('fsdp', 4), ('tp', 2))."""

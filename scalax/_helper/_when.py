@@ -144,9 +144,7 @@ class When(Where):
         """
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
-    def plan(
-        self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any
-    ) -> Plan:
+    def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
         """What a function would hold, and what its devices would send one another; compiled, not run.
 
         Args:
@@ -154,15 +152,15 @@ class When(Where):
                 its arguments as they lie.
             *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
             quick: have the compiler of TPUs make no code, which takes most of its time: seconds instead of
-                minutes. Memory is then what it lays out (within 3 % of that of a full plan on decoders of
+                minutes. Memory is then what it lays out (within 1 % of that of a full plan on decoders of
                 1B to 70B), `scalax.plan.Plan.quick` says so, and shardings are those that were asked for.
                 Other compilers are quick anyway.
             **kwargs: its keyword arguments.
 
         Returns:
             A `scalax.plan.Plan`: memory, and whether it fits; shardings, collectives, and what bounds the
-            step. It prints as a page of text. On a mesh of `from_topology` it is that of hardware which is not
-            here, as its own compiler says; a step that does not fit is a plan too (``plan.fits`` is False).
+            step. It prints as a page of text. On a mesh of `from_topology` it is that of hardware that is not
+            here, as its compiler says; a step that does not fit is a plan too (``plan.fits`` is False).
 
         Raises:
             PlanError: the compiler failed, or the compiled program is written in a way that is not known.

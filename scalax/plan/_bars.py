@@ -1,4 +1,4 @@
-"""Which bars show a plan? Those of memory and of seconds, with their colours: for pages and pictures alike."""
+"""Which bars show a plan? Those of memory and of seconds: for pages and pictures alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where on the torus does each part of a mesh axis lie? One layer of chips after the other, as pictures show."""
+"""Where on the torus does each part of a mesh axis lie? Layer by layer, as pictures show."""
 
 from __future__ import annotations
 

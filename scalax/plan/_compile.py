@@ -28,7 +28,10 @@ _NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
 _NO_EFFORT = {'xla_optimization_level': 'EFFORT_O0'}
 # What may be held while the compiler orders instructions, or computes again instead of keeping: percents of
 # the memory that it believes there is.
-_SHARES = ('xla_tpu_scheduler_percent_shared_memory_limit', 'xla_jf_rematerialization_percent_shared_memory_limit')
+_SHARES = (
+    'xla_tpu_scheduler_percent_shared_memory_limit',
+    'xla_jf_rematerialization_percent_shared_memory_limit',
+)
 _MIB = 2**20
 _PLENTY = 2**40
 _NO_TABLES = Tables('', '', '')
@@ -138,7 +141,9 @@ def _without_code(dump: _Dump, quick: bool) -> Compiled:
     """A program that the compiler refused, once it had laid it out: as it is too large, or to be quick."""
     memory = assigned_memory(dump.tables)
     refusal = '' if quick else dump.refusal
-    return Compiled(dump.text, _partitions(dump.text or dump.optimized), memory, None, refusal, _buffers(dump))
+    return Compiled(
+        dump.text, _partitions(dump.text or dump.optimized), memory, None, refusal, _buffers(dump)
+    )
 
 
 def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
@@ -170,7 +175,9 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
         files = sorted(path for path in folder.iterdir() if _AFTER.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''
         tables = Tables(*(_last(folder, table) for table in _TABLES))
-        return _Dump(executable, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables)
+        return _Dump(
+            executable, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables
+        )
 
 
 def _last(folder: Path, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from scalax.plan._bars import Bar, memory_bars, time_bars
 from scalax.plan._chips import NOBODY, Chips, chips_of
 from scalax.plan._text import HEADS, cells_of, head, verdict
 from scalax.visualize._colors import told_apart
-from scalax.visualize._svg import Drawn, below, beside, document, text_lines
+from scalax.visualize._svg import Drawn, below, document, text_lines
 
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
@@ -55,14 +56,15 @@ def _texts(lines: Sequence[str]) -> str:
 def _memory(plan: Plan) -> str:
     whole, bars = memory_bars(plan)
     parts = ''.join(
-        f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; background: {bar.color}">'
-        '</div>'
+        f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
+        f'background: {bar.color}"></div>'
         for bar in bars
     )
     shown = ''.join(
         '<span style="white-space: nowrap; margin-right: 18px; display: inline-block">'
         f'<span style="display: inline-block; width: 11px; height: 11px; border-radius: 3px; '
-        f'background: {bar.color}; margin-right: 6px"></span>{escape(bar.label)} {human_bytes(bar.value)}</span>'
+        f'background: {bar.color}; margin-right: 6px"></span>'
+        f'{escape(bar.label)} {human_bytes(round(bar.value))}</span>'
         for bar in bars
     )
     largest = ''
@@ -91,7 +93,9 @@ def _limit(plan: Plan, whole: float) -> str:
 def _times(plan: Plan) -> str:
     roofline = plan.known_roofline
     if roofline is None:
-        return _texts([f'The numbers of {plan.device_kind!r} devices are not known: plan.roofline(hardware=...)'])
+        return _texts(
+            [f'The numbers of {plan.device_kind!r} devices are not known: plan.roofline(hardware=...)']
+        )
     bars = time_bars(roofline)
     longest = max(bar.value for bar in bars) or 1
     rows = ''.join(_time_row(bar, longest) for bar in bars)
@@ -151,20 +155,21 @@ def _axis(chips: Chips) -> str:
         for z, layer in enumerate(layers)
     ]
     figures = ''.join(
-        f'<span style="display: inline-block; margin: 0 14px 10px 0">{document(part, f"{label}, z={z}", "")}</span>'
+        '<span style="display: inline-block; margin: 0 14px 10px 0">'
+        f'{document(part, f"{label}, z={z}", "")}</span>'
         for z, part in enumerate(drawn)
     )
     return f'<figure style="margin: 0 0 16px"><figcaption>{escape(label)}</figcaption>{figures}</figure>'
 
 
 def _layer(layer: np.ndarray, cell: float, colors: Sequence[str]) -> Drawn:
-    """A square for each device. Of thousands, those of one colour that stand side by side are one rectangle."""
+    """A square for each device; of thousands, neighbours of one colour are one rectangle."""
     body = []
     high, wide = layer.shape
     for y, row in enumerate(layer):
         joins = wide > _MOST_SQUARES
         starts = [0, *(np.flatnonzero(np.diff(row)) + 1 if joins else range(1, wide)), wide]
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in itertools.pairwise(starts):
             if row[start] != NOBODY:
                 body.append(
                     f'<rect x="{start * cell:.1f}" y="{y * cell:.1f}" width="{(end - start) * cell - 1:.1f}" '

@@ -40,7 +40,8 @@ def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
     # A figure of its own: the windows and settings of the user's pyplot are left alone.
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout='constrained')
     FigureCanvasAgg(figure)
-    parts = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    parts = parts[:, 0]
     _draw_memory(parts[0], plan)
     if bars:
         _draw_times(parts[1], bars)
@@ -82,17 +83,24 @@ def _draw_torus(part: Any, chips: Chips) -> None:
 
     layers = chips.layers[:_MOST_LAYERS]
     several = len(chips.layers) > 1
-    rest = f', the first {len(layers)} of {len(chips.layers)} layers' if len(chips.layers) > len(layers) else ''
+    rest = (
+        f', the first {len(layers)} of {len(chips.layers)} layers' if len(chips.layers) > len(layers) else ''
+    )
     slices = f', the first of {chips.slices} slices' if chips.slices > 1 else ''
     part.suptitle(
-        f'{chips.axis}={chips.size}: a colour for each place along it{rest}{slices}', fontsize=10, x=0.02, ha='left'
+        f'{chips.axis}={chips.size}: a colour for each place along it{rest}{slices}',
+        fontsize=10,
+        x=0.02,
+        ha='left',
     )
     colors = ListedColormap(told_apart(chips.size))
     for z, axes in enumerate(np.atleast_1d(part.subplots(1, _MOST_LAYERS))):
         axes.set_axis_off()
         if z < len(layers):
             layer = np.ma.masked_equal(layers[z], NOBODY)
-            axes.pcolormesh(layer, cmap=colors, vmin=-0.5, vmax=chips.size - 0.5, edgecolors='w', linewidth=0.5)
+            axes.pcolormesh(
+                layer, cmap=colors, vmin=-0.5, vmax=chips.size - 0.5, edgecolors='w', linewidth=0.5
+            )
             axes.set_aspect('equal')
             axes.invert_yaxis()
             if several:
