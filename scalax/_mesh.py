@@ -106,7 +106,7 @@ def _is_tpu_machine() -> bool:
 
 
 def _is_wrong_version(error: Exception) -> bool:
-    return 'libtpu version' in str(error) or 'PJRT C API' in str(error)
+    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
 
 
 def checked_axes(

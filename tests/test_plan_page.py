@@ -83,7 +83,7 @@ def test_words_of_a_page():
         'Memory of each device',
         '12.0 GiB of 15.8 GiB: it fits (quick, as laid out before code is made)',
     ]
-    assert ['arguments 4.0 GiB', 'outputs 1.0 GiB', 'temporaries at the peak 7.0 GiB'] == said[3:6]
+    assert said[3:6] == ['arguments 4.0 GiB', 'outputs 1.0 GiB', 'temporaries at the peak 7.0 GiB']
     for name, seconds in roofline.parts.items():
         assert said[said.index(name) + 1] == f'{1e3 * seconds:,.3f} ms'
     heads = said.index('collective')
@@ -124,7 +124,9 @@ def test_where_mesh_axes_lie():
     assert (across.across, tp.across, tp.slices) == (True, False, 2)
     assert [layer.tolist() for layer in tp.layers] == [[[0, 1]], [[2, 3]]]
     # A mesh need not fill its slice.
-    some = dataclasses.replace(plan(), mesh={'x': 3}, places=tuple(Place(0, at) for at in [(0, 0), (1, 0), (1, 1)]))
+    some = dataclasses.replace(
+        plan(), mesh={'x': 3}, places=tuple(Place(0, at) for at in [(0, 0), (1, 0), (1, 1)])
+    )
     assert [layer.tolist() for layer in chips_of(some)[0].layers] == [[[0, 1], [-1, 2]]]
 
 
@@ -136,7 +138,9 @@ def test_large_slices_are_short_to_write():
 
 def test_pictures(tmp_path):
     image = pytest.importorskip('matplotlib.image')
-    for number, made in enumerate([plan(), too_large(), dataclasses.replace(plan(), device_kind='cpu', places=())]):
+    for number, made in enumerate(
+        [plan(), too_large(), dataclasses.replace(plan(), device_kind='cpu', places=())]
+    ):
         path = tmp_path / f'{number}.png'
         made.save_png(path)
         pixels = image.imread(path)

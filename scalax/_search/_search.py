@@ -12,7 +12,7 @@ from scalax._helper import MeshShardingHelper
 from scalax._search._found import Candidate, Search
 from scalax._search._meshes import Constraints, meshes
 from scalax._search._progress import Advance, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, ScalaxError, did_you_mean
+from scalax.errors import ArgumentError, IndivisibleWarning, ScalaxError, ShardingError, did_you_mean
 from scalax.explain._text import human_bytes
 from scalax.plan import Plan, make_plan
 
@@ -192,7 +192,11 @@ def _too_large(plan: Plan) -> str:
 
 
 def _short(error: Exception) -> str:
-    """The first lines of an error, in one."""
+    """What an error says of the first leaf that it is about, or else its first lines, in one."""
+    if isinstance(error, ShardingError) and error.problems:
+        first, *others = error.problems
+        more = f' (and {len(others)} more)' if others else ''
+        return f'{first.leaf}: {first.detail}{more}'
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
     return kind + ' '.join(lines[:2])

@@ -34,6 +34,7 @@ _SHARES = (
 )
 _MIB = 2**20
 _PLENTY = 2**40
+_LARGE = 2**29
 _NO_TABLES = Tables('', '', '')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
@@ -123,13 +124,13 @@ def _laid_out(lowered: Any, limit: int) -> _Dump:
     the real device has. The nearer that memory is to what the program takes, the more the outcome is that of
     a real device; half of it is near enough.
     """
-    first = _dumped(lowered, _half_a_device(_MIB, limit))
-    if first.executable is not None:
-        return first
-    return _dumped(lowered, _half_a_device(assigned_memory(first.tables).peak // 2, limit))
+    first = _dumped(lowered, _small_device(_MIB, limit))
+    peak = 0 if first.executable else assigned_memory(first.tables).peak
+    # What is not much larger than the vector memory of a chip might be put there, and fit after all.
+    return _dumped(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
 
 
-def _half_a_device(size: int, limit: int) -> dict[str, str]:
+def _small_device(size: int, limit: int) -> dict[str, str]:
     size = max(_MIB, size - size % _MIB)
     return {
         'xla_tpu_max_hbm_size_mib': str(size // _MIB),
