@@ -37,8 +37,8 @@ def load_safetensors(
         helper: the mesh.
         files: a folder, an index (``model.safetensors.index.json``), a file, or several files.
         rules: as for `MeshShardingHelper.shard`, for the tree that results.
-        mapping: where the tensors go. None keeps their names, split at the dots: ``'model.norm.weight'``
-            goes to ``tree['model']['norm']['weight']``. Else a dict from names to leaf paths (``'norm/scale'``); or
+        mapping: where the tensors go. None keeps their names, split at the dots:
+            ``tree['model']['norm']['weight']``. Else a dict from names to leaf paths (``'norm/scale'``); or
             a function from a name to a path; or pairs (regex, replacement), of which the first whose regex is
             found in a name is applied to it, as by ``re.sub``, and dots that are left become slashes. In
             place of a path, None leaves the tensor out, and (path, axes) transposes it, as does
