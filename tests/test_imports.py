@@ -55,6 +55,7 @@ LAYERS = [
     '_search',
     'testing',
     'axes',
+    'checkpoint',
     'sharding',
     'utils',
     'scalax',
@@ -65,7 +66,7 @@ HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.
 
 OPTIONAL = [
     *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
-    *('optax', 'orbax', 'rich', 'sklearn', 'tqdm'),
+    *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
 # Underscored, yet public: the methods of named tuples.
