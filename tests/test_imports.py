@@ -45,6 +45,7 @@ LAYERS = [
     '_local',
     '_broadcast',
     '_prefetch',
+    'distributed',
     'explain',
     'visualize',
     'plan',
