@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -33,7 +32,8 @@ _FIRST, _REPEAT = 1.0, 15.0  # seconds before the first word about who is waited
 
 # Where launchers say which process this is, and of how many. JAX reads these itself (and asks the metadata
 # server of a TPU, or Kubernetes); here they are read only to be shown.
-class _Launcher(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Launcher:
     index: str
     count: str
     nodes: str

@@ -8,6 +8,7 @@ import pytest
 from test_docs_blocks import FILES, ROOT
 
 import scalax
+import scalax.distributed
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -24,7 +25,7 @@ MOST_BYTES = 200_000
 
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
-    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors),
+    *(scalax.interop, scalax.distributed, scalax.testing, scalax.rules.catalogue, scalax.errors),
 ]
 
 
