@@ -264,6 +264,8 @@ OPTIONS = Options(
     devices=None,
     text=(),
     output='',
+    checkpoints=None,
+    save_every=100,
 )
 
 
