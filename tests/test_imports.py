@@ -51,6 +51,7 @@ LAYERS = [
     'plan',
     '_helper',
     'testing',
+    'checkpoint',
     'sharding',
     'utils',
     'scalax',
@@ -61,7 +62,7 @@ HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.
 
 OPTIONAL = [
     *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
-    *('optax', 'orbax', 'rich', 'sklearn', 'tqdm'),
+    *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
 # Underscored, yet public: the methods of named tuples.
