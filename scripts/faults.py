@@ -4,8 +4,8 @@
     make faults
     python scripts/faults.py --kills 50 --seed 3
 
-Two processes train (`faults_training.py`) under the local launcher, which starts both again where one
-dies. Time and again, one of them is killed with SIGKILL: the coordinator, the other, or both; while it starts,
+Two processes train (`faults_training.py`) under the local launcher, which starts both again if one dies.
+Time and again, one of them is killed with SIGKILL: the coordinator, the other, or both; while it starts,
 trains, or is in the middle of a save. What has to hold:
 
 - each start goes on from a step that is no earlier than the last checkpoint that was complete at the kill;

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app
+from etils import epath
 
 from examples.llama.options import Options
 from examples.llama.trainer import REPLICATED, Trainer
@@ -40,9 +40,9 @@ class Checkpoints:
 
     def __init__(self, folder: str, trainer: Trainer, options: Options) -> None:
         self._trainer, self._steps, self._every = trainer, options.optimizer.steps, options.save_every
-        self._identity = Path(folder) / 'run.json'
+        self._identity = epath.Path(folder) / 'run.json'
         self._require_same(options.run)
-        self._checkpointer = Checkpointer(Path(folder) / 'steps')
+        self._checkpointer = Checkpointer(epath.Path(folder) / 'steps')
 
     def restore(self) -> Progress | None:
         """Returns the progress at the last complete step; None where nothing was saved."""

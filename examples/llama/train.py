@@ -27,7 +27,7 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from examples.devices import choose_devices
+from examples.devices import choose_devices, quiet_logs
 from examples.llama.data import Corpus, load_corpus
 from examples.llama.interrupt import Interrupt
 from examples.llama.options import Options, read_options
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the training that the command line asks for; returns the exit code."""
     try:
         options = read_options(argv[1:])
+        quiet_logs()
         distributed.initialize()
         trainer, corpus, output = prepare(options)
         saved = Checkpoints(options.checkpoints, trainer, options) if options.checkpoints else None
