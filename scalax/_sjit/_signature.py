@@ -14,11 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from scalax import _axis_mapping
 from scalax._paths import canonical_dtype, describe_leaf, join, path_string
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
 from scalax.errors import ArgumentError, shown
+from scalax.rules import LogicalAxisShardingRule
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
@@ -31,11 +33,13 @@ class Signature:
         treedef: the structure of the dynamic slots.
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
+        mapping: the mapping of named axes that is active, which a function may ask about (`scalax.axes`).
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
+    mapping: LogicalAxisShardingRule | None = None
 
 
 def leaf_type(leaf: Any) -> LeafType:
@@ -83,7 +87,7 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except TypeError:
         raise _not_arrays(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row))
+    return Signature(treedef, types, _static_key(convention, layout, row), _axis_mapping.current())
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
