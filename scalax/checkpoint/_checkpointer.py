@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from scalax import _mesh
 from scalax._paths import NamedTree
 from scalax.checkpoint import _agreed, _data_state, _rename
-from scalax.checkpoint._compare import require_fit
+from scalax.checkpoint._compare import require_fit, with_keys
 from scalax.checkpoint._describe import Description, described
 from scalax.checkpoint._orbax import orbax, path_of
 from scalax.checkpoint._savable import require_savable
@@ -109,10 +109,10 @@ class Checkpointer:
         self.wait()
         from scalax.checkpoint._handler import StateSave
 
+        self._saving = step
         manager = self._writer(step)
         what = StateSave(state, described(tree), encoded, self._checksums)
         arguments = orbax().args.Composite(**{ITEM: what})
-        self._saving = step
         with self._failures():
             manager.save(step, args=arguments, force=True)
         self._reached = step
@@ -164,19 +164,16 @@ class Checkpointer:
         saved = self._choose(helper, step, verify)
         description = saved.description()
         names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
-        leaves = {new: leaf for leaf in description.leaves if (new := names[leaf.path]) in target.wanted}
-        extra = (
-            {}
-            if only
-            else {new: leaf for leaf in description.leaves if (new := names[leaf.path]) not in leaves}
-        )
-        require_fit(target.wanted, {**leaves, **extra}, cast, saved.where)
+        leaves = {names[leaf.path]: leaf for leaf in description.leaves}
+        if not description.processes:
+            leaves = with_keys(target.wanted, leaves)
+        require_fit(target.wanted, leaves, cast, bool(only), saved.where)
         state = None if data is None else _data_state.restored(saved, description.processes)
-        values = saved.arrays({leaf.path: target.wanted[name] for name, leaf in leaves.items()})
+        values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
         if data is not None:
             data.set_state(state)
         self._restored = self._reached = saved.step
-        return target.filled({name: values[leaf.path] for name, leaf in leaves.items()})
+        return target.filled({name: values[leaves[name].path] for name in target.wanted})
 
     def latest_step(self) -> int | None:
         """The latest step that is complete, and whose files have the sizes they were written with; or None.
@@ -198,9 +195,9 @@ class Checkpointer:
         """The data state that this process saved with a step.
 
         Args:
-            step: which; the latest by default.
+            step: which; by default the one that was restored last, or else the latest.
         """
-        saved = self._saved(step)
+        saved = self._saved(self._restored if step is None else step)
         return _data_state.restored(saved, saved.description().processes)
 
     def wait(self) -> None:
@@ -209,16 +206,24 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._manager is not None:
+        if self._manager is None:
+            return
+        try:
             with self._failures():
                 self._manager.wait_until_finished()
+        except CheckpointError:
+            # The next save makes another manager, which first deletes what this one has left behind.
+            manager, self._manager, self._reached = self._manager, None, None
+            with contextlib.suppress(Exception):
+                manager.close()
+            raise
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
+        self.wait()
         manager, self._manager = self._manager, None
         if manager is not None:
-            with self._failures():
-                manager.close()
+            manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,9 +274,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            what = f'step {self._saving}' if self._saving is not None else 'a checkpoint'
             raise CheckpointError(
-                f'{what} could not be saved in {self._directory}: {type(error).__name__}: {error}'
+                f'step {self._saving} could not be saved in {self._directory}, and what was there before is '
+                f'untouched: {type(error).__name__}: {error}'
             ) from error
 
     def _saved(self, step: int | None) -> Saved:
@@ -289,13 +294,11 @@ class Checkpointer:
             return found(self._directory, step)
         saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
+        if saved is None and not passed:
+            raise CheckpointError(f'{self._directory} has no checkpoint')
         if saved is None:
-            if not listed:
-                raise CheckpointError(f'{self._directory} has no checkpoint')
-            raise CheckpointError(
-                f'{self._directory} has no checkpoint that could be restored:\n{shown(listed)}\n'
-                'What to do: take another step, or another directory.'
-            )
+            what = f'the checkpoint of step {step}' if step is not None else 'every checkpoint'
+            raise CheckpointError(f'{what} in {self._directory} is damaged:\n{shown(listed)}')
         if passed:
             self._damaged |= set(passed)
             warn(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+
+from scalax._paths import canonical_dtype
 from scalax.checkpoint._describe import LeafDescription
 from scalax.errors import CheckpointError, near_names, shown
 
@@ -18,7 +22,7 @@ _HINTS = {
 
 
 def require_fit(
-    wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool, where: str
+    wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool, partial: bool, where: str
 ) -> None:
     """Raises CheckpointError, which names every leaf that is missing, extra, or unlike.
 
@@ -26,19 +30,20 @@ def require_fit(
         wanted: by path, structs, or the types of Python numbers.
         saved: by path as `wanted` has them, the leaves of the checkpoint.
         cast: whether dtypes may differ.
+        partial: whether the checkpoint may hold more.
         where: the checkpoint, for the message.
     """
-    found = list(_problems(wanted, saved, cast))
+    found = list(_problems(wanted, saved, cast, partial))
     if found:
-        count = 'one leaf' if len(found) == 1 else f'{len(found)} leaves'
+        count = 'one leaf differs' if len(found) == 1 else f'{len(found)} leaves differ'
         kinds = dict.fromkeys(kind for kind, _ in found)
         hints = ''.join(f'\nWhat to do: {_HINTS[kind]}.' for kind in kinds)
         lines = shown(f'{kind}: {text}' for kind, text in found)
-        raise CheckpointError(f'{where} does not hold what is asked for; {count} differ:\n{lines}{hints}')
+        raise CheckpointError(f'{where} does not hold what is asked for; {count}:\n{lines}{hints}')
 
 
 def _problems(
-    wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool
+    wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool, partial: bool
 ) -> Iterator[tuple[str, str]]:
     extra = [path for path in saved if path not in wanted]
     for path, target in wanted.items():
@@ -52,8 +57,22 @@ def _problems(
             yield 'shape', f'{text} is asked for, and {str(leaf).partition(": ")[2]} was saved'
         elif not cast and _dtype(target) != leaf.dtype:
             yield 'dtype', f'{text} is asked for, and {str(leaf).partition(": ")[2]} was saved'
-    for path in extra:
+    for path in [] if partial else extra:
         yield 'extra', f'{saved[path]} is in the checkpoint only'
+
+
+def with_keys(wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription]) -> dict[str, LeafDescription]:
+    """The leaves of a checkpoint that Orbax wrote without scalax: what it calls words may be typed keys."""
+    leaves = dict(saved)
+    for path, target in wanted.items():
+        leaf = saved.get(path)
+        if leaf is not None and leaf.dtype == 'uint32' and _is_key(target) and leaf.shape:
+            leaves[path] = dataclasses.replace(leaf, shape=leaf.shape[:-1], dtype=str(target.dtype))
+    return leaves
+
+
+def _is_key(target: Any) -> bool:
+    return hasattr(target, 'dtype') and jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key)
 
 
 def _shape(target: Any) -> tuple[int, ...]:
@@ -61,9 +80,7 @@ def _shape(target: Any) -> tuple[int, ...]:
 
 
 def _dtype(target: Any) -> str:
-    import jax
-
-    return str(jax.dtypes.canonicalize_dtype(target)) if isinstance(target, type) else str(target.dtype)
+    return str(canonical_dtype(target)) if isinstance(target, type) else str(target.dtype)
 
 
 def _text(path: str, target: Any) -> str:

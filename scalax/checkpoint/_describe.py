@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
-from scalax._paths import NamedTree
+from scalax._paths import NamedTree, canonical_dtype
+from scalax._spec import axis_sizes_text
+from scalax.explain._table import table
+from scalax.explain._text import columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Description:
     Attributes:
         step: its step.
         leaves: its leaves, in tree order.
-        processes: the number of processes that saved it.
+        processes: the number of processes that saved it; 0 where Orbax did without scalax.
     """
 
     step: int
@@ -58,6 +60,17 @@ class Description:
         """The leaves by their paths."""
         return {leaf.path: leaf for leaf in self.leaves}
 
+    def __str__(self) -> str:
+        cells = [('path', 'array', 'spec')]
+        for leaf in self.leaves:
+            name, _, array = str(leaf).rpartition(': ')
+            cells.append((name, array, leaf.spec))
+        meshes = dict.fromkeys(axis_sizes_text(leaf.mesh) for leaf in self.leaves if leaf.mesh)
+        counts = f'{len(self.leaves)} {"leaf" if len(self.leaves) == 1 else "leaves"} of step {self.step}'
+        by = f'{self.processes} process{"" if self.processes == 1 else "es"}' if self.processes else 'Orbax'
+        on = f' on the mesh {" and ".join(f"({mesh})" for mesh in meshes)}' if meshes else ''
+        return '\n'.join([*table(cells, columns(None), 0, -1), '', f'{counts}, saved by {by}{on}'])
+
 
 def described(tree: NamedTree) -> list[LeafDescription]:
     """What there is to say of each leaf of a tree that is to be saved."""
@@ -67,7 +80,7 @@ def described(tree: NamedTree) -> list[LeafDescription]:
 def _described(path: str, leaf: Any) -> LeafDescription:
     if not hasattr(leaf, 'dtype'):
         kind = type(leaf).__name__
-        return LeafDescription(path, (), str(jax.dtypes.canonicalize_dtype(type(leaf))), kind)
+        return LeafDescription(path, (), str(canonical_dtype(type(leaf))), kind)
     sharding = getattr(leaf, 'sharding', None)
     spec, mesh = '', {}
     if isinstance(sharding, NamedSharding):

@@ -79,13 +79,11 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
 
 def _difference(root: Path, name: str, file: File, checksums: bool) -> str:
     try:
-        now = _measured(root / name, checksums and file.crc32 is not None)
+        now = _measured(root / name, checksums)
     except OSError as error:
         return f'{name} cannot be read: {error.strerror or error}'
     if now.size != file.size:
         return f'{name} has {now.size} bytes, and {file.size} were written'
-    if checksums and file.crc32 is None:
-        return f'{name} has no checksum: it was saved with checksums=False'
     if checksums and now.crc32 != file.crc32:
         return (
             f'{name} has other bytes than were written: its CRC-32 is {now.crc32:08x}, not {file.crc32:08x}'

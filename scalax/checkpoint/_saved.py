@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from scalax._paths import path_string
+from scalax._paths import canonical_dtype, path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._describe import Description, LeafDescription
 from scalax.checkpoint._manifest import FOLDER
@@ -63,25 +64,38 @@ class Saved:
         Args:
             checksums: read all files, and compare their checksums.
             share: the number of this process, and how many there are: each takes every so many-th file.
+
+        Raises:
+            CheckpointError: there are no checksums to compare.
         """
         manifest = _manifest.manifest_of(self.root)
         if not manifest.exists():
             if (self.root / FOLDER).exists():
-                return [f'{manifest.name} is missing']
-            return ['it has no checksums: scalax did not save it'] if checksums else []
+                return [f'{FOLDER}/{manifest.name} is missing']
+            self._require_checksums(not checksums, 'Orbax saved it without scalax')
+            return []
         try:
             files = _manifest.read(manifest)
-        except ValueError as error:
-            return [f'{manifest.name} cannot be read: {error}']
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        known = all(file.crc32 is not None for file in files.values())
+        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
         first, count = share
         return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
+
+    def _require_checksums(self, there: bool, why: str) -> None:
+        if not there:
+            raise CheckpointError(
+                f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
+            )
 
     def description(self) -> Description:
         """What it holds, without loading an array."""
         file = self.root / FOLDER / LEAVES
         if not file.exists():
             return Description(self.step, [_by_hand(path, leaf) for path, leaf in self._orbax_leaves()], 0)
-        head = json.loads(file.read_text())
+        with self._reading():
+            head = json.loads(file.read_text())
         leaves = [LeafDescription(**{**leaf, 'shape': tuple(leaf['shape'])}) for leaf in head['leaves']]
         return Description(self.step, leaves, head['processes'])
 
@@ -101,7 +115,7 @@ class Saved:
         arguments = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
         )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with self._reading(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.restore(self.root, args=arguments)
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
@@ -119,7 +133,16 @@ class Saved:
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
-        return orbax().PyTreeCheckpointHandler().metadata(self.root).tree
+        with self._reading():
+            return orbax().PyTreeCheckpointHandler().metadata(self.root).tree
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Says which checkpoint it was that could not be read."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
 
     def _orbax_leaves(self) -> list[tuple[str, Any]]:
         flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
@@ -131,7 +154,10 @@ def _is_metadata(node: Any) -> bool:
 
 
 def _by_hand(path: str, leaf: Any) -> LeafDescription:
-    """A leaf that Orbax saved without scalax; it says little of keys and of Python numbers."""
+    """A leaf that Orbax saved without scalax."""
+    if isinstance(leaf, orbax().metadata.ScalarMetadata):
+        kind = {'b': bool, 'i': int}.get(leaf.dtype.kind, float)
+        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
     return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
 
 

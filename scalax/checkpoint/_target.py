@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._paths import NamedTree
+from scalax._paths import NamedTree, canonical_dtype
 from scalax.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,15 +50,20 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
     pytree = jax.eval_shape(like) if made else like
     tree = NamedTree.of(pytree)
     require_distinct(tree.paths, 'like')
-    structs = jax.tree.leaves(helper.abstract(pytree, rules))
+    shardings = jax.tree.leaves(helper.match_sharding_rule(rules, pytree))
     wanted: dict[str, Any] = {}
     rest: dict[str, Any] = {}
-    for path, leaf, struct in zip(tree.paths, tree.leaves, structs, strict=True):
+    for path, leaf, sharding in zip(tree.paths, tree.leaves, shardings, strict=True):
+        struct = _struct(leaf, sharding) if hasattr(leaf, 'dtype') else type(leaf)
         if only is None or re.search(only, path):
-            wanted[path] = struct if hasattr(leaf, 'dtype') else type(leaf)
+            wanted[path] = struct
         else:
             rest[path] = struct if made else leaf
     return Target(wanted, rest, tree)
+
+
+def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding)
 
 
 def is_function(like: Any) -> bool:
