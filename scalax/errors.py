@@ -17,9 +17,9 @@ already catch for the same kind of mistake::
 
     ScalaxWarning             (UserWarning)
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
+    ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
-    ├── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
-    └── CheckpointWarning                    a damaged checkpoint was passed over
+    └── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
 
 This module imports nothing of JAX, so that errors can be caught where JAX is absent.
 """

@@ -10,6 +10,7 @@ from test_docs_blocks import FILES, ROOT
 import scalax
 import scalax.axes
 import scalax.checkpoint
+import scalax.distributed
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -26,8 +27,8 @@ MOST_BYTES = 200_000
 
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
-    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.axes),
-    *(scalax.checkpoint,),
+    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.checkpoint),
+    *(scalax.axes, scalax.distributed),
 ]
 
 
