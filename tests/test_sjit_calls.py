@@ -280,9 +280,10 @@ def test_leaves_that_are_not_arrays():
         return x
 
     with pytest.raises(ArgumentError) as error:
-        HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print})
+        HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print, '': 'an empty key'})
     assert str(error.value) == (
         'g got leaves that are not arrays:\n'
+        '  config/: str\n'
         '  config/hook: builtin_function_or_method\n'
         '  config/name: str\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or '

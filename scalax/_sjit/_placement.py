@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from scalax._constrain import apply_sharding, is_compiled
-from scalax._paths import describe_leaf, path_string
+from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._signature import explicit_spec, slot_path
 from scalax._spec import axis_sizes_text
@@ -31,7 +31,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             if is_concrete(leaf) and leaf.is_deleted():
-                gone.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+                gone.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
     if gone:
         raise ArgumentError(
             f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
@@ -252,7 +252,7 @@ def reject_mismatched(
         flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
         for (path, leaf), sharding in zip(flat, wanted, strict=True):
             if _mismatched(leaf, sharding):
-                described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 lies, asked = told_apart(leaf.sharding, sharding)
                 bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
@@ -293,7 +293,7 @@ def reject_refused(
         flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
         for (path, leaf), sharding in zip(flat, wanted, strict=True):
             if _refused(leaf, sharding):
-                described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 lies, asked = told_apart(_lies(leaf), sharding)
                 bad.append(f'{described} lies as {lies}, asked: {asked}')
     if bad:
