@@ -197,7 +197,7 @@ def reject_foreign_types(convention: Convention, layout: Layout, row: Sequence[A
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             theirs = jax.typeof(leaf).sharding.mesh
             if AxisType.Explicit in theirs.axis_types and not _same_types(theirs, mesh):
-                described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
     if bad:
         raise MeshError(
