@@ -9,7 +9,9 @@ from test_docs_blocks import FILES, ROOT
 
 import scalax
 import scalax.axes
+import scalax.checkpoint
 import scalax.custom_op
+import scalax.distributed
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -26,8 +28,8 @@ MOST_BYTES = 200_000
 
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
-    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.axes),
-    scalax.custom_op,
+    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.checkpoint),
+    *(scalax.axes, scalax.custom_op, scalax.distributed),
 ]
 
 
@@ -102,6 +104,9 @@ def test_public_names_are_in_the_design(module: ModuleType) -> None:
         scalax.plan.Plan,
         scalax.custom_op.ShardedOp,
         scalax.custom_op.FactorContext,
+        scalax.checkpoint.Checkpointer,
+        scalax.checkpoint.Description,
+        scalax.checkpoint.LeafDescription,
     ],
 )
 def test_public_methods_are_in_the_design(kind: type) -> None:
