@@ -383,6 +383,15 @@ def test_a_mapped_dimension_that_is_sharded_in_its_type() -> None:
         np.testing.assert_allclose(np.asarray(grad)[0], 2 * NUMBERS, rtol=1e-5)
 
 
+@pytest.mark.parametrize('types', ['auto', 'explicit'])
+def test_collectives_under_vmap(types: str) -> None:
+    pair = np.stack([NUMBERS, NUMBERS[::-1]])
+    x = put(mesh_of(*MESHES[types]), pair, None, 'x', 'y')
+    tokens = jax.jit(jax.vmap(lambda row: largest(row, k=3)[1]))(x)
+    np.testing.assert_array_equal(tokens, jax.lax.top_k(pair, 3)[1])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(exchanged))(x), np.swapaxes(pair, 1, 2))
+
+
 def test_operands_without_a_gradient(mesh: Mesh) -> None:
     x = put(mesh, NUMBERS, 'x')
     grad = jax.jit(jax.grad(lambda x: (picked(x, LABELS) ** 2).sum()))(x)
