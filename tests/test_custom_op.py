@@ -274,6 +274,15 @@ def test_it_is_compiled_once_for_each_static_argument() -> None:
     assert largest(x, k=2)[0].shape == (4, 2)
 
 
+def test_static_arguments_that_are_equal_and_not_the_same() -> None:
+    @sharded_op('b -> b')
+    def named(ctx: FactorContext, x: Array, *, how: Any) -> Array:
+        return x + (10 if how is True else 0)
+
+    ones = np.ones(2, np.float32)
+    assert [named(ones, how=how)[0] for how in (1, True, 1.0, True)] == [1, 11, 1, 11]
+
+
 def test_types_alone_are_enough() -> None:
     shapes = jax.eval_shape(softmax, jax.ShapeDtypeStruct((4, 8), jnp.float32))
     assert [each.shape for each in shapes] == [(4, 8), (4,)]
