@@ -18,6 +18,7 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _transfer                 whole trees <-> a mesh
     _data, _local, _prefetch  host data <-> global arrays, loaded ahead (_rows, _schedule, _exchange: which
                               rows go where; _broadcast, _replicas: values of one process, equal values)
+    distributed               joining processes, and stopping together
     explain, visualize        reports of one resolve; pictures of which device holds which block
     plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that

@@ -181,7 +181,7 @@ One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
     'adam' is not an array
   table: <U1[2]
     JAX has no arrays of dtype <U1
-What to do: shard trees of arrays; take other leaves out, or make such arguments static.""",
+What to do: shard trees of arrays, and take other leaves out (a function may close over them).""",
             id='not arrays',
         ),
         pytest.param(

@@ -211,14 +211,14 @@ def test_bad_options(options, message):
         ({'n': P()}, "in_shardings of g: 'n' is static, it has no sharding"),
         (
             (P(), P(), P()),
-            'in_shardings of g has 3 entries, but the function takes 2 positional arguments that are '
-            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'in_shardings of g has 3 entries, but the function takes 2 positional arguments '
+            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
             'dict by argument name',
         ),
         (
             (P(),),
-            'in_shardings of g has 1 entry, but the function takes 2 positional arguments that are '
-            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'in_shardings of g has 1 entry, but the function takes 2 positional arguments '
+            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
             'dict by argument name',
         ),
         (

@@ -175,8 +175,8 @@ class _Methods:
         row = convention.row(args, kwargs)
         resolved, _ = self._state.resolve(row)
         jitted = resolved.program.jitted
-        if not kwargs and len(row) == len(args):
-            return jitted
+        if not kwargs:
+            return jitted if len(row) == len(args) else resolved.program.of_first(len(args), row[len(args) :])
 
         @functools.wraps(self._state.fun)
         def by_convention(*args: Any, **kwargs: Any) -> Any:

@@ -321,7 +321,7 @@ def strangers(tree: NamedTree) -> list[Problem]:
             f'{short(leaf)} is not an array'
             if leaf_shape(leaf) is None
             else f'JAX has no arrays of dtype {leaf.dtype}',
-            hint='shard trees of arrays; take other leaves out, or make such arguments static.',
+            hint='shard trees of arrays, and take other leaves out (a function may close over them).',
         )
         for index, leaf in enumerate(tree.leaves)
         if leaf_shape(leaf) is None or has_foreign_dtype(leaf)
