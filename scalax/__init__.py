@@ -21,6 +21,7 @@ every leaf and records why. The layers, from the bottom; imports point down only
     plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that
     testing                   assertions for tests of sharded programs
+    checkpoint                states of runs on the disk, restored for any mesh
     sharding, utils           what users import
 
 Importing scalax touches no device and changes no global state of JAX.
