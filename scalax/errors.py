@@ -18,7 +18,8 @@ already catch for the same kind of mistake::
     ScalaxWarning             (UserWarning)
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
     ├── CheckpointWarning                    a damaged checkpoint was passed over
-    └── UnusedAnnotationWarning              a bound annotation name that the function never used
+    ├── UnusedAnnotationWarning              a bound annotation name that the function never used
+    └── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
 
 This module imports nothing of JAX, so that errors can be caught where JAX is absent.
 """
@@ -89,6 +90,10 @@ class CheckpointWarning(ScalaxWarning):
 
 class UnusedAnnotationWarning(ScalaxWarning):
     """A sharding was bound to an annotation name that the function never used."""
+
+
+class UnshardedWarning(ScalaxWarning):
+    """`scalax.axes.shard` did nothing: no mapping or no mesh is active, or no array names its dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)

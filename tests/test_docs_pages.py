@@ -8,7 +8,9 @@ import pytest
 from test_docs_blocks import FILES, ROOT
 
 import scalax
+import scalax.axes
 import scalax.checkpoint
+import scalax.distributed
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -26,6 +28,7 @@ MOST_BYTES = 200_000
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
     *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.checkpoint),
+    *(scalax.axes, scalax.distributed),
 ]
 
 
