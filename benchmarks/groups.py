@@ -13,7 +13,7 @@ Groups = dict[str, Callable[[], list[Row]]]
 
 def all_groups(rounds: int) -> Groups:
     """Everything that is measured of this scalax; needs eight devices."""
-    from benchmarks import calls, decoder, programs, trees
+    from benchmarks import calls, checkpoints, decoder, programs, trees
 
     return {
         'cached': lambda: [row for devices in (1, 8) for row in calls.cached_calls(rounds, devices)],
@@ -28,6 +28,8 @@ def all_groups(rounds: int) -> Groups:
         'resolve': lambda: trees.resolving(rounds),
         'shard': lambda: trees.sharding_trees(rounds),
         'data': lambda: trees.batches(rounds),
+        'checkpoint': lambda: checkpoints.checkpoints(rounds),
+        'safetensors': lambda: checkpoints.safetensors(rounds),
     }
 
 
