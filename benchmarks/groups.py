@@ -13,7 +13,7 @@ Groups = dict[str, Callable[[], list[Row]]]
 
 def all_groups(rounds: int) -> Groups:
     """Everything that is measured of this scalax; needs eight devices."""
-    from benchmarks import calls, decoder, programs, trees, two_processes
+    from benchmarks import calls, checkpoints, decoder, programs, trees, two_processes
     from scalax.sharding import MeshShardingHelper
 
     return {
@@ -31,6 +31,8 @@ def all_groups(rounds: int) -> Groups:
         'data': lambda: trees.batches(rounds),
         'prefetch': lambda: two_processes.loading_ahead(MeshShardingHelper([-1], ['data']), rounds),
         'processes': lambda: two_processes.in_processes(rounds),
+        'checkpoint': lambda: checkpoints.checkpoints(rounds),
+        'safetensors': lambda: checkpoints.safetensors(rounds),
     }
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 import time
 from typing import Any
 
@@ -32,15 +31,6 @@ from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 P = PartitionSpec
 SEQUENCE = 4096
-
-# What the compiler of TPUs asks a TPU machine for, and its log: there is none here, and none is wanted.
-QUIET = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-    'TPU_LOG_DIR': 'disabled',
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +169,6 @@ def main() -> None:
     parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
     parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
     asked = parser.parse_args()
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
     jax.config.update('jax_platforms', 'cpu')
     print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
     print('|---|---|---|---|---|---|---|---|---|---|---|')

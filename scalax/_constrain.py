@@ -116,7 +116,7 @@ def constrain(
         rules,
         pytree,
         mesh,
-        use=Use.INTERMEDIATE if _is_compiled() else Use.EAGER,
+        use=Use.INTERMEDIATE if is_compiled() else Use.EAGER,
         where=where,
         on_indivisible=on_indivisible,
     )
@@ -176,7 +176,7 @@ def is_traced() -> bool:
     return False
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
     """Whether what the caller does now is compiled later, rather than done now.
 
     Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a value

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import against, calls, decoder, groups, programs, timing
+from benchmarks import against, calls, checkpoints, decoder, groups, programs, timing
 from benchmarks.timing import Row
 
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
@@ -38,6 +38,17 @@ def test_groups_run(rows):
     assert measured
     assert all(math.isfinite(row.ratio) and row.ratio > 0 for row in measured)
     assert len({row.name for row in measured}) == len(measured)
+
+
+@pytest.mark.parametrize(
+    'what', ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
+)
+def test_checkpoints_are_measured(what, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / 'checkpoints'
+    if not folder.exists():
+        checkpoints.run('prepare', 4, folder)
+    measured = checkpoints.run(what, 4, folder)
+    assert measured['seconds'] > 0 and measured['peak'] >= 0
 
 
 def test_by_hand_and_with_rules_are_one_step():

@@ -37,16 +37,19 @@ def make_plan(
     *,
     quick: bool = False,
 ) -> Plan:
-    """What `MeshShardingHelper.plan` calls, which is documented for users; here one may be in a hurry.
+    """What `MeshShardingHelper.plan` calls, with the arguments of the function as they are.
 
     Args:
         helper: whose mesh it is for.
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        quick: have the compiler of TPUs take less trouble: seconds instead of minutes. Memory is then that
-            of a program that was not optimized for speed (up to a fifth less was seen), and the plan says so.
-            Nothing else changes.
+        quick: as there.
+
+    Raises:
+        PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+        MeshError: the helper was made from an AbstractMesh.
+        ArgumentError: *fun* is no function.
     """
     if not callable(fun):
         raise ArgumentError(
@@ -63,7 +66,9 @@ def make_plan(
     traced = function.trace(*args, **kwargs)
     lowered = traced.lower()
     device = mesh.devices.flat[0]
-    compiled = compile_lowered(lowered, device.platform, quick=quick)
+    hardware = hardware_of(device.device_kind)
+    limit = hardware.hbm_bytes if hardware else None
+    compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
     # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
     # write out every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
@@ -73,14 +78,13 @@ def make_plan(
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args, kwargs)
     if names is None:
-        names = _positions(function, len(args), len(positional))
-    hardware = hardware_of(device.device_kind)
+        names = [*_positions(function, len(args), len(positional))]
     return Plan(
         name=str(getattr(fun, '__name__', type(fun).__name__)),
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=dataclasses.replace(compiled.memory, limit=hardware.hbm_bytes if hardware else None),
+        memory=dataclasses.replace(compiled.memory, limit=limit),
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),
@@ -93,6 +97,15 @@ def make_plan(
         refusal=compiled.refusal,
         buffers=compiled.buffers,
     )
+
+
+def reject_own_argument(fun: Any, name: str) -> None:
+    """Refuses an option that is also an argument of the user's function: whose would it be?"""
+    if any(name == own for own, _ in _parameters(fun)):
+        raise ArgumentError(
+            f'{name!r} is an option of plan, and an argument of {getattr(fun, "__name__", fun)!r}: '
+            f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
+        )
 
 
 def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
@@ -140,10 +153,11 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     )
 
 
-def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:
     """The arguments by name: the first key of each path is a position."""
     rows = []
     for row in report.rows:
-        position, _, path = row.path.partition('/')
-        rows.append(dataclasses.replace(row, path=join(names[int(position)], path)))
+        position, below, path = row.path.partition('/')
+        name = join(names[int(position)], path if below else None)
+        rows.append(dataclasses.replace(row, path=name or ''))
     return dataclasses.replace(report, rows=tuple(rows))

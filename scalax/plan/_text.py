@@ -14,7 +14,7 @@ from scalax.plan._loops import Counted
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
 
-_HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
+HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 _BUFFERS = 8
 _BECAUSE = 4  # the column of sources
@@ -25,12 +25,21 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = columns(width)
-    size = math.prod(plan.mesh.values())
-    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
-    head = f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
     roofline = plan.known_roofline
     times = [] if roofline is None else ['', *str(roofline).splitlines()]
-    return '\n'.join([head, _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
+    return '\n'.join([head(plan), _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
+
+
+def head(plan: Plan) -> str:
+    """What the plan is of."""
+    size = math.prod(plan.mesh.values())
+    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
+    return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
+
+
+def verdict(plan: Plan) -> str:
+    """How much memory is taken of how much, whether that fits, and how well it is known."""
+    return f'{_taken(plan)}{_how_known(plan)}'
 
 
 def _flops(plan: Plan) -> str:
@@ -57,7 +66,7 @@ def _memory(plan: Plan) -> Iterable[str]:
 def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
-    return ' (quick: a rough number)' if plan.quick else ''
+    return ' (quick, as laid out before code is made)' if plan.quick else ''
 
 
 def _taken(plan: Plan) -> str:
@@ -71,8 +80,8 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         yield 'collectives in one call: none'
         return
     yield 'collectives in one call (bytes: the whole array of one group, each time):'
-    cells = [_HEADS, *map(_cells, plan.collectives[:_SHOWN])]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
+    cells = [HEADS, *map(cells_of, plan.collectives[:_SHOWN])]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
     shrink(widths, width - 2 * (len(widths) - 1), _LEAST)
     yield from aligned(cells, widths, _BECAUSE, 3)
     if len(plan.collectives) > _SHOWN:
@@ -85,7 +94,8 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         yield f'along {" x ".join(axes)}: {each}'
 
 
-def _cells(row: Collective) -> tuple[str, ...]:
+def cells_of(row: Collective) -> tuple[str, ...]:
+    """What a row of the table of collectives says in each column."""
     return (
         row.kind,
         ' x '.join(row.axes),
