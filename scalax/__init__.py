@@ -10,16 +10,19 @@ every leaf and records why. The layers, from the bottom; imports point down only
     rules                     WHAT: shapes and paths -> PartitionSpecs
     _mesh                     WHERE: dimensions and names -> a mesh
     _prefix, _resolve         the one place where rules meet a tree and a mesh
-    _context, _constrain      which helper and bindings are active; constraints and annotations
+    _context, _axis_mapping   which helper, bindings and mapping of named axes are active
+    _constrain                constraints and annotations
     _sjit                     WHEN: compiled functions; the cache key is written down there
     _shard_map, _microbatch   functions of one device's block; batches in parts
     _processes, _agree        what processes tell one another, and whether they mean the same
     _transfer                 whole trees <-> a mesh
     _data, _local, _prefetch  host data <-> global arrays, loaded ahead (_rows, _schedule, _exchange: which
                               rows go where; _broadcast, _replicas: values of one process, equal values)
+    distributed               joining processes, and stopping together
     explain, visualize        reports of one resolve; pictures of which device holds which block
     plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that
+    axes                      named axes: one mapping, usable everywhere
     testing                   assertions for tests of sharded programs
     sharding, utils           what users import
 

@@ -55,7 +55,7 @@ def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
     if context is not None:
         helper = context.helper
         return constrain(pytree, sharding_rule, helper.mesh, helper.on_indivisible)
-    ambient = _ambient_mesh()
+    ambient = ambient_mesh()
     if ambient.empty:
         return _constrain_named_shardings(pytree, sharding_rule)
     return constrain(pytree, sharding_rule, ambient, 'error')
@@ -116,7 +116,7 @@ def constrain(
         rules,
         pytree,
         mesh,
-        use=Use.INTERMEDIATE if _is_compiled() else Use.EAGER,
+        use=Use.INTERMEDIATE if is_compiled() else Use.EAGER,
         where=where,
         on_indivisible=on_indivisible,
     )
@@ -162,12 +162,12 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return ambient
 
 
-def _ambient_mesh() -> Mesh | AbstractMesh:
+def ambient_mesh() -> Mesh | AbstractMesh:
     """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
-    return jax.sharding.get_abstract_mesh() if _is_traced() else jax.sharding.get_mesh()
+    return jax.sharding.get_abstract_mesh() if is_traced() else jax.sharding.get_mesh()
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether some transformation of JAX is tracing the caller."""
     try:
         jax.sharding.get_mesh()
@@ -176,13 +176,13 @@ def _is_traced() -> bool:
     return False
 
 
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
     """Whether what the caller does now is compiled later, rather than done now.
 
     Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a value
     that depends on nothing is an array.
     """
-    return _is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
+    return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:

@@ -12,11 +12,14 @@ already catch for the same kind of mistake::
     ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
+    ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
-    └── UnusedAnnotationWarning              a bound annotation name that the function never used
+    ├── CheckpointWarning                    a damaged checkpoint was passed over
+    ├── UnusedAnnotationWarning              a bound annotation name that the function never used
+    └── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
 
 This module imports nothing of JAX, so that errors can be caught where JAX is absent.
 """
@@ -65,6 +68,10 @@ class DataError(ScalaxError, ValueError):
     """Data from outside does not fit: a host batch the mesh, or a file what it is read as."""
 
 
+class CheckpointError(ScalaxError, ValueError):
+    """A checkpoint could not be written, is damaged, or does not hold the tree that is asked for."""
+
+
 class MissingDependencyError(ScalaxError, ImportError):
     """An optional package is needed and not installed; the message holds the install command."""
 
@@ -77,8 +84,16 @@ class IndivisibleWarning(ScalaxWarning):
     """A dimension does not divide by its mesh axes; the policy in force lets it pass."""
 
 
+class CheckpointWarning(ScalaxWarning):
+    """A damaged checkpoint was passed over for an earlier one."""
+
+
 class UnusedAnnotationWarning(ScalaxWarning):
     """A sharding was bound to an annotation name that the function never used."""
+
+
+class UnshardedWarning(ScalaxWarning):
+    """`scalax.axes.shard` did nothing: no mapping or no mesh is active, or no array names its dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,9 @@ import pytest
 from test_docs_blocks import FILES, ROOT
 
 import scalax
+import scalax.axes
+import scalax.checkpoint
+import scalax.distributed
 import scalax.explain
 import scalax.interop
 import scalax.plan
@@ -24,7 +27,8 @@ MOST_BYTES = 200_000
 
 MODULES = [
     *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
-    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors),
+    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.checkpoint),
+    *(scalax.axes, scalax.distributed),
 ]
 
 
@@ -97,6 +101,9 @@ def test_public_names_are_in_the_design(module: ModuleType) -> None:
         scalax.sharding.SjitFunction,
         scalax.visualize.Visualization,
         scalax.plan.Plan,
+        scalax.checkpoint.Checkpointer,
+        scalax.checkpoint.Description,
+        scalax.checkpoint.LeafDescription,
     ],
 )
 def test_public_methods_are_in_the_design(kind: type) -> None:

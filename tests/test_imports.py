@@ -30,6 +30,7 @@ LAYERS = [
     '_mesh',
     '_prefix',
     '_resolve',
+    '_axis_mapping',
     '_context',
     '_constrain',
     '_sjit',
@@ -46,12 +47,16 @@ LAYERS = [
     '_local',
     '_broadcast',
     '_prefetch',
+    'distributed',
     'explain',
     'visualize',
     'plan',
+    'custom_op',
     '_helper',
     '_search',
     'testing',
+    'checkpoint',
+    'axes',
     'sharding',
     'utils',
     'scalax',
@@ -62,7 +67,7 @@ HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.
 
 OPTIONAL = [
     *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
-    *('optax', 'orbax', 'rich', 'sklearn', 'tqdm'),
+    *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
 # Underscored, yet public: the methods of named tuples.

@@ -182,6 +182,18 @@ def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
     assert lies(helper.sjit(lambda a, b: a + b)(helper.shard(X, SPEC), 1.0), helper, SPEC)
 
 
+@pytest.mark.parametrize('spec', [P(), SPEC], ids=str)
+def test_outputs_that_depend_on_no_argument_lie_on_the_mesh(helper, spec):
+    constant = helper.sjit(
+        jax.grad(lambda x: (3 * x).sum()), spec
+    )  # JAX drops arguments that it does not need
+    for x in (X, helper.shard(X, spec)):
+        out = constant(x)
+        np.testing.assert_array_equal(out, np.full_like(X, 3))
+        assert out.sharding.device_set == set(helper.mesh.devices.flat)
+        assert explicit_axes(helper, out) == explicit_axes(helper, helper.shard(X, spec))
+
+
 def test_an_array_off_the_mesh_that_no_rule_places():
     elsewhere = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
     for _ in range(2):

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._paths import canonical_dtype, describe_leaf, join, path_string
+from scalax import _axis_mapping
+from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
 from scalax.errors import ArgumentError, shown
+from scalax.rules import LogicalAxisShardingRule
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
@@ -31,11 +33,13 @@ class Signature:
         treedef: the structure of the dynamic slots.
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
+        mapping: the mapping of named axes that is active, which a function may ask about (`scalax.axes`).
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
+    mapping: LogicalAxisShardingRule | None = None
 
 
 def leaf_type(leaf: Any) -> LeafType:
@@ -83,7 +87,7 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except TypeError:
         raise _not_arrays(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row))
+    return Signature(treedef, types, _static_key(convention, layout, row), _axis_mapping.current())
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
@@ -100,10 +104,10 @@ def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> t
     return tuple((type(row[i]), row[i]) for i in layout.static)
 
 
-def slot_path(layout: Layout, slot: int, path: str) -> str:
-    """A leaf of an argument as messages name it: the argument, then the path inside."""
+def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None:
+    """A leaf of an argument as messages name it: the argument, then the path inside; None for neither."""
     name = layout.slots[slot].name
-    return path if name == EXTRA_KEYWORDS else join(name, path)
+    return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
 
 
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
@@ -113,7 +117,7 @@ def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> A
             try:
                 leaf_type(leaf)
             except TypeError:
-                bad.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+                bad.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
     return ArgumentError(
         f'{convention.name} got leaves that are not arrays:\n{shown(bad)}\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or '

@@ -78,7 +78,7 @@ def make_plan(
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args, kwargs)
     if names is None:
-        names = _positions(function, len(args), len(positional))
+        names = [*_positions(function, len(args), len(positional))]
     return Plan(
         name=str(getattr(fun, '__name__', type(fun).__name__)),
         mesh=sizes,
@@ -153,10 +153,11 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     )
 
 
-def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:
     """The arguments by name: the first key of each path is a position."""
     rows = []
     for row in report.rows:
-        position, _, path = row.path.partition('/')
-        rows.append(dataclasses.replace(row, path=join(names[int(position)], path)))
+        position, below, path = row.path.partition('/')
+        name = join(names[int(position)], path if below else None)
+        rows.append(dataclasses.replace(row, path=name or ''))
     return dataclasses.replace(report, rows=tuple(rows))

@@ -1,0 +1,98 @@
+"""What of a tree is data, and what belongs to the program? Arrays are data, everything else is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalax._paths import describe_leaf, has_foreign_dtype, path_string
+from scalax.errors import ArgumentError, shown
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is data: an array of JAX or numpy, or what stands for one; no Python number is."""
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    return isinstance(leaf, kinds) and not has_foreign_dtype(leaf)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rest:
+    """What is left of a tree without its arrays: a node without leaves, which is part of JAX's cache keys.
+
+    Attributes:
+        treedef: the structure of the whole tree.
+        values: the leaves; None stands for an array.
+        arrays: which leaves are arrays.
+    """
+
+    treedef: Any
+    values: tuple[Any, ...]
+    arrays: tuple[bool, ...]
+
+    def __eq__(self, other: object) -> bool:
+        # 1, True and 1.0 are equal, and make programs that differ.
+        return (
+            isinstance(other, Rest)
+            and self.arrays == other.arrays
+            and self.treedef == other.treedef
+            and list(map(type, self.values)) == list(map(type, other.values))
+            and self.values == other.values
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.treedef, self.values, self.arrays))
+
+
+def split(tree: Any) -> tuple[Any, Rest]:
+    """The tree with None in place of what is no array, and the rest of it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = tuple(map(is_array, leaves))
+    data = [leaf if array else None for leaf, array in zip(leaves, arrays, strict=True)]
+    values = tuple(None if array else leaf for leaf, array in zip(leaves, arrays, strict=True))
+    return jax.tree.unflatten(treedef, data), Rest(treedef, values, arrays)
+
+
+def joined(data: Any, rest: Rest) -> Any:
+    """The inverse of `split`."""
+    leaves = iter(jax.tree.leaves(data))
+    whole = [next(leaves) if array else value for value, array in zip(rest.values, rest.arrays, strict=True)]
+    return jax.tree.unflatten(rest.treedef, whole)
+
+
+def chosen(tree: Any, which: Sequence[bool]) -> Any:
+    """The tree with None in place of the leaves that are not chosen."""
+    leaves, treedef = jax.tree.flatten(tree)
+    taken = [leaf if take else None for leaf, take in zip(leaves, which, strict=True)]
+    return jax.tree.unflatten(treedef, taken)
+
+
+def require_hashable(rest: Rest, tree: Any, what: str, remedy: str) -> None:
+    """Raises ArgumentError about what of a tree can be no part of a cache key.
+
+    Args:
+        rest: the rest of the tree.
+        tree: the tree.
+        what: what the message says has such leaves.
+        remedy: what the message says to do.
+    """
+    try:
+        hash(rest)
+        return
+    except TypeError as error:
+        why = f' a structure that cannot be hashed ({error}).'
+    bad = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            is_array(leaf) or hash(leaf)
+        except TypeError:
+            bad.append(describe_leaf(path_string(path), leaf))
+    said = f' leaves that are no arrays and cannot be hashed:\n{shown(bad)}' if bad else why
+    raise ArgumentError(
+        f'{what}{said}\n'
+        f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
+    )

@@ -1,0 +1,119 @@
+"""Which mapping and which mesh are in force? Where both come from, for everything in this package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from scalax import _axis_mapping, _constrain, _context
+from scalax.errors import MeshError, RuleError
+from scalax.rules import LogicalAxisShardingRule
+
+Entry = str | Sequence[str] | None
+AxisMapping = Mapping[str, Entry] | Sequence[tuple[str, Entry]] | LogicalAxisShardingRule
+"""Logical axis name -> a mesh axis, several of them, or None: a dict, pairs, or a whole rule."""
+
+
+@contextlib.contextmanager
+def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
+    """A context in which a mapping of logical axes to mesh axes is active, in this thread.
+
+    Args:
+        mapping: logical axis name -> mesh axis, a tuple of them, or None; a name that is missing stands for
+            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path, its sizes
+            and its strictness with it.
+        merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
+            the *inner* one counts. (In haliax the outer one does.)
+
+    Raises:
+        RuleError: a mapping of another form.
+
+    Example:
+        >>> from scalax.axes import physical_axis_name
+        >>> with axis_mapping({'batch': 'data', 'mlp': 'tp'}):
+        ...     with axis_mapping({'mlp': None, 'embed': 'fsdp'}, merge=True):
+        ...         [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')]
+        ['data', None, 'fsdp']
+    """
+    inner, outer = as_rule(mapping), _axis_mapping.current()
+    with _axis_mapping.entered(merged(inner, outer) if merge and outer is not None else inner):
+        yield
+
+
+def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
+    """A mapping as the rule that it stands for: dimensions of other names, and of none, are not sharded."""
+    if isinstance(mapping, LogicalAxisShardingRule):
+        return mapping
+    return LogicalAxisShardingRule(mapping, strict=False)  # type: ignore[arg-type]  # it checks for itself
+
+
+def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:
+    """The pairs of both; of *outer* those alone whose names *inner* does not have."""
+    known = {name for name, _ in inner.axis_mapping}
+    return LogicalAxisShardingRule(
+        [*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)],
+        [*inner.axis_names, *outer.axis_names],
+        inner.strict and outer.strict,
+        inner.on_indivisible,
+        sizes={**dict(outer.sizes), **dict(inner.sizes)},
+    )
+
+
+def mapping_in_force(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
+    """The mapping given, or else the active one."""
+    return _axis_mapping.current() if mapping is None else as_rule(mapping)
+
+
+def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
+    """The mesh given, or that of the active helper, or that of ``jax.set_mesh``; None without any.
+
+    Raises:
+        MeshError: *mesh* is given, and is none.
+    """
+    if mesh is not None:
+        mesh = getattr(mesh, 'mesh', mesh)  # a helper
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise MeshError(f'mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got {mesh!r}')
+        return mesh
+    context = _context.current()
+    if context is not None:
+        return context.helper.mesh
+    ambient = _constrain.ambient_mesh()
+    return None if ambient.empty else ambient
+
+
+def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
+    """The mesh in force; raises MeshError, in the name of *what*, where there is none."""
+    found = mesh_in_force(mesh)
+    if found is None:
+        raise MeshError(
+            f'{what} needs a mesh, and none is active: call it inside sjit or `with helper.get_context():`, '
+            'or pass mesh=helper.mesh'
+        )
+    return found
+
+
+def names_text(axes: Any) -> str:
+    """The names of dimensions as a pattern; haliax axes and sequences of names are taken too.
+
+    Raises:
+        RuleError: none of these.
+    """
+    if isinstance(axes, str):
+        return axes
+    if is_axis(axes):
+        return str(axes.name)
+    if isinstance(axes, Sequence) and all(isinstance(axis, str) or is_axis(axis) for axis in axes):
+        return ' '.join(names_text(axis) for axis in axes)
+    raise RuleError(
+        "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these, "
+        f'got {axes!r}'
+    )
+
+
+def is_axis(value: Any) -> bool:
+    """Whether a value is a haliax Axis, by what it has: haliax need not be installed."""
+    return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), int)

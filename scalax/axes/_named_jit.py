@@ -1,0 +1,299 @@
+"""How is a function compiled by named axes? Arrays are data, everything else is part of the program."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from scalax import _axis_mapping, _constrain, _context
+from scalax._helper import MeshShardingHelper
+from scalax._recent import Recent
+from scalax.axes._arrays import Rest, chosen, joined, require_hashable, split
+from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
+from scalax.errors import ArgumentError, MeshError
+from scalax.rules import LogicalAxisShardingRule, ShardingRule
+
+Resources = AxisMapping | ShardingRule | None
+
+
+def named_jit(
+    fn: Callable[..., Any] | None = None,
+    axis_resources: AxisMapping | None = None,
+    *,
+    in_axis_resources: Resources = None,
+    out_axis_resources: Resources = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    mesh: Any = None,
+    **jit_kwargs: Any,
+) -> Any:
+    """Compiles a function whose arrays are sharded by the names of their dimensions.
+
+    Arguments may be any trees: arrays (of JAX and of numpy) are data, everything else in them is part of the
+    compiled program. So are *fn* itself, which may be a module or its method, and what it returns.
+
+    Args:
+        fn: the function; without it a decorator is returned.
+        axis_resources: the mapping that is active inside; by default the one that is active at the call.
+        in_axis_resources: the mapping, or any rule, by which arguments are sharded first; what names no
+            dimensions stays where it lies, as all arguments do by default.
+        out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
+            left to the compiler.
+        donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
+            be used for outputs.
+        donate_kwargs: the same for the dict of keyword arguments.
+        mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
+        **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
+
+    Returns:
+        A function with the name and the documentation of *fn*, and ``lower``.
+
+    Raises:
+        ArgumentError: leaves that are no arrays and cannot be hashed; all of them are named.
+        MeshError: there is something to shard by, and no mesh.
+        ShardingError: arrays that do not fit their names or the mesh; all of them are named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.axes import shard
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> @named_jit(axis_resources={'batch': 'data'})
+        ... def doubled(x, scale=2):
+        ...     return shard(x * scale, 'batch ...')
+        >>> with MeshShardingHelper([8], ['data']).get_context():
+        ...     doubled(jnp.ones((16, 3))).sharding.spec
+        P('data',)
+    """
+    options = {
+        'axis_resources': axis_resources,
+        'in_axis_resources': in_axis_resources,
+        'out_axis_resources': out_axis_resources,
+        'donate_args': donate_args,
+        'donate_kwargs': donate_kwargs,
+        'mesh': mesh,
+    }
+    if fn is None:
+        return functools.partial(named_jit, **options, **jit_kwargs)
+    if not callable(fn):
+        raise ArgumentError(
+            f'named_jit takes a function first, got {type(fn).__name__}: a mapping is axis_resources={{...}}'
+        )
+    compiled = _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
+    call = functools.wraps(fn, updated=())(lambda *args, **kwargs: compiled.call(args, kwargs))
+    call.lower = lambda *args, **kwargs: compiled.lower(args, kwargs)  # type: ignore[attr-defined]
+    return call
+
+
+def fsdp(*args: Any, **kwargs: Any) -> Any:
+    """FSDP by named axes: ``fsdp(fn, param_mapping, compute_mapping)``, or a decorator without *fn*.
+
+    ``named_jit(fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping)``:
+    what goes in and comes out is sharded as parameters are stored; inside, the mapping of computations is
+    active.
+
+    Args:
+        *args: the function, if given here; the mapping of parameters; the mapping inside.
+        **kwargs: the same by name, and the options of `named_jit`.
+
+    Raises:
+        ArgumentError: something else than these.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.axes import shard
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> @fsdp({'embed': 'data'}, {'batch': 'data'})
+        ... def step(x):
+        ...     return shard(x, 'batch embed') + 1
+        >>> with MeshShardingHelper([8], ['data']).get_context():
+        ...     step(jnp.ones((8, 4))).shape
+        (8, 4)
+    """
+    names: tuple[str, ...] = ('param_mapping', 'compute_mapping')
+    if args and callable(args[0]) and not isinstance(args[0], Mapping):
+        names = ('fn', *names)
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or set(given) & set(kwargs):
+        raise ArgumentError('fsdp takes fn, param_mapping and compute_mapping, once each')
+    given |= kwargs
+    if 'parameter_mapping' in given:  # haliax's name for it
+        given.setdefault('param_mapping', given.pop('parameter_mapping'))
+    try:
+        params, compute = given.pop('param_mapping'), given.pop('compute_mapping')
+    except KeyError as error:
+        raise ArgumentError(
+            f'fsdp needs a {error.args[0]}: fsdp(fn, param_mapping, compute_mapping)'
+        ) from None
+    fn = given.pop('fn', None)
+    return named_jit(fn, compute, in_axis_resources=params, out_axis_resources=params, **given)
+
+
+class _NamedJit:
+    """One named_jit: a function of `sjit` for each mesh and each mapping that it is called under."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        axis_resources: AxisMapping | None,
+        in_axis_resources: Resources,
+        out_axis_resources: Resources,
+        donate_args: Any,
+        donate_kwargs: Any,
+        mesh: Any,
+        jit_kwargs: dict[str, Any],
+    ) -> None:
+        self._fn, self._mesh, self._jit_kwargs = fn, mesh, jit_kwargs
+        self._name = getattr(fn, '__name__', type(fn).__name__)
+        self._mapping = None if axis_resources is None else as_rule(axis_resources)
+        self._in = _rule_of(in_axis_resources)
+        self._out = _rule_of(out_axis_resources)
+        self._donated = {'args': donate_args, 'kwargs': donate_kwargs}
+        self._known: Recent[Any, Any] = Recent()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiled, operands = self._prepared(args, kwargs)
+        return joined(*compiled(*operands))
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiled, operands = self._prepared(args, kwargs)
+        return compiled.lower(*operands)
+
+    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The compiled function of a call, and its operands: what is donated, other arrays, and the rest."""
+        whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
+        data, rest = split(whole)
+        remedy = 'pass something immutable (a tuple, a frozen dataclass)'
+        require_hashable(rest, whole, f'{self._name} got', remedy)
+        donated = self._donations(whole)
+        arrays = [flag for flag, array in zip(donated, rest.arrays, strict=True) if array]
+        given = chosen(data, [not flag for flag in arrays])
+        return self._compiled(len(args), frozenset(kwargs)), (
+            chosen(data, arrays),
+            given,
+            _Call(rest, tuple(arrays)),
+        )
+
+    def _donations(self, whole: dict[str, Any]) -> list[bool]:
+        """For every leaf of a call whether it is donated."""
+        flags: list[bool] = []
+        for part, tree in whole.items():
+            asked = self._donated.get(part) or False
+            prefix = asked
+            if part == 'kwargs' and isinstance(asked, Mapping):
+                prefix = {name: asked.get(name, False) for name in tree}
+            elif part == 'args' and isinstance(asked, tuple | list):
+                prefix = (*asked, *[False] * (len(tree) - len(asked)))
+            try:
+                flags += jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+            except ValueError as error:
+                raise ArgumentError(
+                    f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans; got '
+                    f'{asked!r}. JAX says: {error}'
+                ) from None
+        return flags
+
+    def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
+        """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
+        mapping = self._mapping or mapping_in_force(None)
+        out = self._out or _rule_of(mapping)
+        helper = _helper_of(self._mesh)
+        key = helper, mapping, args, kwargs
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        body = self._body(mapping)
+        if helper is not None and isinstance(helper.mesh, AbstractMesh):
+            compiled: Any = _inline(body, self._in, out, helper.mesh)
+        elif helper is not None:
+            compiled = helper.sjit(
+                body,
+                in_shardings=None if self._in is None else self._by_argument(self._in, args, kwargs),
+                out_shardings=None if out is None else (out, None),
+                donate_argnums=0,
+                on_mismatch='reshard',
+                **self._jit_kwargs,
+            )
+        elif self._in is None and out is None:
+            compiled = jax.jit(body, donate_argnums=0, **self._jit_kwargs)
+        else:
+            raise MeshError(
+                f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '
+                '`with helper.get_context():`, or give named_jit mesh=helper.mesh'
+            )
+        return self._known.add(key, compiled)
+
+    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> tuple[Any, ...]:
+        """The rule once for every argument, so that leaf paths start inside of each."""
+        whole = {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
+        return whole, whole, None
+
+    def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
+        def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
+            parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
+            whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
+            inside = contextlib.nullcontext() if mapping is None else _axis_mapping.entered(mapping)
+            with inside:
+                output = whole['function'](*whole['args'], **whole['kwargs'])
+            data, rest = split(output)
+            require_hashable(rest, output, f'the output of {self._name} has', 'return something immutable')
+            return data, rest
+
+        body.__name__ = body.__qualname__ = self._name
+        return body
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What of a call belongs to the program; *donated* has an entry for every array."""
+
+    rest: Rest
+    donated: tuple[bool, ...]
+
+
+def _inline(
+    body: Callable[..., Any], inputs: ShardingRule | None, outputs: ShardingRule | None, mesh: AbstractMesh
+) -> Callable[..., Any]:
+    """For calls inside of ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
+
+    def constrained(tree: Any, rule: ShardingRule | None) -> Any:
+        return tree if rule is None else _constrain.constrain(tree, rule, mesh, where='named_jit')
+
+    def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
+        data, rest = body(constrained(donated, inputs), constrained(given, inputs), call)
+        return constrained(data, outputs), rest
+
+    return inline
+
+
+def _rule_of(resources: Resources) -> ShardingRule | None:
+    """The rule of a mapping: what names no dimensions stays as it is, or is left to the compiler."""
+    if resources is None:
+        return None
+    if not isinstance(resources, ShardingRule):
+        resources = as_rule(resources)
+    is_lenient = isinstance(resources, LogicalAxisShardingRule) and not resources.strict
+    return resources | None if is_lenient else resources
+
+
+def _helper_of(mesh: Any) -> MeshShardingHelper | None:
+    """The helper that is active, or one over the mesh given or of ``jax.set_mesh``; None without any."""
+    if isinstance(mesh, MeshShardingHelper):
+        return mesh
+    context = _context.current()
+    if mesh is None and context is not None:
+        return cast(MeshShardingHelper, context.helper)
+    found = mesh_in_force(mesh)
+    return None if found is None else _helper_over(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _helper_over(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
+    return MeshShardingHelper.from_mesh(mesh)

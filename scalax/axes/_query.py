@@ -1,0 +1,181 @@
+"""What does the active mapping say of a name on the active mesh?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._resolve import named_sharding
+from scalax._spec import canonical, entry_axes
+from scalax.axes._mapping import (
+    AxisMapping,
+    is_axis,
+    mapping_in_force,
+    mesh_in_force,
+    names_text,
+    required_mesh,
+)
+from scalax.errors import RuleError
+from scalax.rules import LogicalAxisShardingRule
+from scalax.rules._base import REPLICATED, AxisSizes
+from scalax.rules._named_leaf import Named, NamedLeaf
+from scalax.rules._pattern import Pattern, parse
+
+
+def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
+    """The mesh axis that shards dimensions of a name.
+
+    Args:
+        axis: the name, or a haliax Axis.
+        mapping: by default the mapping that is active; see `axis_mapping`.
+        mesh: by default the mesh that is active, if any; its lack of an axis counts.
+
+    Returns:
+        A mesh axis, a tuple of several, or None for a name that is not mapped.
+
+    Example:
+        >>> physical_axis_name('mlp', {'mlp': 'tp'})
+        'tp'
+    """
+    (entry,) = pspec_for(_one(axis), mapping, mesh=mesh)
+    return entry
+
+
+def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> int | None:
+    """Over how many devices dimensions of a name are sharded; None for a name that is not mapped.
+
+    Args:
+        axis: the name, or a haliax Axis.
+        mapping: by default the mapping that is active; see `axis_mapping`.
+        mesh: by default the mesh that is active.
+
+    Raises:
+        MeshError: there is no mesh.
+
+    Example:
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([4, 2], ['data', 'tp'])
+        >>> physical_axis_size('mlp', {'mlp': ('data', 'tp')}, mesh=helper)
+        8
+    """
+    found = required_mesh(mesh, 'physical_axis_size')
+    entry = physical_axis_name(axis, mapping, mesh=found)
+    return None if entry is None else math.prod(found.shape[name] for name in entry_axes(entry))
+
+
+def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> PartitionSpec:
+    """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
+
+    Args:
+        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes.
+        mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
+        mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
+
+    Raises:
+        RuleError: names that are no pattern, or whose number depends on the array (``...``).
+
+    Example:
+        >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
+        P(('data', 'fsdp'), None, None)
+    """
+    text = names_text(axes)
+    pattern = parse(text)
+    if pattern.ellipsis is not None:
+        raise RuleError(f"{text!r} names any number of dimensions ('...'): say what each of them is called")
+    rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
+    if rule is None:
+        return PartitionSpec(*[None] * len(pattern.dimensions))
+    # Whether an array divides is asked when there is one.
+    rule = dataclasses.replace(rule, on_indivisible='error')
+    sizes = None if found is None else dict(found.shape)
+    leaf = NamedLeaf(rule, Named(pattern, text), _shape(pattern, rule, sizes), 0, REPLICATED, sizes)
+    said, _ = leaf.decide()
+    spec = getattr(said, 'spec', None)
+    if spec is None:
+        raise RuleError(f'{text!r}: {said.detail}')  # type: ignore[union-attr]  # a Fault, then
+    return spec
+
+
+def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> NamedSharding:
+    """The sharding of an array with these dimensions.
+
+    Args:
+        axes: as for `pspec_for`.
+        mapping: as for `pspec_for`.
+        mesh: by default the mesh that is active.
+
+    Raises:
+        MeshError: there is no mesh.
+        RuleError: as for `pspec_for`.
+
+    Example:
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([4, 2], ['data', 'tp'])
+        >>> from scalax.axes import axis_mapping
+        >>> with helper.get_context(), axis_mapping({'batch': 'data'}):
+        ...     sharding_for_axis('batch embed').spec
+        P('data',)
+    """
+    found = required_mesh(mesh, 'sharding_for_axis')
+    return named_sharding(found, canonical(pspec_for(axes, mapping, mesh=found)))
+
+
+def round_axis_for_partitioning(
+    size: Any, axis: str | None = None, mapping: AxisMapping | None = None, *, mesh: Any = None
+) -> Any:
+    """The smallest size, not below the one given, that divides over the devices of its mesh axes.
+
+    Args:
+        size: the size; or a haliax Axis, which has a name too.
+        axis: the name of the dimension.
+        mapping: by default the mapping that is active; see `axis_mapping`.
+        mesh: by default the mesh that is active.
+
+    Returns:
+        What *size* is: a number, or an Axis. It is the same for a name that is not mapped.
+
+    Raises:
+        MeshError: there is no mesh.
+        RuleError: a size without a name.
+
+    Example:
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([8], ['tp'])
+        >>> round_axis_for_partitioning(50257, 'vocab', {'vocab': 'tp'}, mesh=helper)
+        50264
+    """
+    if is_axis(size):
+        if not isinstance(axis, str | None):  # haliax's form: the mapping follows the axis
+            axis, mapping = None, axis
+        rounded = round_axis_for_partitioning(size.size, axis or size.name, mapping, mesh=mesh)
+        return size.resize(rounded)
+    if isinstance(size, bool) or not isinstance(size, int) or not isinstance(axis, str):
+        raise RuleError(
+            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, got "
+            f'{size!r} and {axis!r}'
+        )
+    found = required_mesh(mesh, 'round_axis_for_partitioning')
+    over = physical_axis_size(axis, mapping, mesh=found) or 1
+    return -(-size // over) * over
+
+
+def _one(axis: Any) -> str:
+    """The name of a single axis."""
+    text = names_text(axis)
+    if len(parse(text).dimensions) != 1 or parse(text).ellipsis is not None:
+        raise RuleError(f'one axis is named here, got {text!r}: pspec_for takes several')
+    return text
+
+
+def _shape(pattern: Pattern, rule: LogicalAxisShardingRule, axis_sizes: AxisSizes | None) -> tuple[int, ...]:
+    """A shape that any mapping divides, for decisions that are about names alone."""
+    known, everything = dict(rule.sizes), math.prod((axis_sizes or {}).values())
+    shape = []
+    for parts in pattern.dimensions:
+        sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
+        told = math.prod(size for size in sizes if size is not None)
+        shape.append(told * everything if None in sizes else told)
+    return tuple(shape)

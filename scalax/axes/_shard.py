@@ -1,0 +1,140 @@
+"""How is a tree sharded by the names of its dimensions? One function, inside and outside of ``jax.jit``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from scalax import _constrain, _mesh, _transfer
+from scalax._resolve import Use, resolve
+from scalax.axes._arrays import joined, split
+from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in_force, names_text
+from scalax.errors import RuleError, UnshardedWarning, warn
+from scalax.interop._boxes import names_by_leaf
+from scalax.rules import LogicalAxisShardingRule
+
+
+def shard(
+    tree: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, *, mesh: Any = None
+) -> Any:
+    """Shards the arrays of a tree by the names of their dimensions.
+
+    Outside of ``jax.jit`` arrays are placed, inside they are constrained.
+
+    Args:
+        tree: arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
+            others. What is no array is returned as it is.
+        axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
+            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping.
+        mapping: logical axis name -> mesh axis, a tuple of them, or None; by default the mapping that is
+            active. See `axis_mapping`.
+        mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
+
+    Returns:
+        The tree with the same values. Arrays whose dimensions nobody names are left as they are. Without a
+        mapping or a mesh nothing happens, with a warning.
+
+    Raises:
+        RuleError: names that are no pattern, or a mapping of another form.
+        ShardingError: arrays that do not fit their names or the mesh; all of them are named.
+
+    Example:
+        >>> import numpy as np
+        >>> from scalax.axes import axis_mapping
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([4, 2], ['data', 'tp'])
+        >>> with helper.get_context(), axis_mapping({'batch': 'data', 'mlp': 'tp'}):
+        ...     shard(np.zeros((8, 6)), 'batch mlp').sharding.spec
+        P('data', 'tp')
+    """
+    axes, given = _told_apart(axes_or_mapping, mapping)
+    text = None if axes is None else names_text(axes)
+    rule = mapping_in_force(given)
+    where = mesh_in_force(mesh)
+    if rule is None:
+        _unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
+        return tree
+    if where is None:
+        _unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
+        return tree
+    if text is None and not rule.axis_names and not any(names_by_leaf(tree)):
+        _unsharded('no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names')
+        return tree
+    return _sharded(tree, rule if text is None else _naming(rule, text), where)
+
+
+def auto_sharded(tree: Any, *, mesh: Any = None) -> Any:
+    """`shard` for libraries: silent where no mapping or no mesh is active, or no array names its dimensions.
+
+    Args:
+        tree: as for `shard`.
+        mesh: as for `shard`.
+
+    Example:
+        >>> auto_sharded({'w': 1.0})
+        {'w': 1.0}
+    """
+    rule, where = mapping_in_force(None), mesh_in_force(mesh)
+    return tree if rule is None or where is None else _sharded(tree, rule, where)
+
+
+def shard_with_axis_mapping(tree: Any, mapping: AxisMapping, mesh: Any = None) -> Any:
+    """The old name of ``shard(tree, mapping, mesh=mesh)``.
+
+    Args:
+        tree: as for `shard`.
+        mapping: as for `shard`.
+        mesh: as for `shard`.
+    """
+    return shard(tree, mapping=mapping, mesh=mesh)
+
+
+def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
+    """The axes and the mapping: what is given first may be either."""
+    value = axes_or_mapping
+    if value is None or isinstance(value, str) or is_axis(value):
+        return value, mapping
+    is_mapping = isinstance(value, Mapping | LogicalAxisShardingRule) or (
+        isinstance(value, tuple | list) and any(isinstance(item, tuple | list) for item in value)
+    )
+    if is_mapping and mapping is not None:
+        raise RuleError(
+            f'shard got two mappings, {value!r} and {mapping!r}: give one, or names of dimensions first'
+        )
+    return (None, value) if is_mapping else (value, mapping)
+
+
+def _unsharded(why: str, *remedies: str) -> None:
+    warn(
+        f'shard did nothing, because {why}: write {" or ".join(remedies)} (auto_sharded does not warn)',
+        UnshardedWarning,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule:
+    """The rule with these names for every array that does not name its dimensions itself."""
+    named = [('', text), *rule.axis_names]
+    return LogicalAxisShardingRule(
+        rule.axis_mapping, named, rule.strict, rule.on_indivisible, sizes=dict(rule.sizes)
+    )
+
+
+def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
+    data, rest = split(tree)
+    # A rule that is not strict would replicate what nobody names; here that stays as it is.
+    rules = rule if rule.strict else rule | None
+    if _constrain.is_traced():
+        return joined(_constrain.constrain(data, rules, mesh, where='shard'), rest)
+    _mesh.require_devices(mesh, 'shard')
+    leaves = jax.tree.leaves(data)
+    shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
+    moved = [i for i, sharding in enumerate(shardings) if sharding is not None]
+    placed = _transfer.put([leaves[i] for i in moved], [shardings[i] for i in moved])
+    for i, leaf in zip(moved, placed, strict=True):
+        leaves[i] = leaf
+    return joined(leaves, rest)

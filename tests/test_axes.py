@@ -1,0 +1,362 @@
+"""Named axes: which mapping is active, what it does to trees, and what it can be asked."""
+
+import re
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax.axes import (
+    auto_sharded,
+    axis_mapping,
+    physical_axis_name,
+    physical_axis_size,
+    pspec_for,
+    round_axis_for_partitioning,
+    shard,
+    shard_with_axis_mapping,
+    sharding_for_axis,
+)
+from scalax.errors import MeshError, RuleError, ShardingError, UnshardedWarning
+from scalax.sharding import LogicalAxisShardingRule, MeshShardingHelper
+
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # of the pre-release, while it is imported
+    hax = pytest.importorskip('haliax', reason='haliax is not installed')
+nn = pytest.importorskip('flax.linen', reason='flax is not installed')
+
+MAPPING = {'batch': 'data', 'mlp': 'tp', 'vocab': ('data', 'tp')}
+BATCH, EMBED, MLP = hax.Axis('batch', 16), hax.Axis('embed', 8), hax.Axis('mlp', 32)
+
+
+@pytest.fixture
+def helper():
+    return MeshShardingHelper([4, 2], ['data', 'tp'])
+
+
+def exactly(message):
+    return f'^{re.escape(message)}$'
+
+
+# The active mapping ----------------------------------------------------------------------------------
+
+
+def test_the_innermost_mapping_is_active_and_restored():
+    with axis_mapping({'batch': 'data'}):
+        with axis_mapping({'batch': 'tp'}):
+            assert physical_axis_name('batch') == 'tp'
+        assert physical_axis_name('batch') == 'data'
+        with pytest.raises(KeyError), axis_mapping({}):
+            assert physical_axis_name('batch') is None
+            raise KeyError
+        assert physical_axis_name('batch') == 'data'
+    assert physical_axis_name('batch') is None
+
+
+def test_merged_the_inner_mapping_wins_where_haliax_lets_the_outer_one():
+    with axis_mapping({'batch': 'data', 'mlp': 'tp'}):
+        with axis_mapping({'batch': 'tp', 'embed': 'data'}, merge=True):
+            assert [physical_axis_name(n) for n in ('batch', 'mlp', 'embed')] == ['tp', 'tp', 'data']
+        with axis_mapping({'batch': 'tp'}):
+            assert physical_axis_name('mlp') is None
+    with hax.axis_mapping({'batch': 'data'}), hax.axis_mapping({'batch': 'tp'}, merge=True):
+        assert hax.partitioning.physical_axis_name('batch') == 'data'
+
+
+def test_merged_rules_keep_their_names_and_sizes(helper):
+    outer = LogicalAxisShardingRule({'mlp': 'tp', 'heads': 'tp'}, [('up', '_ mlp')], sizes={'heads': 4})
+    inner = LogicalAxisShardingRule({'embed': 'data'}, [('out', 'embed _')])
+    with axis_mapping(outer), axis_mapping(inner, merge=True), helper.get_context():
+        tree = shard({'up': jnp.ones((8, 4)), 'out': jnp.ones((8, 4))})
+        assert {name: leaf.sharding.spec for name, leaf in tree.items()} == {
+            'up': P(None, 'tp'),
+            'out': P('data'),
+        }
+        assert physical_axis_size('heads') == 2
+
+
+def test_a_mapping_belongs_to_its_thread(helper):
+    seen = {}
+
+    def look(name):
+        seen[name] = physical_axis_name('batch')
+
+    with axis_mapping({'batch': 'data'}):
+        thread = threading.Thread(target=look, args=('other',))
+        thread.start()
+        thread.join(timeout=60)
+        look('own')
+    assert seen == {'other': None, 'own': 'data'}
+
+
+def test_a_mapping_of_another_form_is_an_error():
+    said = (
+        "LogicalAxisShardingRule, axis_mapping of 'batch': the value is a mesh axis, a tuple of them or None,"
+        ' got 3'
+    )
+    with pytest.raises(RuleError, match=exactly(said)), axis_mapping({'batch': 3}):
+        pass
+
+
+# shard -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_one_function_outside_and_inside_of_jit(kind, compiled):
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=kind)
+
+    def sharded(x):
+        return shard(x, 'batch mlp')
+
+    with axis_mapping(MAPPING), helper.get_context():
+        x = (helper.sjit(sharded) if compiled else sharded)(jnp.arange(64.0).reshape(8, 8))
+    assert x.sharding.spec == P('data', 'tp')
+    np.testing.assert_array_equal(x, np.arange(64.0).reshape(8, 8))
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_the_mesh_may_be_that_of_jax_or_given(helper, compiled):
+    def sharded(x, **mesh):
+        return shard(x, 'batch mlp', MAPPING, **mesh)
+
+    run = jax.jit(sharded) if compiled else sharded
+    with jax.set_mesh(helper.mesh):
+        assert run(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
+    for mesh in (helper, helper.mesh):
+        once = jax.jit(lambda x, mesh=mesh: sharded(x, mesh=mesh)) if compiled else sharded
+        options = {} if compiled else {'mesh': mesh}
+        assert once(jnp.ones((8, 8)), **options).sharding.spec == P('data', 'tp')
+
+
+def test_names_come_from_the_tree_and_haliax_shards_the_same(helper):
+    tree = {'x': hax.ones((BATCH, EMBED)), 'w': hax.ones((EMBED, MLP)), 'plain': jnp.ones(8), 'name': 'mlp'}
+    with axis_mapping(MAPPING), helper.get_context():
+        ours = shard(tree)
+    with hax.axis_mapping(MAPPING), jax.set_mesh(helper.mesh):
+        theirs = hax.shard(tree)
+    for name in ('x', 'w'):
+        assert ours[name].array.sharding.is_equivalent_to(theirs[name].array.sharding, 2)
+    assert ours['plain'] is tree['plain']
+    assert ours['name'] == 'mlp'
+
+
+def test_names_of_flax_boxes(helper):
+    box = nn.Partitioned(jnp.ones((8, 8)), names=('batch', 'mlp'))
+    with axis_mapping(MAPPING), helper.get_context():
+        assert shard({'kernel': box})['kernel'].value.sharding.spec == P('data', 'tp')
+        assert helper.sjit(shard)({'kernel': box})['kernel'].value.sharding.spec == P('data', 'tp')
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        ('batch mlp', MAPPING),
+        ((BATCH, MLP), MAPPING),
+        (('batch', MLP), MAPPING),
+        (['batch', 'mlp'], list(MAPPING.items())),
+        ('batch mlp', LogicalAxisShardingRule(MAPPING)),
+        (LogicalAxisShardingRule(MAPPING, [('', 'batch mlp')]),),
+    ],
+    ids=str,
+)
+def test_names_and_mappings_in_all_their_forms(helper, arguments):
+    assert shard(np.ones((8, 8)), *arguments, mesh=helper).sharding.spec == P('data', 'tp')
+
+
+def test_fused_dimensions(helper):
+    assert shard(np.ones((8, 8)), '(batch mlp) ...', MAPPING, mesh=helper).sharding.spec == P(('data', 'tp'))
+
+
+def test_the_old_names(helper):
+    x = hax.ones((BATCH, EMBED))
+    assert shard(x, MAPPING, mesh=helper).array.sharding.spec == P('data')
+    assert shard_with_axis_mapping(x, MAPPING, helper.mesh).array.sharding.spec == P('data')
+    with axis_mapping(MAPPING):
+        assert auto_sharded(x, mesh=helper).array.sharding.spec == P('data')
+
+
+def test_without_mapping_mesh_or_names_nothing_happens_and_shard_says_so(helper):
+    x = jnp.ones((8, 8))
+    named = hax.ones((BATCH, EMBED))
+    tail = ' (auto_sharded does not warn)'
+    cases = [
+        (
+            x,
+            lambda: shard(x, 'batch mlp', mesh=helper),
+            'no axis mapping is active: write `with axis_mapping({...}):` or `mapping={...}`',
+        ),
+        (
+            named,
+            lambda: shard(named, MAPPING),
+            'no mesh is active: write `with helper.get_context():` or `mesh=helper.mesh`',
+        ),
+        (
+            x,
+            lambda: shard(x, MAPPING, mesh=helper),
+            "no array names its dimensions: write `shard(x, 'batch embed')` or a rule with axis_names",
+        ),
+    ]
+    for given, call, why in cases:
+        with pytest.warns(
+            UnshardedWarning, match=exactly(f'shard did nothing, because {why}{tail}')
+        ) as record:
+            assert call() is given
+        assert record[0].filename == __file__
+    assert auto_sharded(named) is named
+    with axis_mapping(MAPPING):
+        assert auto_sharded(named) is named
+        assert auto_sharded({'x': x}, mesh=helper)['x'] is x
+
+
+def test_a_function_that_jax_has_cached_sees_the_mapping_of_its_caller(helper):
+    traced = []
+
+    @jax.jit
+    def shared(x):
+        traced.append(1)
+        return shard(x, 'batch mlp')
+
+    def sharding(mapping):
+        with axis_mapping(mapping), helper.get_context():
+            return shared(jnp.ones((8, 8))).sharding.spec
+
+    assert sharding({'batch': 'data'}) == P('data')
+    assert sharding({'mlp': 'tp'}) == P(None, 'tp')
+    assert sharding({'batch': 'data'}) == P('data')
+    assert len(traced) == 2  # equal mappings share a trace
+
+
+def test_shapes_may_depend_on_the_mapping(helper):
+    @helper.sjit(out_shardings=P('data'))
+    def table():
+        return jnp.zeros((round_axis_for_partitioning(12, 'vocab'), 2))
+
+    for mapping, rows in (({'vocab': 'data'}, 12), ({'vocab': ('data', 'tp')}, 16), ({'vocab': 'data'}, 12)):
+        with axis_mapping(mapping):
+            assert table().shape == (rows, 2)
+            assert table.eval_shape().shape == (rows, 2)
+
+
+def test_errors_of_shard_name_the_array_and_its_names(helper):
+    with pytest.raises(ShardingError) as rank:
+        shard({'w': np.ones((4, 4), np.float32)}, 'batch', MAPPING, mesh=helper)
+    assert str(rank.value) == (
+        'One leaf of the tree given to shard cannot be sharded as asked (mesh: data=4, tp=2):\n'
+        '  w: float32[4, 4]\n'
+        "    'batch' names 1 dimension, the array has 2\n"
+        "    rule: regex '': 'batch'\n"
+        "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or put "
+        'a rule for such leaves before this one.'
+    )
+    with pytest.raises(ShardingError, match='dimension 0 of size 3 does not divide by 4'):
+        shard(np.ones((3, 4)), 'batch mlp', MAPPING, mesh=helper)
+    with pytest.raises(ShardingError, match='a ShapeDtypeStruct has no value that could be placed'):
+        shard(jax.ShapeDtypeStruct((8, 8), 'float32'), 'batch mlp', MAPPING, mesh=helper)
+    with pytest.raises(RuleError, match=r"a '\(' that is never closed\n  batch \(mlp\n        \^"):
+        shard(np.ones((8, 8)), 'batch (mlp', MAPPING, mesh=helper)
+    with pytest.raises(RuleError, match=r'^shard got two mappings, '):
+        shard(np.ones((8, 8)), MAPPING, MAPPING, mesh=helper)
+    with pytest.raises(
+        MeshError, match=exactly('mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got 3')
+    ):
+        shard(np.ones((8, 8)), 'batch mlp', MAPPING, mesh=3)
+    said = "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these"
+    with pytest.raises(RuleError, match=exactly(f'{said}, got 5')):
+        shard(np.ones(8), 5)
+
+
+# Questions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('axes', [(BATCH,), (BATCH, EMBED), (EMBED, MLP), (MLP, BATCH, EMBED)])
+def test_haliax_answers_the_same(helper, axes):
+    mapping = {'batch': 'data', 'mlp': ('tp',), 'embed': None}
+    theirs = {k: v for k, v in mapping.items() if v is not None}
+    with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(theirs):
+        partitioning = hax.partitioning
+        ours = sharding_for_axis(axes)
+        assert ours.is_equivalent_to(partitioning.sharding_for_axis(axes), len(axes))
+        for axis in axes:
+            assert physical_axis_size(axis) == partitioning.physical_axis_size(axis)
+            assert round_axis_for_partitioning(axis) == partitioning.round_axis_for_partitioning(axis)
+            odd = axis.resize(axis.size + 1)
+            assert round_axis_for_partitioning(odd) == partitioning.round_axis_for_partitioning(odd)
+
+
+def test_questions_by_name(helper):
+    with helper.get_context(), axis_mapping(MAPPING):
+        assert physical_axis_name('vocab') == ('data', 'tp')
+        assert physical_axis_name('embed') is None
+        assert [physical_axis_size(name) for name in ('batch', 'vocab', 'embed')] == [4, 8, None]
+        assert pspec_for('batch embed') == P('data', None)
+        assert pspec_for('(batch mlp) embed') == P(('data', 'tp'), None)
+        assert pspec_for('(batch 3) _ 1') == P('data', None, None)
+        assert sharding_for_axis('batch embed') == jax.sharding.NamedSharding(helper.mesh, P('data'))
+        assert round_axis_for_partitioning(50257, 'vocab') == 50264
+        assert round_axis_for_partitioning(50257, 'embed') == 50257
+        assert round_axis_for_partitioning(50264, 'vocab') == 50264
+        assert round_axis_for_partitioning(0, 'vocab') == 0
+        assert round_axis_for_partitioning(hax.Axis('batch', 5), {'batch': 'tp'}).size == 6
+    assert pspec_for('batch embed', mesh=helper) == P(None, None)  # no mapping: nothing is mapped
+
+
+def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
+    mapping = {'batch': ('pod', 'data')}
+    assert physical_axis_name('batch', mapping) == ('pod', 'data')
+    assert physical_axis_name('batch', mapping, mesh=helper) == 'data'
+    assert physical_axis_size('batch', mapping, mesh=helper) == 4
+
+
+def test_sizes_of_a_rule_do_not_matter_to_names(helper):
+    rule = LogicalAxisShardingRule({'heads': 'tp', 'dim': None, 'mlp': 'data'}, sizes={'heads': 6, 'dim': 4})
+    assert pspec_for('(heads dim) mlp', rule, mesh=helper) == P('tp', 'data')
+    assert pspec_for('(heads _) mlp', rule, mesh=helper) == P('tp', 'data')
+
+
+@pytest.mark.parametrize(
+    ('ask', 'said'),
+    [
+        (lambda: physical_axis_size('batch', MAPPING), 'physical_axis_size needs a mesh'),
+        (lambda: sharding_for_axis('batch', MAPPING), 'sharding_for_axis needs a mesh'),
+        (
+            lambda: round_axis_for_partitioning(5, 'batch', MAPPING),
+            'round_axis_for_partitioning needs a mesh',
+        ),
+    ],
+)
+def test_questions_about_a_mesh_need_one(ask, said):
+    tail = (
+        ', and none is active: call it inside sjit or `with helper.get_context():`, or pass mesh=helper.mesh'
+    )
+    with pytest.raises(MeshError, match=exactly(said + tail)):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ('ask', 'said'),
+    [
+        (lambda: physical_axis_name('a b'), "one axis is named here, got 'a b': pspec_for takes several"),
+        (
+            lambda: pspec_for('batch ...', MAPPING),
+            "'batch ...' names any number of dimensions ('...'): say what each of them is called",
+        ),
+        (
+            lambda: round_axis_for_partitioning(5),
+            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, "
+            'got 5 and None',
+        ),
+        (
+            lambda: pspec_for('batch emb', LogicalAxisShardingRule({'batch': 'data', 'embed': 'tp'})),
+            "'batch emb': axis_mapping has no name 'emb' of dimension 1 (did you mean 'embed'?)",
+        ),
+    ],
+)
+def test_questions_that_make_no_sense(ask, said):
+    with pytest.raises(RuleError, match=exactly(said)):
+        ask()

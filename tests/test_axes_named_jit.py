@@ -1,0 +1,338 @@
+"""Named axes: functions whose arrays are data and whose everything else is part of the program."""
+
+import re
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scalax.axes import axis_mapping, fsdp, named_jit, physical_axis_name, shard
+from scalax.errors import ArgumentError, MeshError, ShardingError
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # of the pre-release, while it is imported
+    hax = pytest.importorskip('haliax', reason='haliax is not installed')
+eqx = pytest.importorskip('equinox', reason='equinox is not installed')
+
+BATCH, EMBED, MLP = hax.Axis('batch', 16), hax.Axis('embed', 8), hax.Axis('mlp', 32)
+PARAMS = {'embed': 'data', 'mlp': 'tp'}
+COMPUTE = {'batch': 'data', 'mlp': 'tp'}
+
+
+@pytest.fixture
+def helper():
+    return MeshShardingHelper([4, 2], ['data', 'tp'])
+
+
+class Block(eqx.Module):
+    """The MLP of a transformer, with parameters that name their dimensions."""
+
+    up: hax.NamedArray
+    down: hax.NamedArray
+    activation: object = eqx.field(static=True)
+    scale: float = eqx.field(static=True, default=1.0)
+
+    @staticmethod
+    def init(key):
+        up, down = (hax.random.normal(k, axes) for k, axes in zip(jax.random.split(key), AXES, strict=True))
+        return Block(up, down, jax.nn.relu)
+
+    def __call__(self, x):
+        hidden = x.array @ self.up.array * self.scale
+        hidden = shard(hax.named(self.activation(hidden), (BATCH, MLP)))
+        return hax.named(hidden.array @ self.down.array, (BATCH, EMBED))
+
+
+AXES = ((EMBED, MLP), (MLP, EMBED))
+
+
+def train_step(block, x):
+    def loss(block):
+        return (block(shard(x)).array ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(block)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, block, grads), value
+
+
+def shardings(tree):
+    return {
+        jax.tree_util.keystr(path): (leaf.sharding, leaf.ndim)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, jax.Array) and leaf.ndim
+    }
+
+
+def exactly(message):
+    # JAX adds lines of its own to an error out of a trace.
+    return f'^{re.escape(message)}($|\n-----)'
+
+
+def test_haliax_partitions_the_same_program_the_same_way(helper):
+    with helper.get_context():
+        block = named_jit(Block.init, PARAMS)(jax.random.key(0))
+        ours = fsdp(train_step, PARAMS, COMPUTE)(block, hax.ones((BATCH, EMBED)))
+    with jax.set_mesh(helper.mesh), warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # haliax still asks for names that JAX is about to drop
+        theirs = hax.named_jit(Block.init, PARAMS)(jax.random.key(0))
+        step = hax.fsdp(lambda block, x: train_step(block, hax.shard(x, COMPUTE)), PARAMS, COMPUTE)
+        theirs = step(theirs, hax.shard(hax.ones((BATCH, EMBED)), PARAMS))  # it does not move arguments
+    expected = shardings(theirs)
+    assert len(expected) == 2
+    for path, (sharding, ndim) in shardings(ours).items():
+        assert sharding.is_equivalent_to(expected[path][0], ndim), path
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+        jax.tree.leaves(eqx.filter(ours, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(theirs, eqx.is_array)),
+    )
+
+
+def test_fsdp_keeps_parameters_as_they_are_stored(helper):
+    traced = []
+
+    @fsdp(PARAMS, COMPUTE)
+    def step(block, x):
+        traced.append(physical_axis_name('batch'))
+        return train_step(block, x)
+
+    with helper.get_context():
+        block = named_jit(Block.init, PARAMS)(jax.random.key(0))
+        for _ in range(3):
+            block, value = step(block, hax.ones((BATCH, EMBED)))
+    assert block.up.array.sharding.spec == P('data', 'tp')
+    assert block.down.array.sharding.spec == P('tp', 'data')
+    assert block.scale == 1.0
+    assert value.shape == ()
+    assert traced == ['data']
+
+
+@pytest.mark.parametrize('form', ['function', 'decorator', 'names', 'name of haliax'])
+def test_the_forms_of_fsdp(helper, form):
+    def same(x):
+        return x
+
+    compiled = {
+        'function': lambda: fsdp(same, PARAMS, COMPUTE),
+        'decorator': lambda: fsdp(PARAMS, COMPUTE)(same),
+        'names': lambda: fsdp(same, param_mapping=PARAMS, compute_mapping=COMPUTE),
+        'name of haliax': lambda: fsdp(parameter_mapping=PARAMS, compute_mapping=COMPUTE)(same),
+    }[form]()
+    with helper.get_context():
+        assert compiled(hax.ones((EMBED, MLP))).array.sharding.spec == P('data', 'tp')
+
+
+def test_what_is_no_array_is_part_of_the_program(helper):
+    traced = []
+
+    @named_jit(mesh=helper)
+    def scaled(x, by, fn=None, *, tags=()):
+        traced.append(by)
+        return {'y': fn(x) * by, 'by': by, 'fn': fn, 'tags': tags}
+
+    x = np.ones(3, np.float32)
+    for by in (1, True, 1.0, 1, True, 1.0):
+        out = scaled(x, by, fn=jnp.sin, tags=('a', None))
+        assert type(out['by']) is type(by)
+        assert out['fn'] is jnp.sin
+        assert out['tags'] == ('a', None)
+    assert list(map(type, traced)) == [int, bool, float]
+    scaled(np.ones(4, np.float32), 1, fn=jnp.sin)
+    assert len(traced) == 4
+
+
+def test_a_module_is_a_function_whose_arrays_are_data(helper):
+    linear = eqx.nn.Linear(8, 4, key=jax.random.key(0))
+    compiled = named_jit(linear, mesh=helper)
+    x = jnp.arange(8.0)
+    np.testing.assert_allclose(compiled(x), linear(x), rtol=1e-6)
+    jaxpr = compiled.lower(x).as_text()
+    assert 'tensor<4x8xf32>' in jaxpr.split('{')[1] or '4x8xf32' in jaxpr.partition('->')[0]
+    method = named_jit(linear.__call__, mesh=helper)
+    np.testing.assert_allclose(method(x), linear(x), rtol=1e-6)
+
+
+def test_arguments_stay_where_they_lie_without_resources(helper):
+    x = helper.shard(jnp.ones((8, 8)), P('tp'))
+    seen = named_jit(lambda x: x + 1, mesh=helper)(x)
+    assert seen.sharding.is_equivalent_to(x.sharding, 2)
+
+
+def test_arguments_that_lie_otherwise_are_moved(helper):
+    x = hax.named(helper.shard(jnp.ones((8, 32)), P('tp')), (EMBED, MLP))
+    compiled = named_jit(lambda x: x, in_axis_resources=PARAMS, out_axis_resources=PARAMS, mesh=helper)
+    assert compiled(x).array.sharding.spec == P('data', 'tp')
+
+
+def test_resources_may_be_any_rule(helper):
+    rule = FSDPShardingRule('data', min_fsdp_size=1)
+    compiled = named_jit(lambda w: w * 2, in_axis_resources=rule, out_axis_resources=rule, mesh=helper)
+    assert compiled(np.ones((3, 8), np.float32)).sharding.spec == P(None, 'data')
+
+
+def test_paths_start_inside_each_argument(helper):
+    rule = TreePathShardingRule(('^w$', P('data')), ('^$', P('tp')), ('.*', P()))
+    compiled = named_jit(lambda a, n, x, *, k: (a, x, k), in_axis_resources=rule, mesh=helper)
+    a, x, k = compiled({'w': np.ones(8), 'b': np.ones(8)}, 3, np.ones(8), k={'w': np.ones(8)})
+    assert [v.sharding.spec for v in (a['w'], a['b'], x, k['w'])] == [P('data'), P(), P('tp'), P('data')]
+
+
+def test_the_active_mapping_serves_where_none_is_given(helper):
+    def same(x):
+        return x
+
+    compiled = named_jit(same)
+    x = hax.ones((EMBED, MLP))
+    with helper.get_context():
+        for mapping, spec in (
+            (PARAMS, P('data', 'tp')),
+            ({'mlp': 'data'}, P(None, 'data')),
+            (PARAMS, P('data', 'tp')),
+        ):
+            with axis_mapping(mapping):
+                assert compiled(x).array.sharding.spec == spec
+    assert compiled(x).array.shape == (8, 32)  # neither mesh nor mapping: plain jax.jit
+
+
+@pytest.mark.parametrize('donate', [True, (True,), (True, False), ({'a': True, 'b': False}, False)], ids=str)
+def test_donation(helper, donate):
+    tree = jax.tree.map(lambda x: helper.shard(x, P('data')), {'a': jnp.ones(8), 'b': jnp.ones(16)})
+    other = helper.shard(jnp.ones(4), P())
+    compiled = named_jit(
+        lambda tree, other: (jax.tree.map(lambda x: x + other[0], tree), other + 1),
+        donate_args=donate,
+        mesh=helper,
+    )
+    compiled(tree, other)
+    assert tree['a'].is_deleted()
+    assert tree['b'].is_deleted() == (not isinstance(donate, tuple) or donate[0] is True)
+    assert other.is_deleted() == (donate is True)
+
+
+def test_donated_keywords(helper):
+    x, y = (helper.shard(jnp.ones(8), P('data')) for _ in range(2))
+    named_jit(lambda **k: {n: v + 1 for n, v in k.items()}, donate_kwargs={'x': True}, mesh=helper)(x=x, y=y)
+    assert x.is_deleted()
+    assert not y.is_deleted()
+
+
+def test_it_looks_like_the_function(helper):
+    @named_jit(mesh=helper)
+    def documented(x):
+        """What it does."""
+        return x
+
+    assert (documented.__name__, documented.__doc__) == ('documented', 'What it does.')
+    lowered = documented.lower(jax.ShapeDtypeStruct((8,), 'float32'))
+    assert 'documented' in lowered.as_text()
+
+
+def test_options_of_jit_pass_through(helper):
+    x = np.ones(8, np.float32)
+    for keep, operands in ((True, 2), (False, 1)):
+        lowered = named_jit(lambda x, y: x, keep_unused=keep, mesh=helper).lower(x, x)
+        assert lowered.as_text().partition('->')[0].count('tensor<8xf32>') == operands
+
+
+def test_inside_other_transformations(helper):
+    with helper.get_context(), axis_mapping(COMPUTE):
+        double = named_jit(lambda x: shard(x * 2, 'batch ...'))
+        x = jnp.ones((16, 3))
+        assert helper.sjit(double)(x).sharding.spec == P('data')
+        np.testing.assert_allclose(jax.grad(lambda x: double(x).sum())(x), np.full((16, 3), 2.0))
+        np.testing.assert_allclose(jax.vmap(double)(x[None]), np.full((1, 16, 3), 2.0))
+
+
+def test_inside_jit_under_the_mesh_of_jax(helper):
+    compiled = named_jit(lambda x: x * 2, in_axis_resources=PARAMS, out_axis_resources=PARAMS)
+    with jax.set_mesh(helper.mesh):
+        out = jax.jit(compiled)(hax.ones((EMBED, MLP)))
+    assert out.array.sharding.spec == P('data', 'tp')
+    np.testing.assert_array_equal(out.array, np.full((8, 32), 2.0))
+
+
+def test_threads_have_their_own_mappings(helper):
+    compiled = named_jit(lambda x: x, mesh=helper)
+    x = hax.ones((EMBED, MLP))
+    mappings = [
+        ({'mlp': 'tp'}, P(None, 'tp')),
+        ({'mlp': 'data'}, P(None, 'data')),
+        ({'embed': 'tp'}, P('tp')),
+    ]
+    wrong = []
+
+    def work(mapping, spec):
+        for _ in range(20):
+            with axis_mapping(mapping):
+                if compiled(x).array.sharding.spec != spec:
+                    wrong.append(spec)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in mappings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ('bad', 'said'),
+    [
+        (
+            lambda: named_jit(PARAMS),
+            'named_jit takes a function first, got dict: a mapping is axis_resources={...}',
+        ),
+        (
+            lambda: named_jit(lambda x: x)(np.ones(2), {'a': bytearray(b'')}),
+            '<lambda> got leaves that are no arrays and cannot be hashed:\n  args/1/a: bytearray\n'
+            'What to do: everything but arrays is part of the compiled program: pass something immutable (a '
+            'tuple, a frozen dataclass), or a pytree of arrays.',
+        ),
+        (
+            lambda: named_jit(lambda x: {'x': x, 'seen': {1}})(np.ones(2)),
+            'the output of <lambda> has leaves that are no arrays and cannot be hashed:\n  seen: set\n'
+            'What to do: everything but arrays is part of the compiled program: return something immutable, '
+            'or a pytree of arrays.',
+        ),
+        (lambda: fsdp(PARAMS), 'fsdp needs a compute_mapping: fsdp(fn, param_mapping, compute_mapping)'),
+        (
+            lambda: fsdp(lambda x: x, PARAMS, COMPUTE, 3),
+            'fsdp takes fn, param_mapping and compute_mapping, once each',
+        ),
+    ],
+)
+def test_calls_that_make_no_sense(bad, said):
+    with pytest.raises(ArgumentError, match=exactly(said)):
+        bad()
+
+
+def test_something_to_shard_by_needs_a_mesh():
+    said = (
+        'same has a mapping to shard by, and no mesh is active: call it inside `with helper.get_context():`, '
+        'or give named_jit mesh=helper.mesh'
+    )
+
+    def same(x):
+        return x
+
+    with pytest.raises(MeshError, match=exactly(said)):
+        named_jit(same, PARAMS)(np.ones(2))
+
+
+def test_donations_of_another_form():
+    with pytest.raises(
+        ArgumentError, match=r'^donate_args of <lambda> is True, or a prefix of the args with booleans'
+    ):
+        named_jit(lambda x: x, donate_args=(True, True))(np.ones(2))
+
+
+def test_arrays_that_do_not_fit_are_named(helper):
+    with pytest.raises(ShardingError, match=r"'args/0/array'|args/0"):
+        named_jit(lambda x: x, in_axis_resources={'embed': ('data', 'tp')}, mesh=helper)(
+            [hax.ones((hax.Axis('embed', 6),))]
+        )

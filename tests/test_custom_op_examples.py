@@ -1,0 +1,60 @@
+"""The programs of examples/ops: what they print."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+PRINTED = {
+    'scalar_parameters': """
+        P('data', 'tp')    soften: P('data', 'tp')    count_above: P('data',) [0, 4, 8, 8]
+        P('data',)         soften: P('data',)         count_above: P('data',) [0, 4, 8, 8]
+        P()                soften: P()                count_above: P()        [0, 4, 8, 8]
+        collectives of soften: 0
+        """,
+    'scalar_or_array': """
+        a scalar: each device has (), the result lies as P('data', 'tp')
+        an array as P(): each device has (4,), the result lies as P('data', 'tp')
+        an array as P('tp',): each device has (4,), the result lies as P('data', 'tp')
+        """,
+    'axis_index': """
+        P('rows', 'columns')     each device adds [0, 100, 100, 200]
+        P(('rows', 'columns'),)  each device adds [0, 100, 200, 300]
+        P()                      each device adds [0, 0, 0, 0]
+        number_elements gives the same in all 9 placements: [8, 9, 10, 11, 12, 13, 14, 15]
+        """,
+    'top_k': """
+        the results lie as P('data',) and P('data',)
+        values of row 0: [4095.0, 4094.0, 4093.0, 4092.0]
+        the same as on one device: True
+        top_k: 256 bytes gathered for a group of devices
+        jax.lax.top_k: 196,608 bytes gathered for a group of devices
+        """,
+    'top_p': """
+        the tokens lie as P('data',)
+        tokens drawn: [0, 1, 2]
+        as often as they should be: True
+        the same tokens in all 9 placements
+        """,
+    'cross_entropy': """
+        loss: 9.594, gradients lie as P('data',) and P(None, 'tp')
+        the same as by the compiler: True
+        logits of the rows of one device: 4.0 MiB
+        cross_entropy: holds 0.50 of that while it runs, sends 545 KiB
+        by_the_compiler: holds 0.75 of that while it runs, sends 545 KiB
+        """,
+    'pallas_kernel': """
+        the result lies as P('data',), and is right: True
+        rms_norm: sends 0 bytes, the result lies as P('data',)
+        by_kernel: sends 8,192 bytes, the result lies as P()
+        the same in all 6 placements
+        """,
+}
+
+
+@pytest.mark.parametrize('name', PRINTED)
+def test_what_it_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module(f'examples.ops.{name}').main()
+    printed = [line.strip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert printed == [line.strip() for line in PRINTED[name].strip().splitlines()]
