@@ -114,7 +114,8 @@ def compile_lowered(
         # That of XLA for CPUs is not one of the hardware that is meant.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    return Compiled(dump.text, devices, memory, dump.executable, buffers=_buffers(dump))
+    buffers = _buffers(dump) if platform == 'tpu' else ()
+    return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
 
 
 def _laid_out(lowered: Any, limit: int) -> _Dump:
