@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
-_BUFFERS = 8
+MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
 _LEAST = [10, 4, 5, 5, 16]
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
@@ -59,7 +59,7 @@ def _memory(plan: Plan) -> Iterable[str]:
     if plan.buffers:
         yield '  the largest, when most is held:'
         yield from (
-            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}' for row in plan.buffers[:_BUFFERS]
+            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}' for row in plan.buffers[:MOST_BUFFERS]
         )
 
 
