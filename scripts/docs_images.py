@@ -1,9 +1,9 @@
 """Remakes the pictures of docs/images: what docs/reports.md and docs/planning.md show, as a browser shows it.
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
-page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark; and of
-the page of a plan, where the TPU compiler is installed. It needs Chromium. The pictures depend on its version
-and on the fonts at hand, so no test compares them.
+page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
+and of the page of a plan, where the TPU compiler is installed. It needs Chromium. The pictures depend on its
+version and on the fonts at hand, so no test compares them.
 """
 
 import contextlib

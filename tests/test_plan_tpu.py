@@ -214,6 +214,22 @@ def test_arguments_that_nobody_uses_and_shardings_that_nobody_asked_for():
     assert [row.spec for row in plan.outputs.rows] == [None, None]
 
 
+def test_typed_keys_have_the_shape_that_jax_shows():
+    over = v5e()
+    step = over.sjit(
+        lambda keys, x: x + jax.vmap(jax.random.normal)(keys)[:, None],
+        in_shardings=(P('tp'), P('tp', 'fsdp')),
+        out_shardings=P('tp', 'fsdp'),
+    )
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1 << 14))
+    plan = quick(over, step, keys, array(1 << 14, 1 << 14, dtype=jnp.float32))
+    assert plan.quick and plan.memory.peak > 2**26
+    assert [(row.path, row.shape, row.spec) for row in plan.inputs.rows] == [
+        ('keys', (1 << 14,), P('tp')),
+        ('x', (1 << 14, 1 << 14), P('tp', 'fsdp')),
+    ]
+
+
 # --- Other slices ---------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
 from scalax._mesh import require_devices
@@ -160,12 +160,22 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in shardings])
+    known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
     resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(
         report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
     )
+
+
+def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
+    """The sharding of a leaf, if it is one of the mesh."""
+    if not isinstance(own, NamedSharding):
+        return None
+    if len(own.spec) <= len(leaf.shape):
+        return own
+    # To the compiler a typed key has a dimension more: the numbers that it is made of.
+    return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
 
 
 def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:
