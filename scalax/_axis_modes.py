@@ -29,6 +29,7 @@ from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError, did_you_mean
 
 AnyMesh = Mesh | AbstractMesh
+EXPLICIT = AxisType.Explicit
 
 
 def auto_axes(
@@ -95,7 +96,8 @@ class _Switched:
         """The function, traced with the other axis types."""
         outer = mesh_in_force(self._active.mesh_helper.mesh)
         inner = self._inner(outer)
-        leaves, treedef = jax.tree.flatten(row)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
         with self._active:
             with _entered(inner):
                 leaves = self._enter(row, leaves, outer, inner)
@@ -123,7 +125,8 @@ class _Switched:
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
         mesh = self._active.mesh_helper.mesh
         _mesh.require_devices(mesh, f'a call of {self.name}')
-        leaves, treedef = jax.tree.flatten(row)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
         wanted = self._wanted(row, mesh)
         stays = [_lies_on(leaf, mesh) for leaf in leaves]
         moved = iter(
@@ -150,18 +153,46 @@ class _Switched:
         """The results with their types on the way out."""
         raise NotImplementedError
 
-    def _reject_open(self, leaves: Sequence[str], given: Sequence[Any], axes: MeshAxes, where: str) -> None:
-        """Raises about leaves of which nothing says how they lie along axes that become Explicit."""
-        hint = (
-            'give PartitionSpec() for what is replicated. On axes of type Explicit each value has a sharding.'
-        )
-        problems = [
-            Problem('no-sharding', leaf, 'None leaves open how it is sharded', hint=hint)
-            for leaf, sharding in zip(leaves, given, strict=True)
-            if sharding is None
-        ]
+    def _reject(
+        self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
+    ) -> None:
+        """Raises about values that cannot cross the border as asked.
+
+        Args:
+            leaves: the values, as messages show them.
+            given: what the rules say of each.
+            to: the mesh on the side that they come to.
+            changes: whether some axis has another type there.
+        """
+        names = self._chosen or to.axis_names
+        types = MeshAxes.of(to).types
+        axes = ', '.join(axis for axis, kind in types.items() if axis in names and kind is EXPLICIT)
+        side, what = ('inside', 'arguments') if self.inside is EXPLICIT else ('outside', 'outputs')
+        memory = named_sharding(to, PartitionSpec()).memory_kind
+        problems = []
+        for leaf, sharding in zip(leaves, given, strict=True):
+            if sharding is None and changes:
+                problems.append(
+                    Problem(
+                        'no-sharding',
+                        leaf,
+                        f'None leaves open how it lies along axes that are Explicit {side} ({axes})',
+                        hint='give PartitionSpec() for what is replicated: along Explicit axes every value '
+                        'has a sharding.',
+                    )
+                )
+            elif sharding is not None and sharding.memory_kind != memory:
+                problems.append(
+                    Problem(
+                        'memory-kind',
+                        leaf,
+                        f'where axis types change nothing can be asked to lie in {sharding.memory_kind!r}',
+                        hint=f'give rules without a memory kind, and move arrays outside of {self.api}.',
+                    )
+                )
         if problems:
-            raise ShardingError(problems, str(axes), where)
+            where = f'the {what} of {self.name!r} ({self.option})'
+            raise ShardingError(problems, str(MeshAxes.of(to)), where)
 
 
 class _Auto(_Switched):
@@ -185,8 +216,9 @@ class _Auto(_Switched):
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
         leaves, shardings = resolution.tree.leaves, resolution.shardings
-        if _abstract(outer) != inner:
-            self._reject_open(resolution.tree.descriptions, shardings, MeshAxes.of(outer), where)
+        changes = _abstract(outer) != inner
+        self._reject(resolution.tree.descriptions, shardings, outer, changes)
+        if changes:
             leaves = [
                 _crossed(leaf, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -199,7 +231,7 @@ class _Auto(_Switched):
 
 
 class _Explicit(_Switched):
-    api, option, inside = 'explicit_axes', 'in_sharding', AxisType.Explicit
+    api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
 
     def __init__(
         self,
@@ -209,7 +241,7 @@ class _Explicit(_Switched):
         rules: RuleLike,
     ) -> None:
         super().__init__(active, fun, axes, rules)
-        self._convention.check_names(rules, f'{self.option}')
+        self._convention.check_names(rules, self.option)
 
     def _enter(
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
@@ -218,7 +250,7 @@ class _Explicit(_Switched):
         entered = []
         for leaf, sharding in zip(leaves, shardings, strict=True):
             if sharding is not None:
-                if AxisType.Explicit not in outer.axis_types:
+                if EXPLICIT not in outer.axis_types:
                     # On the mesh with its devices: of host data alone JAX would compute on one.
                     with _entered(outer):
                         leaf = apply_sharding(leaf, named_sharding(outer, sharding.spec))
@@ -250,9 +282,8 @@ class _Explicit(_Switched):
         )
         resolutions = [by_slot[slot] for slot in layout.dynamic]
         shardings = [sharding for resolution in resolutions for sharding in resolution.shardings]
-        if changes:
-            leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
-            self._reject_open(leaves, shardings, MeshAxes.of(inner), where)
+        leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
+        self._reject(leaves, shardings, inner, changes)
         return shardings
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
@@ -277,12 +308,10 @@ def _type_of(leaf: Any) -> PartitionSpec:
 
 def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
-    types = MeshAxes.of(mesh).types
-    typed = [
-        tuple(axis for axis in _spec.entry_axes(entry) if types[axis] is AxisType.Explicit)
-        for entry in _spec.entries(spec)
-    ]
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(PartitionSpec(), typed)))
+    explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
+    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
+    sums = PartitionSpec(unreduced=spec.unreduced & explicit, reduced=spec.reduced & explicit)
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
 
 
 def _lies_on(leaf: Any, mesh: Mesh) -> bool:

@@ -167,7 +167,7 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 def _is_retyped(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
     same = list(ambient.shape.items()) == list(mesh.shape.items())
-    return same and ambient.axis_types != mesh.axis_types and _is_traced()
+    return same and ambient.axis_types != mesh.axis_types and is_traced()
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:

@@ -232,10 +232,7 @@ class _Task:
             return None
 
     def _is_own(self, given: Mesh | AbstractMesh | None) -> bool:
-        """Whether a NamedSharding's mesh is the one in force, in which its axes may have other types.
-
-        ``shard_map`` makes axes Manual, ``auto_axes`` and ``explicit_axes`` what they are called after.
-        """
+        """Whether a NamedSharding's mesh is the one in force, in which its axes may have other types."""
         if given is None or given == self.mesh:
             return True
         if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):

@@ -163,7 +163,7 @@ class When(Where):
                 the compiler, is for axes that are Auto outside too.
 
         Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function, it is compiled, and
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
             arguments that lie on other devices are copied to those of the mesh.
 
         Raises:
@@ -204,7 +204,7 @@ class When(Where):
                 ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
 
         Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function, it is compiled, and
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
             arguments that lie on other devices are moved to those of the mesh.
 
         Raises:
