@@ -199,6 +199,9 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kinds = set(types.values())
     if kinds == {AxisType.Auto}:
+        if isinstance(mesh, AbstractMesh) and not is_compiled():
+            # Under jax.grad or jax.vmap alone, where JAX puts no array on a mesh without devices.
+            return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     explicit, auto = ([_only(entry, types, kind) for entry in _spec.entries(spec)] for kind in _KINDS)
     if AxisType.Explicit in kinds:

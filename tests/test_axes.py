@@ -134,6 +134,18 @@ def test_the_mesh_may_be_that_of_jax_or_given(helper, compiled):
         assert once(jnp.ones((8, 8)), **options).sharding.spec == P('data', 'tp')
 
 
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+def test_gradients_and_batches_that_run_at_once_under_the_mesh_of_jax(kind):
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=kind)
+    x = jnp.arange(64.0).reshape(8, 8)
+    with jax.set_mesh(helper.mesh), axis_mapping(MAPPING):
+        grad = jax.grad(lambda x: (shard(x, 'batch mlp') ** 2).sum())(x)
+        rows = jax.vmap(lambda row: shard(2 * row, 'mlp'))(x)
+    assert (grad.sharding.spec, rows.sharding.spec) == (P('data', 'tp'), P(None, 'tp'))
+    np.testing.assert_array_equal(grad, 2 * np.arange(64.0).reshape(8, 8))
+    np.testing.assert_array_equal(rows, grad)
+
+
 def test_names_come_from_the_tree_and_haliax_shards_the_same(helper):
     tree = {'x': hax.ones((BATCH, EMBED)), 'w': hax.ones((EMBED, MLP)), 'plain': jnp.ones(8), 'name': 'mlp'}
     with axis_mapping(MAPPING), helper.get_context():
@@ -256,8 +268,10 @@ def test_errors_of_shard_name_the_array_and_its_names(helper):
     )
     with pytest.raises(ShardingError, match='dimension 0 of size 3 does not divide by 4'):
         shard(np.ones((3, 4)), 'batch mlp', MAPPING, mesh=helper)
-    with pytest.raises(ShardingError, match='a ShapeDtypeStruct has no value that could be placed'):
-        shard(jax.ShapeDtypeStruct((8, 8), 'float32'), 'batch mlp', MAPPING, mesh=helper)
+    said = r'  b/w: float32\[8, 8\]\n    a ShapeDtypeStruct has no value that could be placed'
+    with pytest.raises(ShardingError, match=said):
+        tree = {'a': np.ones((8, 8)), 'b': {'w': jax.ShapeDtypeStruct((8, 8), 'float32')}}
+        shard(tree, 'batch mlp', MAPPING, mesh=helper)
     with pytest.raises(RuleError, match=r"a '\(' that is never closed\n  batch \(mlp\n        \^"):
         shard(np.ones((8, 8)), 'batch (mlp', MAPPING, mesh=helper)
     with pytest.raises(RuleError, match=r'^shard got two mappings, '):

@@ -35,17 +35,21 @@ class Rest:
     arrays: tuple[bool, ...]
 
     def __eq__(self, other: object) -> bool:
-        # 1, True and 1.0 are equal, and make programs that differ.
         return (
             isinstance(other, Rest)
             and self.arrays == other.arrays
             and self.treedef == other.treedef
-            and list(map(type, self.values)) == list(map(type, other.values))
+            and list(map(_sort, self.values)) == list(map(_sort, other.values))
             and self.values == other.values
         )
 
     def __hash__(self) -> int:
         return hash((self.treedef, self.values, self.arrays))
+
+
+def _sort(value: Any) -> tuple[type, str]:
+    """What tells 1, True and 1.0 apart, and 0.0 and -0.0: they are equal, and make programs that differ."""
+    return type(value), repr(value) if isinstance(value, float | complex) else ''
 
 
 def split(tree: Any) -> tuple[Any, Rest]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax import _axis_mapping, _constrain, _context
+from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
 from scalax.axes._arrays import Rest, chosen, joined, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
-from scalax.errors import ArgumentError, MeshError
+from scalax.errors import ArgumentError, MeshError, RuleError
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
 Resources = AxisMapping | ShardingRule | None
@@ -55,8 +57,10 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are no arrays and cannot be hashed; all of them are named.
+        ArgumentError: leaves that are no arrays and cannot be hashed; all of them are named. Or an option
+            that has another name here.
         MeshError: there is something to shard by, and no mesh.
+        RuleError: resources that are neither a mapping nor a rule.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
 
     Example:
@@ -84,6 +88,9 @@ def named_jit(
         raise ArgumentError(
             f'named_jit takes a function first, got {type(fn).__name__}: a mapping is axis_resources={{...}}'
         )
+    for name in jit_kwargs:
+        if name in _INSTEAD:
+            raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
     compiled = _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
     call = functools.wraps(fn, updated=())(lambda *args, **kwargs: compiled.call(args, kwargs))
     call.lower = lambda *args, **kwargs: compiled.lower(args, kwargs)  # type: ignore[attr-defined]
@@ -119,11 +126,14 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
     if args and callable(args[0]) and not isinstance(args[0], Mapping):
         names = ('fn', *names)
     given = dict(zip(names, args, strict=False))
-    if len(args) > len(names) or set(given) & set(kwargs):
-        raise ArgumentError('fsdp takes fn, param_mapping and compute_mapping, once each')
+    if 'parameter_mapping' in kwargs and 'param_mapping' not in kwargs:  # haliax's name for it
+        kwargs['param_mapping'] = kwargs.pop('parameter_mapping')
+    if len(args) > len(names) or kwargs.keys() & {*given, *_OF_FSDP}:
+        raise ArgumentError(
+            'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
+            'in_axis_resources and out_axis_resources of named_jit'
+        )
     given |= kwargs
-    if 'parameter_mapping' in given:  # haliax's name for it
-        given.setdefault('param_mapping', given.pop('parameter_mapping'))
     try:
         params, compute = given.pop('param_mapping'), given.pop('compute_mapping')
     except KeyError as error:
@@ -132,6 +142,21 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         ) from None
     fn = given.pop('fn', None)
     return named_jit(fn, compute, in_axis_resources=params, out_axis_resources=params, **given)
+
+
+_OF_FSDP = ('axis_resources', 'in_axis_resources', 'out_axis_resources', 'parameter_mapping')
+
+_STATIC = 'arrays are data, and everything else is static already'
+_INSTEAD = {
+    'args_sharding_constraint': 'give in_axis_resources',
+    'donate_argnames': 'give donate_kwargs',
+    'donate_argnums': 'give donate_args',
+    'in_shardings': 'give in_axis_resources, a mapping or any rule',
+    'on_mismatch': 'arguments that lie otherwise than in_axis_resources says are moved',
+    'out_shardings': 'give out_axis_resources, a mapping or any rule',
+    'static_argnames': _STATIC,
+    'static_argnums': _STATIC,
+}
 
 
 class _NamedJit:
@@ -149,11 +174,14 @@ class _NamedJit:
         mesh: Any,
         jit_kwargs: dict[str, Any],
     ) -> None:
-        self._fn, self._mesh, self._jit_kwargs = fn, mesh, jit_kwargs
         self._name = getattr(fn, '__name__', type(fn).__name__)
+        if inspect.ismethod(fn):
+            # The arrays of what it is a method of are data; a method alone JAX compares by identity.
+            fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
+        self._fn, self._mesh, self._jit_kwargs = fn, mesh, jit_kwargs
         self._mapping = None if axis_resources is None else as_rule(axis_resources)
-        self._in = _rule_of(in_axis_resources)
-        self._out = _rule_of(out_axis_resources)
+        self._in = _rule_of(in_axis_resources, 'in_axis_resources')
+        self._out = _rule_of(out_axis_resources, 'out_axis_resources')
         self._donated = {'args': donate_args, 'kwargs': donate_kwargs}
         self._known: Recent[Any, Any] = Recent()
 
@@ -184,37 +212,42 @@ class _NamedJit:
         """For every leaf of a call whether it is donated."""
         flags: list[bool] = []
         for part, tree in whole.items():
-            asked = self._donated.get(part) or False
+            asked = self._donated.get(part)
             prefix = asked
             if part == 'kwargs' and isinstance(asked, Mapping):
                 prefix = {name: asked.get(name, False) for name in tree}
             elif part == 'args' and isinstance(asked, tuple | list):
                 prefix = (*asked, *[False] * (len(tree) - len(asked)))
+            form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
+            said = f'{form}; got {asked!r}'
+            prefix = jax.tree.map(_flag, prefix, is_leaf=lambda flag: flag is None)
+            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(prefix)):
+                raise ArgumentError(f'{said}. Positions and names are for jax.jit.')
             try:
                 flags += jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
-                raise ArgumentError(
-                    f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans; got '
-                    f'{asked!r}. JAX says: {error}'
-                ) from None
+                raise ArgumentError(f'{said}. JAX says: {error}') from None
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
         """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
         mapping = self._mapping or mapping_in_force(None)
         out = self._out or _rule_of(mapping)
-        helper = _helper_of(self._mesh)
-        key = helper, mapping, args, kwargs
+        place = _place_of(self._mesh)
+        key = place, mapping, args, kwargs
         known = self._known.get(key)
         if known is not None:
             return known
         body = self._body(mapping)
-        if helper is not None and isinstance(helper.mesh, AbstractMesh):
-            compiled: Any = _inline(body, self._in, out, helper.mesh)
-        elif helper is not None:
-            compiled = helper.sjit(
+        inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
+        if isinstance(place, AbstractMesh):
+            if not _constrain.is_traced():
+                _mesh.require_devices(place, self._name)
+            return _inline(body, inputs, out, place)
+        if place is not None:
+            compiled: Any = place.sjit(
                 body,
-                in_shardings=None if self._in is None else self._by_argument(self._in, args, kwargs),
+                in_shardings=None if inputs is None else (inputs, inputs, None),
                 out_shardings=None if out is None else (out, None),
                 donate_argnums=0,
                 on_mismatch='reshard',
@@ -229,10 +262,9 @@ class _NamedJit:
             )
         return self._known.add(key, compiled)
 
-    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> tuple[Any, ...]:
+    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> dict[str, Any]:
         """The rule once for every argument, so that leaf paths start inside of each."""
-        whole = {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
-        return whole, whole, None
+        return {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
 
     def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
@@ -249,6 +281,11 @@ class _NamedJit:
         return body
 
 
+def _flag(asked: Any) -> Any:
+    """What is said of an argument's donation: None says no."""
+    return False if asked is None else asked
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Call:
@@ -259,12 +296,12 @@ class _Call:
 
 
 def _inline(
-    body: Callable[..., Any], inputs: ShardingRule | None, outputs: ShardingRule | None, mesh: AbstractMesh
+    body: Callable[..., Any], inputs: Any, outputs: ShardingRule | None, mesh: AbstractMesh
 ) -> Callable[..., Any]:
     """For calls inside of ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
 
-    def constrained(tree: Any, rule: ShardingRule | None) -> Any:
-        return tree if rule is None else _constrain.constrain(tree, rule, mesh, where='named_jit')
+    def constrained(tree: Any, rules: Any) -> Any:
+        return tree if rules is None else _constrain.constrain(tree, rules, mesh, where='named_jit')
 
     def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
         data, rest = body(constrained(donated, inputs), constrained(given, inputs), call)
@@ -273,27 +310,28 @@ def _inline(
     return inline
 
 
-def _rule_of(resources: Resources) -> ShardingRule | None:
+def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
     """The rule of a mapping: what names no dimensions stays as it is, or is left to the compiler."""
     if resources is None:
         return None
     if not isinstance(resources, ShardingRule):
+        if not isinstance(resources, Mapping | tuple | list):
+            raise RuleError(f'named_jit: {argument} is a mapping or any rule, got {resources!r}')
         resources = as_rule(resources)
     is_lenient = isinstance(resources, LogicalAxisShardingRule) and not resources.strict
     return resources | None if is_lenient else resources
 
 
-def _helper_of(mesh: Any) -> MeshShardingHelper | None:
-    """The helper that is active, or one over the mesh given or of ``jax.set_mesh``; None without any."""
-    if isinstance(mesh, MeshShardingHelper):
-        return mesh
+def _place_of(mesh: Any) -> MeshShardingHelper | AbstractMesh | None:
+    """The helper given or active, or one over the mesh in force; an AbstractMesh as it is; else None."""
     context = _context.current()
-    if mesh is None and context is not None:
-        return cast(MeshShardingHelper, context.helper)
-    found = mesh_in_force(mesh)
-    return None if found is None else _helper_over(found)
+    helper = context.helper if mesh is None and context is not None else mesh
+    found = mesh_in_force(helper)
+    if found is None or isinstance(found, AbstractMesh):
+        return found
+    return helper if isinstance(helper, MeshShardingHelper) else _helper_over(found)
 
 
 @functools.lru_cache(maxsize=64)
-def _helper_over(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
+def _helper_over(mesh: Mesh) -> MeshShardingHelper:
     return MeshShardingHelper.from_mesh(mesh)

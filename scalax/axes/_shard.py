@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax import _constrain, _mesh, _transfer
 from scalax._resolve import Use, resolve
-from scalax.axes._arrays import joined, split
+from scalax.axes._arrays import chosen, joined, split
 from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in_force, names_text
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
@@ -133,8 +133,8 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
     _mesh.require_devices(mesh, 'shard')
     leaves = jax.tree.leaves(data)
     shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
-    moved = [i for i, sharding in enumerate(shardings) if sharding is not None]
-    placed = _transfer.put([leaves[i] for i in moved], [shardings[i] for i in moved])
-    for i, leaf in zip(moved, placed, strict=True):
-        leaves[i] = leaf
-    return joined(leaves, rest)
+    moved = [sharding is not None for sharding in shardings]
+    # A tree, not a list: errors name leaves by their paths.
+    placed = _transfer.put(chosen(data, moved), [sharding for sharding in shardings if sharding is not None])
+    new = iter(jax.tree.leaves(placed))
+    return joined([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], rest)

@@ -1,0 +1,137 @@
+"""Named axes: what compiled functions say of calls and options that make no sense."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scalax.axes import fsdp, named_jit, shard
+from scalax.errors import ArgumentError, MeshError, RuleError, ShardingError
+from scalax.sharding import MeshShardingHelper
+
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # of the pre-release, while it is imported
+    hax = pytest.importorskip('haliax', reason='haliax is not installed')
+
+PARAMS = {'embed': 'data', 'mlp': 'tp'}
+COMPUTE = {'batch': 'data', 'mlp': 'tp'}
+
+
+@pytest.fixture
+def helper():
+    return MeshShardingHelper([4, 2], ['data', 'tp'])
+
+
+def exactly(message):
+    # JAX adds lines of its own to an error out of a trace.
+    return f'^{re.escape(message)}($|\n-----)'
+
+
+OF_FSDP = (
+    'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
+    'in_axis_resources and out_axis_resources of named_jit'
+)
+
+
+@pytest.mark.parametrize(
+    ('bad', 'said'),
+    [
+        (
+            lambda: named_jit(PARAMS),
+            'named_jit takes a function first, got dict: a mapping is axis_resources={...}',
+        ),
+        (
+            lambda: named_jit(lambda x: x)(np.ones(2), {'a': bytearray(b'')}),
+            '<lambda> got leaves that are no arrays and cannot be hashed:\n  args/1/a: bytearray\n'
+            'What to do: everything but arrays is part of the compiled program: pass something immutable (a '
+            'tuple, a frozen dataclass), or a pytree of arrays.',
+        ),
+        (
+            lambda: named_jit(lambda x: {'x': x, 'seen': {1}})(np.ones(2)),
+            'the output of <lambda> has leaves that are no arrays and cannot be hashed:\n  seen: set\n'
+            'What to do: everything but arrays is part of the compiled program: return something immutable, '
+            'or a pytree of arrays.',
+        ),
+        (lambda: fsdp(PARAMS), 'fsdp needs a compute_mapping: fsdp(fn, param_mapping, compute_mapping)'),
+        (
+            lambda: fsdp(lambda x: x, PARAMS, COMPUTE, 3),
+            OF_FSDP,
+        ),
+        (lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS), OF_FSDP),
+        (lambda: fsdp(param_mapping=PARAMS, parameter_mapping=PARAMS, compute_mapping=COMPUTE), OF_FSDP),
+        (
+            lambda: named_jit(lambda x: x, donate_argnums=0),
+            'named_jit takes no donate_argnums: give donate_args',
+        ),
+        (
+            lambda: named_jit(lambda x, n: x, static_argnames='n'),
+            'named_jit takes no static_argnames: arrays are data, and everything else is static already',
+        ),
+        (
+            lambda: named_jit(in_shardings=P())(lambda x: x),
+            'named_jit takes no in_shardings: give in_axis_resources, a mapping or any rule',
+        ),
+    ],
+)
+def test_calls_that_make_no_sense(bad, said):
+    with pytest.raises(ArgumentError, match=exactly(said)):
+        bad()
+
+
+def test_something_to_shard_by_needs_a_mesh():
+    said = (
+        'same has a mapping to shard by, and no mesh is active: call it inside `with helper.get_context():`, '
+        'or give named_jit mesh=helper.mesh'
+    )
+
+    def same(x):
+        return x
+
+    with pytest.raises(MeshError, match=exactly(said)):
+        named_jit(same, PARAMS)(np.ones(2))
+
+
+def test_resources_of_another_form(helper):
+    said = "named_jit: out_axis_resources is a mapping or any rule, got P('data',)"
+    with pytest.raises(RuleError, match=exactly(said)):
+        named_jit(lambda x: x, out_axis_resources=P('data'), mesh=helper)
+
+
+def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
+    compiled = named_jit(lambda x: shard(x, 'batch mlp'), COMPUTE, mesh=helper.mesh.abstract_mesh)
+    said = (
+        '<lambda> needs devices to run on, and this helper was made from an AbstractMesh, which has none: '
+        'use a helper over a Mesh'
+    )
+    for call in (compiled, compiled.lower):
+        with pytest.raises(MeshError, match=exactly(said)):
+            call(jnp.ones((8, 8)))
+    with jax.set_mesh(helper.mesh):
+        assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
+
+
+@pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)
+def test_donations_are_said_with_booleans(asked):
+    said = f'donate_args of <lambda> is True, or a prefix of the args with booleans; got {asked!r}.'
+    with pytest.raises(
+        ArgumentError, match=f'^{re.escape(said)} (Positions and names are for jax.jit.$|JAX)'
+    ):
+        named_jit(lambda x: x, donate_args=asked)(np.ones(2))
+
+
+def test_donations_of_another_form():
+    with pytest.raises(
+        ArgumentError, match=r'^donate_args of <lambda> is True, or a prefix of the args with booleans'
+    ):
+        named_jit(lambda x: x, donate_args=(True, True))(np.ones(2))
+
+
+def test_arrays_that_do_not_fit_are_named(helper):
+    with pytest.raises(ShardingError, match=r"'args/0/array'|args/0"):
+        named_jit(lambda x: x, in_axis_resources={'embed': ('data', 'tp')}, mesh=helper)(
+            [hax.ones((hax.Axis('embed', 6),))]
+        )
