@@ -282,6 +282,12 @@ def test_static_arguments_that_are_equal_and_not_the_same() -> None:
     ones = np.ones(2, np.float32)
     assert [named(ones, how=how)[0] for how in (1, True, 1.0, True)] == [1, 11, 1, 11]
 
+    @sharded_op('b -> b')
+    def scaled(ctx: FactorContext, x: Array, *, by: float) -> Array:
+        return x * by
+
+    assert [str(float(scaled(ones, by=by)[0])) for by in (0.0, -0.0)] == ['0.0', '-0.0']
+
 
 def test_types_alone_are_enough() -> None:
     shapes = jax.eval_shape(softmax, jax.ShapeDtypeStruct((4, 8), jnp.float32))

@@ -342,6 +342,26 @@ ctx.all_gather; or have the factor whole, with need_replication_factors=('c',).
     )
 
 
+def test_a_forgotten_factor_that_has_no_name() -> None:
+    forgotten = op('... c, c -> ... c, c', lambda ctx, x, y: (x, y + x.sum(axis=0)))
+    assert message(RuleError, lambda: forgotten(NUMBERS, NUMBERS[0])) == text(
+        """
+        total: factor '...'[0] is neither reduced nor kept: result 1 still differs between its blocks \
+(rule '... c, c -> ... c, c')
+        What to do: name the dimensions of '...' in the rule: blocks are combined along factors that have \
+names.
+        """
+    )
+
+
+def test_results_that_are_no_arrays() -> None:
+    for returned, kind in ((None, 'NoneType'), ({'a': 1}, 'dict')):
+        wrong = op('b -> b', lambda ctx, x, *, returned=returned: returned)
+        assert message(RuleError, lambda wrong=wrong: wrong(np.ones(2))) == (
+            f'total: the function returns one array, or a tuple of arrays, got {kind}'
+        )
+
+
 def test_a_factor_that_is_never_combined() -> None:
     forgotten = op('b c -> b', lambda ctx, x: x.sum(axis=-1), reduction_factors=('c',), check_vma=False)
     assert message(RuleError, lambda: forgotten(NUMBERS)) == text(
@@ -486,6 +506,29 @@ def test_check_compares_gradients() -> None:
     assert square.check(x, mesh=LINE, gradients=False) == 2
     square.defvjp(square, lambda x, g: 2 * g * x)
     assert square.check(x, mesh=LINE) == 2
+
+
+def test_check_compares_the_results_of_forward() -> None:
+    square = op('b -> b', lambda ctx, x: x * x)
+    square.defvjp(lambda x: x * x + 1, lambda x, g: 2 * g * x)
+    x = np.ones(2, np.float32)
+    assert message(AssertionError, lambda: square.check(x, mesh=LINE.mesh)) == text(
+        """
+        total differs when it is sharded (mesh: x=2):
+          x: float32[2] as P()
+        result 0 of forward: float32[2]: 2 of 2 elements differ, the first at [0]: 1.0 on one device, 2.0 \
+sharded
+        Placements tried before, which agree: 0
+        """
+    )
+
+
+def test_cotangents_of_another_shape() -> None:
+    square = op('b -> b', lambda ctx, x: x * x)
+    square.defvjp(square, lambda x, g: (2 * g * x)[1:])
+    assert message(ArgumentError, lambda: jax.grad(lambda x: square(x).sum())(jnp.ones(4))) == (
+        'total.defvjp: the cotangent of x that backward returns has the shape [3], the operand [4]'
+    )
 
 
 def test_what_depends_on_placement_has_to_say_so() -> None:

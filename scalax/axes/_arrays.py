@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from scalax._paths import describe_leaf, has_foreign_dtype, path_string
+from scalax._recent import sort_of
 from scalax.errors import ArgumentError, shown
 
 
@@ -39,17 +40,12 @@ class Rest:
             isinstance(other, Rest)
             and self.arrays == other.arrays
             and self.treedef == other.treedef
-            and list(map(_sort, self.values)) == list(map(_sort, other.values))
+            and list(map(sort_of, self.values)) == list(map(sort_of, other.values))
             and self.values == other.values
         )
 
     def __hash__(self) -> int:
         return hash((self.treedef, self.values, self.arrays))
-
-
-def _sort(value: Any) -> tuple[type, str]:
-    """What tells 1, True and 1.0 apart, and 0.0 and -0.0: they are equal, and make programs that differ."""
-    return type(value), repr(value) if isinstance(value, float | complex) else ''
 
 
 def split(tree: Any) -> tuple[Any, Rest]:

@@ -160,7 +160,7 @@ def _all_factors(
             if factor is not None:
                 known, who = sizes.setdefault(factor, (size, label))
                 if known != size:
-                    wrong.append(f'factor {_shown(factor)} is {known} in {who} and {size} in {label}')
+                    wrong.append(f'factor {shown_factor(factor)} is {known} in {who} and {size} in {label}')
             elif isinstance(part, int) and part != size:
                 wrong.append(f'dimension {dim} of {label} is {size}, and {part} in the rule')
         found.append(tuple(factors))
@@ -197,7 +197,7 @@ def _text(pattern: Pattern) -> str:
     return ' '.join(filter(None, [as_text(parts[0]), '...', as_text(parts[1])]))
 
 
-def _shown(factor: str) -> str:
+def shown_factor(factor: str) -> str:
     """A factor as messages show it: the dimensions of an ellipsis have no names."""
     return f"'...'[{factor.split()[1]}]" if factor.startswith('...') else repr(factor)
 

@@ -89,6 +89,11 @@ class Gradient:
             )
         found: list[Any] = [None] * len(operands)
         for i, grad in zip(real, grads, strict=True):
+            if jnp.shape(grad) != operands[i].shape:
+                raise ArgumentError(
+                    f'{self.name}.defvjp: the cotangent of {self.labels[i]} that backward returns has the '
+                    f'shape {list(jnp.shape(grad))}, the operand {list(operands[i].shape)}'
+                )
             found[i] = _typed_like(grad, operands[i])
         return tuple(found)
 
@@ -103,8 +108,8 @@ def is_real(operand: Any) -> bool:
     return jnp.issubdtype(operand.dtype, jnp.inexact)
 
 
-def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> Results:
-    """The gradient of a function, for cotangents that are all different, to compare with another one."""
+def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> tuple[Results, Results]:
+    """The results of a function, and its gradient for cotangents that are all different, to compare."""
     results, back = jax.vjp(fun, *operands)
     cotangents = []
     for result in results:
@@ -113,7 +118,7 @@ def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> Result
             cotangents.append(_typed_like(numbers.astype(result.dtype), result))
         else:
             cotangents.append(np.zeros(result.shape, jax.dtypes.float0))
-    return tuple(grad for grad in back(tuple(cotangents)) if grad.dtype != jax.dtypes.float0)
+    return results, tuple(grad for grad in back(tuple(cotangents)) if grad.dtype != jax.dtypes.float0)
 
 
 def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:

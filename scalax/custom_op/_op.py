@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._context import MeshOwner
-from scalax._recent import Recent
+from scalax._recent import Recent, sort_of
 from scalax.custom_op import _check
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
@@ -163,8 +163,8 @@ class ShardedOp:
         Args:
             *operands: whole arrays, small ones: every way is compiled.
             mesh: a mesh or a helper; by default the active helper's mesh, or that of ``jax.set_mesh``.
-            gradients: whether the gradient of `defvjp` is compared too, with that of the function on whole
-                arrays on one device. False where JAX cannot differentiate that one.
+            gradients: whether what `defvjp` was given is compared too, its results and its gradient, with the
+                function on whole arrays on one device. False where JAX cannot differentiate that one.
             rtol: the largest difference that counts as none, by the largest element; by default it depends on
                 the dtype (float32: 1e-5).
             **static: static arguments.
@@ -188,7 +188,8 @@ class ShardedOp:
                 results = as_tuple(fun(*xs, **static))
                 found = {f'result {i}': result for i, result in enumerate(results)}
                 if differentiated:
-                    grads = gradients_of(lambda *ys: as_tuple(fun(*ys, **static)), xs)
+                    forward, grads = gradients_of(lambda *ys: as_tuple(fun(*ys, **static)), xs)
+                    found |= {f'result {i} of forward': result for i, result in enumerate(forward)}
                     labels = [label for label, x in named.items() if is_real(x)]
                     found |= {f'gradient of {label}': grad for label, grad in zip(labels, grads, strict=True)}
                 return found
@@ -283,8 +284,8 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
 
 
 def _key(static: dict[str, Any]) -> tuple[Any, ...]:
-    """Static arguments as a key; with their types, for 1 and True are equal."""
-    return tuple((name, type(value), value) for name, value in static.items())
+    """Static arguments as a key."""
+    return tuple((name, sort_of(value), value) for name, value in static.items())
 
 
 def _static_names(fun: Callable[..., Any]) -> list[str] | None:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._paths import describe_leaf
 from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit, fit_operands
+from scalax.custom_op._fit import Fit, fit_operands, shown_factor
 from scalax.custom_op._layout import Layout
 from scalax.custom_op._rule import Rule
 from scalax.errors import RuleError
@@ -55,6 +55,9 @@ def verified(
     # What is looked at is no part of the caller's mesh.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
+        if not all(hasattr(result, 'shape') for result in whole):
+            kinds = ', '.join(type(result).__name__ for result in whole)
+            raise RuleError(f'{name}: the function returns one array, or a tuple of arrays, got {kinds}')
         fitted = fitting.with_results(whole)
         _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
     return fitted
@@ -87,7 +90,7 @@ def _try_on_blocks(
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(mapped, *operands)
     except Exception as error:
-        cut = ', '.join(f'{factor!r} in {size}' for factor, size in sizes.items())
+        cut = ', '.join(f'{shown_factor(factor)} in {size}' for factor, size in sizes.items())
         error.add_note(
             f'{name} ({rule.text!r}) was tried on blocks: {cut}. A factor that the function wants whole '
             'belongs into need_replication_factors'
@@ -116,7 +119,7 @@ def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], 
         if tuple(returned.shape) != block
     ]
     if wrong:
-        cut = ', '.join(f'{factor!r} in {size}' for factor, size in layout.sizes.items())
+        cut = ', '.join(f'{shown_factor(factor)} in {size}' for factor, size in layout.sizes.items())
         raise RuleError(
             '\n'.join(
                 [
@@ -135,10 +138,17 @@ def _varying(block: Any) -> frozenset[str]:
 
 
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
+    remedy = (
+        f'combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or '
+        f'ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
+    )
+    if factor not in rule.factors:
+        remedy = (
+            "name the dimensions of '...' in the rule: blocks are combined along factors that have names."
+        )
     return RuleError(
-        f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
-        f'What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin '
-        f'or ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
+        f'{name}: factor {shown_factor(factor)} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
+        f'What to do: {remedy}'
     )
 
 
