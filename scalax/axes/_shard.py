@@ -70,6 +70,8 @@ def shard(
 def auto_sharded(tree: Any, *, mesh: Any = None) -> Any:
     """`shard` for libraries: silent where no mapping or no mesh is active, or no array names its dimensions.
 
+    A rule with ``strict=True`` that is active is strict here, too.
+
     Args:
         tree: as for `shard`.
         mesh: as for `shard`.
