@@ -29,16 +29,21 @@ $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train digits plan bench test check fuzz clean
+.PHONY: help setup train train-distributed digits plan bench test check fuzz faults clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make both environments: the newest JAX and the oldest
 
 train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m examples.llama.train $(ARGS)
+
+train-distributed: $(EXAMPLES_STAMP) ## the same on two processes, saved as it goes; run it again to continue
+	@cat $(EXAMPLES_STAMP)
+	@$(PY) -m examples.launch.local --processes=2 --devices=4 -- -m examples.llama.train \
+	  --output=runs/llama-distributed --checkpoints=runs/llama-distributed/checkpoints $(ARGS)
 
 digits: $(EXAMPLES_STAMP) ## train on handwritten digits (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
@@ -61,6 +66,9 @@ check: $(DEV_STAMP) ## format, lint and types only
 
 fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS: --max-examples, --seed)
 	@$(PY) scripts/fuzz.py $(ARGS)
+
+faults: $(EXAMPLES_STAMP) ## kill processes of a training 50 times, and check that nothing is lost (flags in ARGS)
+	@$(PY) scripts/faults.py $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
 	rm -rf $(VENV) $(OLDEST) $(RELEASE) build dist *.egg-info

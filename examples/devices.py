@@ -12,7 +12,8 @@ import logging
 import os
 
 import jax
-from absl import app
+from absl import app, flags
+from absl import logging as absl_logging
 
 SIMULATED_DEVICES = 8
 
@@ -43,6 +44,15 @@ def choose_devices(count: int | None = None) -> list[jax.Device]:
             f'Ask for {len(devices)} or fewer.'
         )
     return devices[:count]
+
+
+def quiet_logs() -> None:
+    """Shows warnings and errors of libraries only, unless --verbosity says otherwise.
+
+    A program of absl shows more by default, and a checkpoint is sixty lines of it.
+    """
+    if not flags.FLAGS['verbosity'].present:
+        absl_logging.set_verbosity(absl_logging.WARNING)
 
 
 def _already_split() -> bool:

@@ -18,11 +18,13 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _transfer                 whole trees <-> a mesh
     _data, _local, _prefetch  host data <-> global arrays, loaded ahead (_rows, _schedule, _exchange: which
                               rows go where; _broadcast, _replicas: values of one process, equal values)
+    distributed               joining processes, and stopping together
     explain, visualize        reports of one resolve; pictures of which device holds which block
     plan                      what a compiled step holds and sends
     _helper                   MeshShardingHelper: a thin front of all that
     axes                      named axes: one mapping, usable everywhere
     testing                   assertions for tests of sharded programs
+    checkpoint                states of runs on the disk, restored for any mesh
     sharding, utils           what users import
 
 Importing scalax touches no device and changes no global state of JAX.

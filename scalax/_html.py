@@ -20,6 +20,7 @@ from importlib import resources
 MOST_LINES = 300
 """Of a plain table: whoever has more wants to search them."""
 
+_NOWHERE = "base-uri 'none'; form-action 'none'"
 _LEFT = ' style="text-align:left"'  # notebooks align the cells of tables to the right
 
 
@@ -71,6 +72,24 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[
 def paragraphs(lines: Iterable[str]) -> str:
     """Lines of text, a paragraph each."""
     return '\n'.join(f'<p>{escape(line)}</p>' for line in lines)
+
+
+def still_page(title: str, body: str) -> str:
+    """A whole document without scripts, which may load nothing.
+
+    Args:
+        title: plain text.
+        body: HTML, well-formed as XML is.
+    """
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {_NOWHERE}"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
+        f'<style>\n{_shared("palette.css")}{_shared("page.css")}</style>\n</head>\n'
+        f'<body>\n{body}\n</body>\n</html>\n'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +145,7 @@ class Widget:
         digest = hashlib.sha256(self._name_and_script[1].encode()).digest()
         policy = (
             "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-            f"script-src 'sha256-{base64.b64encode(digest).decode()}'; base-uri 'none'; form-action 'none'"
+            f"script-src 'sha256-{base64.b64encode(digest).decode()}'; {_NOWHERE}"
         )
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

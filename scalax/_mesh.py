@@ -7,8 +7,11 @@ this module checks what the user asked for, fills in -1, and says what would fit
 from __future__ import annotations
 
 import functools
+import glob
+import importlib.metadata
 import importlib.util
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._topologies import KNOWN
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 
@@ -58,7 +62,12 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         MeshError: libtpu does not know the topology.
     """
     if importlib.util.find_spec('libtpu') is None:
-        raise MissingDependencyError('TPU topologies need the TPU compiler: pip install libtpu')
+        raise MissingDependencyError(
+            'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
+        )
+    if not _is_tpu_machine():
+        for name, value in _NO_TPU_MACHINE.items():
+            os.environ.setdefault(name, value)
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
@@ -67,8 +76,37 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
     # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
     except (RuntimeError, ValueError) as error:
-        raise MeshError(f'the TPU compiler describes no topology {topology!r}: {error}') from error
+        if _is_wrong_version(error):
+            raise MissingDependencyError(
+                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
+                'can use: pip install "jax[tpu]" brings the one that fits'
+            ) from error
+        raise MeshError(
+            f'the TPU compiler describes no topology {topology!r}: {error}\n{did_you_mean(topology, KNOWN)}\n'
+            '`python -m scalax topologies` lists those that are known'
+        ) from error
     return list(described.devices)
+
+
+# Away from TPUs the compiler would ask the network where it runs, take a lock for itself, and write logs.
+_NO_TPU_MACHINE = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'TPU_LOG_DIR': 'disabled',
+    'TPU_STDERR_LOG_LEVEL': '3',
+    'TPU_MIN_LOG_LEVEL': '3',
+}
+
+
+def _is_tpu_machine() -> bool:
+    """Whether TPUs are here, whose own settings are not to be touched."""
+    return bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
+
+
+def _is_wrong_version(error: Exception) -> bool:
+    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
 
 
 def checked_axes(

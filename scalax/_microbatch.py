@@ -64,7 +64,8 @@ def microbatch(
         A function with the parameters of *fun*.
 
     Raises:
-        ArgumentError: an argument that *fun* does not have; integers in the result, which have no mean.
+        ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
+            dtype to accumulate in; integers in the result, which have no mean.
         DataError: the rows do not divide by *n*; all such leaves are named.
 
     Example:
@@ -83,8 +84,17 @@ def microbatch(
     n = operator.index(n)
     if reduce not in ('mean', 'sum'):
         raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
+    if accumulate_dtype is not None and not _is_float(accumulate_dtype):
+        raise ArgumentError(
+            'microbatch: accumulate_dtype is a floating-point dtype, or None, '
+            f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
+        )
     signature = inspect.signature(fun)
     divided, keys = (_names(fun, signature, option) for option in (batch, rng))
+    if both := [name for name in divided if name in keys]:
+        raise ArgumentError(
+            f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
+        )
 
     @functools.wraps(fun)
     def in_parts(*args: Any, **kwargs: Any) -> Any:
@@ -120,6 +130,13 @@ def microbatch(
         )
 
     return in_parts
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:

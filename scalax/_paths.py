@@ -50,9 +50,21 @@ def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
         return [path_string(path) for path in paths]
 
 
-def join(prefix: str, path: str) -> str:
-    """The path of a leaf whose subtree lies at *prefix*."""
-    return f'{prefix}/{path}' if prefix and path else prefix or path
+def optional_path(path: Sequence[Any]) -> str | None:
+    """`path_string`, and None where there are no keys: ``''`` is the path of one empty key too."""
+    return path_string(path) if path else None
+
+
+def join(prefix: str | None, path: str | None) -> str | None:
+    """The path of a leaf whose subtree lies at *prefix*. None stands for no keys, ``''`` for an empty one.
+
+    Example:
+        >>> join('layers', 'w'), join('layers', ''), join('layers', None), join(None, 'w')
+        ('layers/w', 'layers/', 'layers', 'w')
+    """
+    if prefix is None or path is None:
+        return path if prefix is None else prefix
+    return f'{prefix}/{path}'
 
 
 def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
@@ -107,17 +119,18 @@ class NamedTree:
     """A pytree laid flat: its leaves with their paths and shapes, and its structure.
 
     Rules see a tree in this form. ``prefix`` is where the tree lies in the tree that the user gave
-    (for messages only: rules never see it). ``parent`` and ``indices`` are set on a selection of
-    leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that another
-    rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see others.
-    ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is ``''`` too.
+    (for messages only: rules never see it); None is its root. ``parent`` and ``indices`` are set on a
+    selection of leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that
+    another rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see
+    others. ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is
+    ``''`` too.
     """
 
     paths: Sequence[str]
     leaves: Sequence[Any]
     shapes: Sequence[tuple[int, ...]]
     treedef: Any
-    prefix: str = ''
+    prefix: str | None = None
     parent: NamedTree | None = None
     indices: Sequence[int] = ()
     taken: Sequence[PartitionSpec] = ()
@@ -125,12 +138,14 @@ class NamedTree:
     bare: bool = False
 
     @classmethod
-    def of(cls, pytree: Any, prefix: str = '', as_leaf: Callable[[Any], Any] | None = None) -> NamedTree:
+    def of(
+        cls, pytree: Any, prefix: str | None = None, as_leaf: Callable[[Any], Any] | None = None
+    ) -> NamedTree:
         """Flattens *pytree*. A leaf that is not an array gets the shape ``()``.
 
         Args:
             pytree: the tree.
-            prefix: where it lies.
+            prefix: where it lies; None if in nothing larger.
             as_leaf: what rules see in place of each leaf. The tree itself is not rebuilt, because nodes
                 of other libraries may refuse to hold anything but arrays.
         """
@@ -200,10 +215,14 @@ class NamedTree:
             tree = tree.parent
         return tree, indices
 
-    def path_below(self, at: str, index: int) -> str:
+    def path_below(self, at: str | None, index: int) -> str:
         """The path of leaf number *index* in a tree in which this one lies at *at*."""
-        path = self.paths[index]
-        return at if self.bare else f'{at}/{path}' if at else path
+        return join(at, None if self.bare else self.paths[index]) or ''
+
+    def path_seen(self, index: int) -> str:
+        """The path of leaf number *index* as rules see it, and where it begins, for messages."""
+        inside = '' if self.prefix is None else f' (inside {self.prefix!r})'
+        return f'{self.paths[index]!r}{inside}'
 
     @property
     def descriptions(self) -> list[str]:

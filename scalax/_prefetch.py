@@ -8,6 +8,7 @@ in another order on another process, and all of them wait for ever.
 from __future__ import annotations
 
 import atexit
+import copy
 import dataclasses
 import queue
 import threading
@@ -31,6 +32,7 @@ class _Item:
     part: _data.Part | None = None
     finish: _data.Finish | None = None
     error: BaseException | None = None
+    state: Any = None  # of the iterator, once it had given this batch
 
 
 class _Shared:
@@ -72,6 +74,10 @@ class Prefetch(Iterator[Any]):
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
     the iterator any more.
+
+    The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
+    (``get_state``, as Grain's have), `get_state` is the state behind the batch that the loop was given last:
+    what belongs into a checkpoint.
     """
 
     def __init__(self, iterable: Iterable[Any], options: _data.Options, size: int, check: bool) -> None:
@@ -84,7 +90,10 @@ class Prefetch(Iterator[Any]):
         self._count = 0
         self._done = False
         # The iterable is asked for its iterator here, so that what is none is an error here.
-        arguments = (iter(iterable), options, self._shared, bool(jax.config.jax_enable_x64))
+        iterator = iter(iterable)
+        self._stateful = hasattr(iterator, 'get_state')
+        self._state = _state_of(iterator)
+        arguments = (iterator, options, self._shared, bool(jax.config.jax_enable_x64))
         self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
         _running[self._thread] = self._shared
         self._thread.start()
@@ -118,9 +127,54 @@ class Prefetch(Iterator[Any]):
         if item.finish is None:
             raise StopIteration
         batch = item.finish()
+        self._state = item.state
         self._count += 1
         self._shared.room.put(None)
         return batch
+
+    def get_state(self) -> Any:
+        """The state of the iterator behind the batch that was given last, whatever is loaded ahead.
+
+        Raises:
+            DataError: the iterator has no state.
+
+        Example:
+            >>> import numpy as np
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> class Counter:
+            ...     def __init__(self, start):
+            ...         self.next = start
+            ...
+            ...     def __iter__(self):
+            ...         return self
+            ...
+            ...     def __next__(self):
+            ...         self.next += 1
+            ...         return np.full(8, self.next - 1)
+            ...
+            ...     def get_state(self):
+            ...         return {'next': self.next}
+            >>> with MeshShardingHelper([-1], ['data']).prefetch(Counter(5), size=3) as batches:
+            ...     print(next(batches).sum(), batches.get_state())
+            40 {'next': 6}
+        """
+        if not self._stateful:
+            raise DataError(
+                'the iterator that is loaded ahead has no get_state. Give an iterator with a state, such as '
+                'one of Grain, or count batches and start from that number'
+            )
+        return copy.deepcopy(self._state)
+
+    def set_state(self, state: Any) -> None:
+        """Not possible: batches behind another state are loaded already.
+
+        Raises:
+            DataError: always; it says what to do.
+        """
+        raise DataError(
+            'batches are loaded ahead already: set the state of the iterator itself (or restore it from the '
+            'checkpoint), and call helper.prefetch then'
+        )
 
     def close(self) -> None:
         """Stops loading, and lets go of what is loaded. Later ``next`` calls end the iteration."""
@@ -163,6 +217,12 @@ def _next_item(iterator: Iterator[Any], options: _data.Options) -> _Item:
             return _Item()
         part = _data.read(options, tree)
         # Loaders fill the same memory again and again.
-        return _Item(part, _data.place(part, keep=False))
+        return _Item(part, _data.place(part, keep=False), state=_state_of(iterator))
     except BaseException as error:
         return _Item(error=error)
+
+
+def _state_of(iterator: Iterator[Any]) -> Any:
+    """A copy of its state, if it has one."""
+    get_state = getattr(iterator, 'get_state', None)
+    return None if get_state is None else copy.deepcopy(get_state())

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._paths import describe_leaf, join, key_string, leaf_shape
+from scalax._paths import describe_leaf, join, key_string, leaf_shape, optional_path
 from scalax.errors import StructureError, did_you_mean
 from scalax.rules._base import ShardingRule
 
@@ -28,10 +28,10 @@ def is_rule(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A subtree and the one rule that decides about it. ``at`` is the subtree's path."""
+    """A subtree and the one rule that decides about it. ``at`` is the subtree's path; None is the root."""
 
     rule: ShardingRule | PartitionSpec | NamedSharding | None
-    at: str
+    at: str | None
     subtree: Any
 
 
@@ -55,17 +55,16 @@ def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
         StructureError: the trees differ, or a leaf of *rules* is not a rule; says at which subtree.
     """
     if is_rule(rules):
-        return [Part(rules, '', pytree)]
+        return [Part(rules, None, pytree)]
     flat = check(rules, where)
     treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
-        _explain(rules, pytree, '', where)
+        _explain(rules, pytree, None, where)
         raise
     return [
-        Part(rule, '/'.join(map(key_string, path)), subtree)
-        for (path, rule), subtree in zip(flat, subtrees, strict=True)
+        Part(rule, optional_path(path), subtree) for (path, rule), subtree in zip(flat, subtrees, strict=True)
     ]
 
 
@@ -78,17 +77,29 @@ def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
         if not is_rule(rule):
-            _reject(rule, '/'.join(map(key_string, path)), where)
+            _reject(rule, optional_path(path), where, in_pairs=_are_pairs(rules))
     return flat
+
+
+def _are_pairs(rules: Any) -> bool:
+    """Whether pairs of a regex and a rule stand where rules should."""
+    return isinstance(rules, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and is_rule(pair[1])
+        for pair in rules
+    )
 
 
 def _of(where: str) -> str:
     return f' of {where}' if where else ''
 
 
-def _reject(value: Any, path: str, where: str) -> None:
+def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
     hint, got = '', repr(value)
-    if isinstance(value, str):
+    if in_pairs:
+        hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
+    elif isinstance(value, type) and issubclass(value, ShardingRule):
+        hint = f'; this is the class: write {value.__name__}(...)'
+    elif isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
@@ -97,8 +108,8 @@ def _reject(value: Any, path: str, where: str) -> None:
         hint = '; are the tree and the rules the wrong way round?'
     raise StructureError(
         f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
-        f'{f" at {path!r}" if path else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
-        f'a NamedSharding or None{hint}'
+        f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
+        f'PartitionSpec, a NamedSharding or None{hint}'
     )
 
 
@@ -121,12 +132,12 @@ def _first_ten(items: Iterable[str]) -> str:
     return ', '.join(texts[:10]) + (f' and {len(texts) - 10} more' if len(texts) > 10 else '')
 
 
-def _explain(rules: Any, tree: Any, at: str, where: str) -> None:
+def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
     """Finds the first place where the two trees part ways, and raises about it."""
     if is_rule(rules):
         return
     of = _of(where) or ' of the tree'
-    place = f'at {at!r}' if at else 'at its root'
+    place = 'at its root' if at is None else f'at {at!r}'
     mine, theirs = dict(_children(rules)), dict(_children(tree))
     if type(rules) is not type(tree):
         raise StructureError(

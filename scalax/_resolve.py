@@ -82,7 +82,7 @@ def resolve(
     *,
     use: Use = Use.CONCRETE,
     where: str = '',
-    at: str = '',
+    at: str | None = None,
     on_indivisible: OnIndivisible = 'error',
     as_leaf: Callable[[Any], Any] | None = None,
 ) -> Resolution:
@@ -94,7 +94,7 @@ def resolve(
         mesh: the mesh; an AbstractMesh is enough.
         use: what the shardings are for.
         where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
-        at: where the tree lies in something larger; prefixed to leaf paths in messages.
+        at: where the tree lies in something larger, if in anything; prefixed to leaf paths in messages.
         on_indivisible: the policy of bare specs. Rules carry their own.
         as_leaf: what rules see in place of each leaf.
 

@@ -117,7 +117,9 @@ class _Mapped:
         layout = self._convention.layout(self._convention.extras_of(row))
         where = f'the arguments of {self._convention.name!r} (in_specs)'
         by_slot = resolve_slots(
-            self._convention.rules_by_slot(in_specs, row, 'in_specs'),
+            self._convention.rules_by_slot(
+                in_specs, row, 'in_specs', '', 'PartitionSpec() for what every device has whole'
+            ),
             layout,
             row,
             mesh=self._mesh,
@@ -294,6 +296,11 @@ def _reject_needy(name: str, out_specs: RuleLike) -> None:
 
 
 def _checked(axis_names: Iterable[str], axes: MeshAxes) -> frozenset[str]:
+    if not isinstance(axis_names, Iterable):
+        raise ArgumentError(
+            f'axis_names of shard_map are names of mesh axes, such as {tuple(axes.sizes)[:1]}, '
+            f'got {axis_names!r}'
+        )
     names = [axis_names] if isinstance(axis_names, str) else list(axis_names)
     for name in names:
         if name not in axes.sizes:

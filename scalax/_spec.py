@@ -134,6 +134,11 @@ class Fault:
     hint: str
 
 
+def no_axis(axis: Any, sizes: Mapping[str, int]) -> str:
+    """What is wrong with an axis that a mesh of these axes lacks."""
+    return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
+
+
 def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:
     """Everything that is wrong with *spec* for an array of *shape*, divisibility aside."""
     found = []
@@ -144,7 +149,7 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
             found.append(
                 Fault(
                     'unknown-axis',
-                    f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), axes.sizes)})',
+                    no_axis(axis, axes.sizes),
                     'name only axes of the mesh, or build the mesh with that axis.',
                 )
             )

@@ -12,10 +12,12 @@ already catch for the same kind of mistake::
     ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
+    ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
+    ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     └── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
 
@@ -66,6 +68,10 @@ class DataError(ScalaxError, ValueError):
     """Data from outside does not fit: a host batch the mesh, or a file what it is read as."""
 
 
+class CheckpointError(ScalaxError, ValueError):
+    """A checkpoint could not be written, is damaged, or does not hold the tree that is asked for."""
+
+
 class MissingDependencyError(ScalaxError, ImportError):
     """An optional package is needed and not installed; the message holds the install command."""
 
@@ -76,6 +82,10 @@ class ScalaxWarning(UserWarning):
 
 class IndivisibleWarning(ScalaxWarning):
     """A dimension does not divide by its mesh axes; the policy in force lets it pass."""
+
+
+class CheckpointWarning(ScalaxWarning):
+    """A damaged checkpoint was passed over for an earlier one."""
 
 
 class UnusedAnnotationWarning(ScalaxWarning):

@@ -4,6 +4,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._constrain import with_sharding_annotation, with_sharding_constraint
 from scalax._helper import MeshShardingHelper
+from scalax._prefetch import Prefetch
 from scalax._sjit import SjitFunction
 from scalax.explain import ShardingReport
 from scalax.rules import (
@@ -29,6 +30,7 @@ __all__ = [
     'OptimizerStateShardingRule',
     'PartitionSpec',
     'PolicyShardingRule',
+    'Prefetch',
     'ShardingReport',
     'ShardingRule',
     'SjitFunction',

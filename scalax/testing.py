@@ -23,13 +23,19 @@ _COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def assert_collectives(
-    fun: Callable[..., Any], /, *args: Any, helper: MeshOwner | None = None, **expected: Expected
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    helper: MeshOwner | None = None,
+    **expected: Expected,
 ) -> None:
     """Asserts how often a function's compiled program runs which collectives; nothing is run.
 
     Args:
         fun: a function that `sjit` made; with *helper* also one of ``jax.jit``.
         *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+        kwargs: its keyword arguments, as a dict.
         helper: whose mesh it runs on, where `sjit` did not make it.
         **expected: for each kind that is checked (``all_gather``, ``all_reduce``, ``reduce_scatter``,
             ``all_to_all``, ``collective_permute``, ``collective_broadcast``, ``ragged_all_to_all``), how
@@ -57,11 +63,12 @@ def assert_collectives(
     for name in expected:
         if name not in kinds:
             raise ArgumentError(
-                f'assert_collectives: there is no collective {name!r} ({did_you_mean(name, kinds)})'
+                f'assert_collectives: there is no collective {name!r} ({did_you_mean(name, kinds)}); the '
+                "function's own keyword arguments go into kwargs={...}"
             )
     if not expected:
         raise ArgumentError(f'assert_collectives: nothing is expected; name some of {", ".join(kinds)}')
-    plan = make_plan(helper, fun, args, {})
+    plan = make_plan(helper, fun, args, kwargs or {})
     if plan.devices < helper.mesh.size:
         raise AssertionError(
             f'{plan.name} runs on {plan.devices} of {helper.mesh.size} devices, where there is nothing to '
@@ -170,9 +177,15 @@ def assert_sharded_like(pytree: Any, rules: RuleLike, helper: MeshOwner | None =
         rules, pytree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
     ).shardings
     wrong = [
-        f'{tree.describe(i)} lies as {"{}, expected {}".format(*told_apart(mine, theirs))}'
+        f'{tree.describe(i)} {_lies(mine, theirs)}'
         for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
         if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(tree.shapes[i])))
     ]
     if wrong:
         raise AssertionError(f'arrays lie otherwise than the rules say:\n{shown(wrong)}')
+
+
+def _lies(mine: Any, theirs: Any) -> str:
+    if mine is None:
+        return f'has no sharding, being no array on devices; expected {told_apart(mine, theirs)[1]}'
+    return 'lies as {}, expected {}'.format(*told_apart(mine, theirs))

@@ -31,7 +31,7 @@ GRACE_S = 10
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 
 # These ask nothing of JAX that they do not already ask on the newest one.
-NOT_ON_OLDEST = ['tests/test_benchmarks.py', 'tests/test_plan_tpu.py', 'tests/test_wheel.py']
+NOT_ON_OLDEST = [f'tests/test_{name}.py' for name in ('benchmarks', 'launch', 'plan_tpu', 'wheel')]
 
 
 @dataclass

@@ -9,6 +9,7 @@ they are written. Starting costs seconds, so many checks share one start::
 No wait is unbounded: all processes end, or are ended by their ids, within the timeout.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -19,7 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -83,6 +84,57 @@ def run_checks(
             tuple(file.read_text(errors='replace') for file in printed),
             tuple(frozenset(file.read_text().split()) for file in passed),
         )
+
+
+class Running:
+    """Programs that run at the same time, with what each has printed so far."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], files: list[Path]) -> None:
+        self.processes, self._files = processes, files
+
+    def output(self, index: int = 0) -> str:
+        return self._files[index].read_text(errors='replace')
+
+    def wait(self, timeout: float = 120) -> tuple[int, ...]:
+        """The exit codes, once all have ended."""
+        end = time.monotonic() + timeout
+        return tuple(process.wait(max(end - time.monotonic(), 0)) for process in self.processes)
+
+    def wait_for(self, said: str, index: int = 0, timeout: float = 120) -> None:
+        """Until one of them says something."""
+        end = time.monotonic() + timeout
+        while said not in self.output(index):
+            assert self.processes[index].poll() is None, self.output(index)
+            assert time.monotonic() < end, self.output(index)
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Running]:
+    """Starts Python programs, each with variables of its own; at the end, ends those that still run.
+
+    Args:
+        *programs: what stands behind ``python``, for each.
+        env: environment variables for each, besides those of the tests.
+    """
+    common = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(HERE.parent), 'PYTHONUNBUFFERED': '1'}
+    common.pop('XLA_FLAGS', None)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        files, processes = [], []
+        for index, (program, own) in enumerate(zip(programs, env, strict=True)):
+            files.append(Path(folder, f'{index}.txt'))
+            with files[-1].open('wb') as out:
+                process = subprocess.Popen(
+                    [sys.executable, *program],
+                    cwd=HERE.parent,
+                    env={**common, **own},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # does nothing to one that has ended
+            processes.append(process)
+        yield Running(processes, files)
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:

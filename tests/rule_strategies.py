@@ -138,7 +138,6 @@ class _Trees:
     floor: int
     has_data: bool
     keys: Sequence[str] = _KEYS
-    empty_key: bool = True
 
     def leaf(self) -> Any:
         """An array; Python numbers and keys too, where these have dimensions enough."""
@@ -166,8 +165,7 @@ class _Trees:
         some, others = self.tree(depth - 1), [self.tree(depth - 1) for _ in range(self.rnd.randrange(3))]
         if kind <= 8:
             return [[some, *others], Pair(some, others), Module(some, others)][kind - 6]
-        name = '' if self.empty_key else 'w'
-        return self.rnd.choice([{7: some, -1: others}, {name: some}, (some, None), (some,), None, (), {}])
+        return self.rnd.choice([{7: some, -1: others}, {'': some}, (some, None), (some,), None, (), {}])
 
 
 # --- Terms ----------------------------------------------------------------------------------------
@@ -340,8 +338,7 @@ def _situation(rnd: Random, count: int | None, values: bool) -> Situation:
     else:
         mesh, floor = _mesh(rnd), rnd.randrange(4)
         keys = _PLAIN_KEYS if kind == 8 else _KEYS
-        # Paths do not show an empty key right below a prefix.
-        tree = _Trees(rnd, floor, mesh.order is not None, keys, empty_key=kind not in (9, 10)).tree()
+        tree = _Trees(rnd, floor, mesh.order is not None, keys).tree()
         if kind == 8 and isinstance(tree, dict) and not values:
             params, tree = abstract(tree), state_of(tree)
         prefixed = count is None and kind in (9, 10)

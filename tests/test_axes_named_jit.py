@@ -247,6 +247,14 @@ def test_inside_other_transformations(helper):
         np.testing.assert_allclose(jax.vmap(double)(x[None]), np.full((1, 16, 3), 2.0))
 
 
+def test_inside_jit_under_the_mesh_of_jax(helper):
+    compiled = named_jit(lambda x: x * 2, in_axis_resources=PARAMS, out_axis_resources=PARAMS)
+    with jax.set_mesh(helper.mesh):
+        out = jax.jit(compiled)(hax.ones((EMBED, MLP)))
+    assert out.array.sharding.spec == P('data', 'tp')
+    np.testing.assert_array_equal(out.array, np.full((8, 32), 2.0))
+
+
 def test_threads_have_their_own_mappings(helper):
     compiled = named_jit(lambda x: x, mesh=helper)
     x = hax.ones((EMBED, MLP))

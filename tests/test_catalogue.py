@@ -218,7 +218,7 @@ def test_reports_list_idle_rows_of_the_user_only(name):
     leaves = {'layers/norm/scale': (4, 64)}
     for stacked in ('', 'layers/'):
         shapes = leaves if stacked else {'norm/scale': (64,)}
-        report = HELPER.explain(tree(shapes), rule(TABLES[name], stacked=stacked, expert='tp'))
+        report = HELPER.explain(tree(shapes), rule(TABLES[name], stacked=stacked, expert=None))
         assert (report.unused_rules, report.shadowed_rules) == ((), ())
         report.check(no_unused_rules=True)
     own = (('wrong_name', P()), *TABLES[name], ('norm/scale', P()))
@@ -259,10 +259,96 @@ def test_axes_are_renamed(axes, expected):
     assert spec_of(MIXTRAL, 'experts/0/w1/kernel', 64, 128, **axes) == expected
 
 
-def test_a_table_over_other_axes_is_an_error():
-    message = "in a table: the axes of a table are 'fsdp', 'tp', 'expert', got 'model'"
-    with pytest.raises(RuleError, match=message):
-        rule((('w', P(None, 'model')),))
+ROW_0 = 'catalogue.rule, row 0 of the table: '
+NO_TABLE = (
+    'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, got '
+)
+NO_STACK = (
+    "catalogue.rule: stacked is a regex for the paths of layers that are stacked, such as 'layers/', got "
+)
+
+
+@pytest.mark.parametrize(
+    ('table', 'arguments', 'message'),
+    [
+        ('LLAMA', {}, f"{NO_TABLE}'LLAMA'; did you mean catalogue.LLAMA, without quotes?"),
+        ('mixtrl', {}, f"{NO_TABLE}'mixtrl'; did you mean catalogue.MIXTRAL, without quotes?"),
+        (None, {}, f'{NO_TABLE}None'),
+        (('w', P('fsdp')), {}, f"{ROW_0}expected a pair (regex, PartitionSpec), got 'w'"),
+        (
+            (SPLIT_HEADS, LLAMA),
+            {},
+            f'{ROW_0}expected a pair (regex, PartitionSpec), got {repr(SPLIT_HEADS)[:57]}...; tables are '
+            'joined as (*first, *second)',
+        ),
+        (
+            (('(', P()),),
+            {},
+            f"{ROW_0}invalid regex '(': missing ), unterminated subpattern (position 0)",
+        ),
+        (
+            (('w', 'fsdp'),),
+            {},
+            "catalogue.rule, row 0 of the table ('w'): the value is a PartitionSpec, a rule or None, got "
+            "'fsdp'; write PartitionSpec('fsdp')",
+        ),
+        (
+            (('w', P(None, 'fdsp')),),
+            {},
+            f"{ROW_0}{P(None, 'fdsp')} names 'fdsp' (did you mean 'fsdp'?); the axes of a table are fsdp, "
+            'tp, expert, and the arguments of these names say what each is on the mesh',
+        ),
+        (LLAMA, {'fsdp': 3}, 'catalogue.rule: fsdp is a mesh axis, a tuple of them or None, got 3'),
+        (
+            LLAMA,
+            {'tp': ('tp', '')},
+            "catalogue.rule: tp is a mesh axis, a tuple of them or None, got ('tp', '')",
+        ),
+        (
+            LLAMA,
+            {'fsdp': 'model', 'tp': ('y', 'model')},
+            f"{ROW_0}{P('tp', 'fsdp')} would use the mesh axis 'model' twice, as tp= and as fsdp=; give "
+            'each a mesh axis of its own, or None to leave one out',
+        ),
+        (
+            LLAMA,
+            {'stacked': True},
+            f'{NO_STACK}True; trees that are stacked throughout take rule(table).stacked(1)',
+        ),
+        (
+            LLAMA,
+            {'stacked': 'layers/('},
+            "catalogue.rule, stacked: invalid regex 'layers/(': missing ), unterminated subpattern "
+            '(position 7)',
+        ),
+        (LLAMA, {'on_indivisible': 'pad'}, "on_indivisible is 'error', 'replicate' or 'warn', got 'pad'"),
+    ],
+)
+def test_wrong_arguments(table, arguments, message):
+    with pytest.raises(RuleError) as caught:
+        rule(table, **arguments)
+    assert str(caught.value) == message
+
+
+def test_axes_that_a_table_does_not_use_may_be_the_same():
+    assert spec_of(LLAMA, 'mlp/up', 8, 8, fsdp='expert') == P('expert', 'tp')
+
+
+def test_a_mesh_without_an_axis_of_the_table():
+    table = (('w1', P('expert', 'fsdp', 'tp')), ('own', P('data')))
+    with pytest.raises(ShardingError) as caught:
+        HELPER.match_sharding_rule(rule(table[:1], fsdp='data'), tree({'experts/w1': (8, 64, 128)}))
+    assert str(caught.value) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  experts/w1: float32[8, 64, 128]\n'
+        "    the mesh has no axis 'expert' (known: 'fsdp', 'tp'); the mesh has no axis 'data' (known: "
+        "'fsdp', 'tp')\n"
+        f"    asked for: {P('expert', 'data', 'tp')} from regex 'w1'\n"
+        'What to do: give expert=None to catalogue.rule to leave out what the mesh lacks, or the name that '
+        'it has there.'
+    )
+    with pytest.raises(ShardingError, match='name only axes of the mesh, or build the mesh with that axis'):
+        HELPER.match_sharding_rule(ExactRankRule(*table), tree({'own': (8,)}))
 
 
 def test_own_rows_go_first():

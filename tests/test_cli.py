@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tpu_compiler
 
+from scalax._topologies import KNOWN, chips
 from scalax.cli import main
-from scalax.cli._topologies import KNOWN, chips
 from scalax.plan import HARDWARE, Plan
 from scalax.sharding import MeshShardingHelper, ShardingReport
 
@@ -51,7 +51,7 @@ def job(tmp_path):
 
 def run(*arguments):
     """In a process of its own, whose devices are not those of the tests."""
-    env = {**os.environ, **tpu_compiler.ALONE, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -79,10 +79,28 @@ def test_plan_as_json(job):
 )
 def test_plan_for_tpus(job, function, fits, code):
     on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick', '--json')
-    done = run('plan', f'{job}:{function}', *on)
+    page = job.parent / 'plan.html'
+    done = run('plan', f'{job}:{function}', *on, '--html', page)
     assert (done.returncode, done.stderr) == (code, '')
     plan = Plan.load(done.stdout)
+    assert '<title>Plan of step</title>' in page.read_text()
     assert (plan.device_kind, plan.fits, plan.mesh) == ('TPU v5 lite', fits, {'fsdp': 4, 'tp': 2})
+
+
+@tpu_compiler.needed
+def test_search(job, tmp_path):
+    page = tmp_path / 'best.html'
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--full', 0)
+    done = run('search', f'{job}:make_step', *on, '--html', page)
+    assert (done.returncode, done.stderr) == (0, '')
+    lines = done.stdout.splitlines()
+    assert lines[0] == '2 meshes on v5e:2x2, 2 of them planned'
+    assert {line.split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
+    assert '<title>Plan of step</title>' in page.read_text()
+    done = run('search', f'{job}:make_large', *on, '--json')
+    assert (done.returncode, done.stderr) == (3, '')
+    found = json.loads(done.stdout)
+    assert all(row['lost'].startswith('does not fit') for row in found['candidates'])
 
 
 @tpu_compiler.needed
@@ -99,13 +117,14 @@ def test_an_unknown_topology_is_named_with_its_neighbours(job):
     done = run('plan', f'{job}:make_step', '--topology', 'v5e:2x5', '--mesh', 'fsdp=-1,tp=2')
     assert done.returncode == 2
     assert done.stderr.startswith("error: the TPU compiler describes no topology 'v5e:2x5': ")
-    assert "did you mean 'v5e:2x4'" in done.stderr
+    assert done.stderr.endswith(
+        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n`python -m scalax topologies` lists those that are known\n"
+    )
 
 
 @tpu_compiler.needed
 @pytest.mark.parametrize('topology', KNOWN)
 def test_listed_topologies_are_those_of_the_compiler(topology):
-    tpu_compiler.set_up()
     helper = MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
     hardware = HARDWARE[topology.partition(':')[0]]
     assert helper.mesh.size == chips(topology) * hardware.devices_per_chip
@@ -118,6 +137,13 @@ def test_explain_needs_no_devices(job, capsys):
     assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=16,tp=4', '--json']) == 0
     [row] = ShardingReport.load(capsys.readouterr().out).rows
     assert (row.path, row.bytes_per_device) == ('w', 64 * 32 * 4 // 64)
+
+
+def test_usage_of_search(job, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=x'])
+    assert ended.value.code == 2
+    assert "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)" in capsys.readouterr().err
 
 
 def test_topologies(capsys):

@@ -57,6 +57,63 @@ def test_batches_come_in_order(count: int, size: int) -> None:
     assert numbers == list(range(count))
 
 
+class Counted:
+    """An iterator with a state, which it changes in place."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.state, self.stop = {'next': start}, stop
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.state['next'] == self.stop:
+            raise StopIteration
+        self.state['next'] += 1
+        return batch(self.state['next'] - 1)
+
+    def get_state(self) -> dict[str, int]:
+        return self.state
+
+
+def test_the_state_is_that_of_the_loop_and_not_of_what_is_loaded_ahead() -> None:
+    iterator = Counted(2, 6)
+    with HELPER.prefetch(iterator, size=3) as batches:
+        assert eventually(lambda: iterator.state['next'] == 5)
+        assert batches.get_state() == {'next': 2}
+        for arrays in batches:
+            state = batches.get_state()
+            assert state == {'next': int(arrays['number']) + 1}
+            state['next'] = 100  # a copy: nobody else's state
+        assert batches.get_state() == {'next': 6}
+    assert batches.get_state() == {'next': 6}
+
+
+def test_another_start_from_the_state_goes_on_with_the_next_batch() -> None:
+    with HELPER.prefetch(Counted(0, 9), size=4) as batches:
+        seen = [int(next(batches)['number']) for _ in range(3)]
+        again = Counted(batches.get_state()['next'], 9)
+    with HELPER.prefetch(again) as batches:
+        seen += [int(arrays['number']) for arrays in batches]
+    assert seen == list(range(9))
+
+
+def test_what_has_no_state_says_so() -> None:
+    with HELPER.prefetch([batch(0)]) as batches:
+        with pytest.raises(DataError) as error:
+            batches.get_state()
+        assert str(error.value) == (
+            'the iterator that is loaded ahead has no get_state. Give an iterator with a state, such as one '
+            'of Grain, or count batches and start from that number'
+        )
+        with pytest.raises(DataError) as error:
+            batches.set_state({})
+        assert str(error.value) == (
+            'batches are loaded ahead already: set the state of the iterator itself (or restore it from the '
+            'checkpoint), and call helper.prefetch then'
+        )
+
+
 def test_options_are_those_of_the_batch() -> None:
     (array,) = HELPER.prefetch([np.zeros((3, 4))], -1, 'data')
     assert array.sharding.spec == jax.P(None, 'data')

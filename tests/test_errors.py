@@ -181,7 +181,7 @@ One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
     'adam' is not an array
   table: <U1[2]
     JAX has no arrays of dtype <U1
-What to do: shard trees of arrays; take other leaves out, or make such arguments static.""",
+What to do: shard trees of arrays, and take other leaves out (a function may close over them).""",
             id='not arrays',
         ),
         pytest.param(
@@ -215,7 +215,7 @@ What to do: UNCONSTRAINED is for constraints and annotations inside a compiled f
             f"""\
 3 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
   a/w: float32[8]
-    no regex of the rule matches the path 'w'
+    no regex of the rule matches the path 'w' (inside 'a')
     rule: TreePathShardingRule with 1 regex
   b: float32[8]
     got 3 of type int, which is not a PartitionSpec

@@ -264,6 +264,9 @@ OPTIONS = Options(
     devices=None,
     text=(),
     output='',
+    checkpoints=None,
+    save_every=100,
+    pause=0.0,
 )
 
 

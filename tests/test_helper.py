@@ -318,6 +318,19 @@ def test_one_forgotten_rule_fails_the_check():
         HELPER.explain(params, forgotten).check(max_replicated_bytes=8192)
 
 
+def test_what_is_replicated_in_every_layer_takes_one_line_of_the_check():
+    norms = {'scale': np.zeros(4, np.float32), 'bias': np.zeros(2, np.float32)}
+    params = {'layers': [norms] * 80, 'head': np.zeros(100, np.float32)}
+    with pytest.raises(ShardingError) as error:
+        HELPER.explain(params, P()).check(max_replicated_bytes=0)
+    assert str(error.value) == (
+        '2,320 bytes are replicated on every device, allowed are 0:\n'
+        '  layers/{0..79}/scale: 80 x 16 bytes (the spec given)\n'
+        '  layers/{0..79}/bias: 80 x 8 bytes (the spec given)\n'
+        '  head: 400 bytes (the spec given)'
+    )
+
+
 # --- Call forms -----------------------------------------------------------------------------------
 
 

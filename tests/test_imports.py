@@ -26,6 +26,7 @@ LAYERS = [
     '_html',
     'interop',
     'rules',
+    '_topologies',
     '_mesh',
     '_prefix',
     '_resolve',
@@ -47,11 +48,15 @@ LAYERS = [
     '_local',
     '_broadcast',
     '_prefetch',
+    'distributed',
     'explain',
     'visualize',
     'plan',
+    'custom_op',
     '_helper',
+    '_search',
     'testing',
+    'checkpoint',
     'axes',
     'sharding',
     'utils',
@@ -63,7 +68,7 @@ HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.
 
 OPTIONAL = [
     *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
-    *('optax', 'orbax', 'rich', 'sklearn', 'tqdm'),
+    *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
 # Underscored, yet public: the methods of named tuples.

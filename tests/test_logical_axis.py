@@ -167,6 +167,29 @@ def test_a_report_shows_a_misspelt_mesh_axis():
     )
 
 
+@pytest.mark.parametrize(
+    ('mapping', 'reason'),
+    [
+        ({'embed': ('tp', 'fdsp')}, "embed -> tp; the mesh has no 'fdsp' (did you mean 'fsdp'?)"),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'fdsp'))],
+            "mlp -> tp; embed: tp in use; the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'data', 'fdsp'))],
+            "mlp -> tp; embed -> data (tp in use); the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        # One mapping serves many meshes, and 'dp' looks like 'fsdp', which is named too.
+        ({'embed': ('dp', 'fsdp')}, 'embed -> fsdp'),
+        ({'embed': ('replica', 'fsdp')}, 'embed -> fsdp'),
+    ],
+)
+def test_a_misspelt_mesh_axis_among_others_is_shown(mapping, reason):
+    rule = LogicalAxisShardingRule({'mlp': None, **dict(mapping)}, [('', 'mlp embed')])
+    report = helper_for({'data': 2, 'fsdp': 2, 'tp': 2}).explain(leaf(8, 8), rule)
+    assert report.rows[0].reason == reason
+
+
 # --- Sizes and divisibility -----------------------------------------------------------------------
 
 FUSED = [('', 'embed (heads head_dim)')]

@@ -201,6 +201,21 @@ ERRORS = {
         ArgumentError,
         "microbatch: reduce is 'mean' or 'sum', got 'max'",
     ),
+    'sums of integers': (
+        lambda: microbatch(loss, 2, accumulate_dtype=np.int32),
+        ArgumentError,
+        'microbatch: accumulate_dtype is a floating-point dtype, or None, got int32',
+    ),
+    'no dtype': (
+        lambda: microbatch(loss, 2, accumulate_dtype='flot32'),
+        ArgumentError,
+        "microbatch: accumulate_dtype is a floating-point dtype, or None, got 'flot32'",
+    ),
+    'keys that are the batch': (
+        lambda: microbatch(loss, 2, rng=('params', 'batch')),
+        ArgumentError,
+        'microbatch: batch cannot be both the batch (batch=...) and PRNG keys (rng=...)',
+    ),
     'another argument': (
         lambda: microbatch(loss, 2, batch='bach'),
         ArgumentError,

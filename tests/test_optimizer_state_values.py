@@ -70,7 +70,12 @@ def by_rank(path, leaf):
         ('v/w', (0, 0), P(), 'at most one element'),
         ('count', (), P(), 'at most one element'),
         ('table', (8,), P(), 'belongs to no parameter'),
-        ('table', (8, 4), P(), 'belongs to no parameter'),
+        (
+            'table',
+            (8, 4),
+            P(),
+            'belongs to no parameter; with more than 32 elements it would be an error',
+        ),
         ('mu/aw', (8,), P(), 'belongs to no parameter'),  # keys are compared whole
         ('mu/w/q', (8, 16), P('a', 'b'), 'as its parameter'),
         ('mu/w/scale', (16,), P('b'), 'keeps dimension 1 of its parameter'),

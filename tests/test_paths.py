@@ -78,7 +78,18 @@ def test_keys_of_unknown_kinds_are_shown_as_they_print():
 
 
 @pytest.mark.parametrize(
-    ('prefix', 'path', 'joined'), [('a', 'b', 'a/b'), ('', 'b', 'b'), ('a', '', 'a'), ('', '', '')]
+    ('prefix', 'path', 'joined'),
+    [
+        ('a', 'b', 'a/b'),
+        (None, 'b', 'b'),
+        ('a', None, 'a'),
+        (None, None, None),
+        # An empty key is a key.
+        ('', 'b', '/b'),
+        ('a', '', 'a/'),
+        ('', '', '/'),
+        ('', None, ''),
+    ],
 )
 def test_join(prefix, path, joined):
     assert join(prefix, path) == joined

@@ -419,6 +419,8 @@ def test_arguments_of_jitted_functions_have_names():
     assert [row.path for row in HELPER.plan(jax.jit(fun), x, x).inputs.rows] == ['w', 'x']
     static = HELPER.plan(jax.jit(fun, static_argnums=2), x, x, 3)
     assert [row.path for row in static.inputs.rows] == ['args[0]', 'args[1]']
+    empty_key = HELPER.plan(jax.jit(lambda w: w), {'': x, 'a': {'': x}})
+    assert [row.path for row in empty_key.inputs.rows] == ['w/', 'w/a/']
 
 
 def test_methods():

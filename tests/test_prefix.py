@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._prefix import is_rule, key_of, split
-from scalax.errors import StructureError
+from scalax.errors import ShardingError, StructureError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
@@ -30,9 +30,10 @@ class Config:
 @pytest.mark.parametrize(
     ('rules', 'tree', 'parts'),
     [
-        (P(), {'w': X}, [('', ['w'])]),
-        (None, [X, X], [('', ['0', '1'])]),
-        (FSDP, X, [('', [''])]),
+        (P(), {'w': X}, [(None, ['w'])]),
+        (None, [X, X], [(None, ['0', '1'])]),
+        (FSDP, X, [(None, [''])]),
+        ({'': P(), 'b': FSDP}, {'': {'': X}, 'b': X}, [('', ['']), ('b', [''])]),
         ({'a': P(), 'b': FSDP}, {'a': {'w': X, 'v': X}, 'b': X}, [('a', ['v', 'w']), ('b', [''])]),
         ([P(), None], [X, {'w': X}], [('0', ['']), ('1', ['w'])]),
         ((P(), (FSDP, P())), (X, ([X], X)), [('0', ['']), ('1/0', ['0']), ('1/1', [''])]),
@@ -130,6 +131,18 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
             f"{WRONG} 'a': the tree has nothing called 'x' (there are none). {EACH}",
         ),
         (
+            [('w', P()), ('b', None)],
+            {'w': X, 'b': X},
+            f"the rules hold 'w' of type str at '0/0', {TAKEN}; pairs of a regex and a rule are for "
+            'TreePathShardingRule((regex, rule), ...)',
+        ),
+        (
+            {'w': FSDPShardingRule},
+            {'w': X},
+            f"the rules hold {FSDPShardingRule!r} of type ABCMeta at 'w', {TAKEN}; this is the class: write "
+            'FSDPShardingRule(...)',
+        ),
+        (
             {'a': {'x': P()}},
             {'a': None},
             f"{WRONG} 'a': the rules hold a dict with 1 child there, the tree holds None. {SAME_NODES}",
@@ -199,3 +212,14 @@ def test_messages_say_which_tree_it_is():
         "the rules do not have the structure of argument 'state' at its root: there is no rule for 'v'; the "
         f"tree has nothing called 'w' (known: 'v'). {EACH}"
     )
+
+
+def test_a_miss_says_what_the_rule_saw():
+    tree = {'params': {'up': X, 'b': X}, 'up': X}
+    rule = TreePathShardingRule(('up', P()))
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule({'params': rule, 'up': rule}, tree)
+    assert [(problem.leaf, problem.detail) for problem in error.value.problems] == [
+        ('params/b: float32[8, 8]', "no regex of the rule matches the path 'b' (inside 'params')"),
+        ('up: float32[8, 8]', "no regex of the rule matches the path '' (inside 'up')"),
+    ]

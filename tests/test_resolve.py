@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._resolve import Use, resolve
-from scalax.errors import IndivisibleWarning, ShardingError
+from scalax.errors import IndivisibleWarning, ShardingError, StructureError
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -99,6 +99,24 @@ def test_an_empty_key_is_part_of_the_path():
             assert [problem.leaf for problem in error.value.problems] == [
                 f'{p}: float32[6, 3]' for p in paths
             ]
+
+
+def test_an_empty_key_of_a_tree_of_rules_is_part_of_the_path():
+    tree = {'': {'w': leaf(6, 3), '': leaf(6, 3)}, 'v': leaf(6, 3)}
+    rules = {'': P('data'), 'v': P('data')}
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(rules, tree)
+    leaves = [f'{path}: float32[6, 3]' for path in ('/', '/w', 'v')]
+    assert [problem.leaf for problem in error.value.problems] == leaves
+    assert [row.path for row in HELPER.explain(tree, {'': P(), 'v': P()}).rows] == ['/', '/w', 'v']
+    with pytest.raises(ShardingError) as error:
+        HELPER.sjit(lambda tree: tree, in_shardings=(rules,))(jax.tree.map(lambda x: np.zeros(x.shape), tree))
+    leaves = [f'tree/{path}: float64[6, 3]' for path in ('/', '/w', 'v')]
+    assert [problem.leaf for problem in error.value.problems] == leaves
+    with pytest.raises(StructureError, match="do not have the structure of the tree at '': there is no rule"):
+        HELPER.match_sharding_rule({'': {}, 'v': P()}, tree)
+    with pytest.raises(StructureError, match="hold 'data' of type str at '/w', which is not a rule"):
+        HELPER.match_sharding_rule({'': {'w': 'data', '': P()}, 'v': P()}, tree)
 
 
 def test_everything_that_is_wrong_is_said_at_once_in_tree_order():

@@ -355,6 +355,17 @@ def cases():
             'shard_map of double inside shard_map: every axis is manual: call the function itself, or name '
             'axes that are not (axis_names=...)',
         ),
+        'axis names that are none': (
+            lambda: HELPER.shard_map(double, P('a'), P('a'), axis_names=3),
+            errors.ArgumentError,
+            "axis_names of shard_map are names of mesh axes, such as ('a',), got 3",
+        ),
+        'too many specs': (
+            lambda: HELPER.shard_map(double, (P('a'), P()), P('a'))(X),
+            errors.StructureError,
+            'in_specs of double has 2 entries, but the function takes 1 positional argument (x): give one '
+            'entry each (PartitionSpec() for what every device has whole), or a dict by argument name',
+        ),
         'another argument name': (
             lambda: HELPER.shard_map(double, {'y': P('a')}, P('a')),
             errors.StructureError,

@@ -211,14 +211,14 @@ def test_bad_options(options, message):
         ({'n': P()}, "in_shardings of g: 'n' is static, it has no sharding"),
         (
             (P(), P(), P()),
-            'in_shardings of g has 3 entries, but the function takes 2 positional arguments that are '
-            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'in_shardings of g has 3 entries, but the function takes 2 positional arguments '
+            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
             'dict by argument name',
         ),
         (
             (P(),),
-            'in_shardings of g has 1 entry, but the function takes 2 positional arguments that are '
-            'not static (x, y): give one entry each (None leaves an argument to the compiler), or a '
+            'in_shardings of g has 1 entry, but the function takes 2 positional arguments '
+            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
             'dict by argument name',
         ),
         (
@@ -280,9 +280,10 @@ def test_leaves_that_are_not_arrays():
         return x
 
     with pytest.raises(ArgumentError) as error:
-        HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print})
+        HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print, '': 'an empty key'})
     assert str(error.value) == (
         'g got leaves that are not arrays:\n'
+        '  config/: str\n'
         '  config/hook: builtin_function_or_method\n'
         '  config/name: str\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or '

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax.errors import MeshError
+from scalax.errors import MeshError, PlacementError
 from scalax.sharding import (
     MeshShardingHelper,
     with_sharding_annotation,
@@ -84,6 +84,22 @@ def test_every_mesh_and_context(helper, context, placed):
             np.testing.assert_allclose(loss, (X @ X).sum(), rtol=1e-5)
             assert w.sharding.is_equivalent_to(helper.match_sharding_rule(P('data', 'model'), X), 2)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
+def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
+    compiled = helper.sjit(lambda x: x * 2, P('data'))
+    if known:
+        compiled(X)
+    turned = Mesh(helper.mesh.devices[::-1], helper.axis_names, axis_types=helper.axis_types)
+    ids, others = ([device.id for device in mesh.devices.flat] for mesh in (helper.mesh, turned))
+    with jax.set_mesh(turned), pytest.raises(MeshError) as error:
+        compiled(X)
+    assert str(error.value) == (
+        f'<lambda> is compiled for the devices {ids}, and is called under jax.set_mesh of the devices '
+        f'{others}: leave that mesh for the call'
+    )
+    np.testing.assert_array_equal(compiled(X), X * 2)
 
 
 def test_numpy_and_placed_arguments_share_one_trace(helper):
@@ -171,6 +187,92 @@ def test_without_jit():
     with jax.disable_jit():
         np.testing.assert_array_equal(compiled(X), X * 2)
     np.testing.assert_array_equal(compiled(X), X * 2)
+
+
+def test_without_jit_the_function_runs_with_values_from_the_first_call(helper):
+    signs = []
+
+    @helper.sjit(in_shardings=P('data'), out_shardings=P('data'), annotation_shardings={'h': P('data')})
+    def doubled_if_positive(x):
+        signs.append(float(x.sum()) > 0)  # fails where x has no value
+        return with_sharding_annotation(x * 2, 'h') if signs[-1] else x
+
+    with jax.disable_jit():
+        for x in (X, -X, X[:4], X):
+            np.testing.assert_array_equal(doubled_if_positive(x), x * 2 if x.sum() > 0 else x)
+    assert signs == [True, False, True, True]
+
+
+def test_without_jit_another_shape_is_not_traced(helper):
+    compiled = helper.sjit(lambda x: x * 2 if isinstance(x, jax.core.Tracer) else x * 3, P('data'))
+    np.testing.assert_array_equal(compiled(X), X * 2)
+    with jax.disable_jit():
+        for x in (X, X[:4]):
+            np.testing.assert_array_equal(compiled(x), x * 3)
+    np.testing.assert_array_equal(compiled(X[:4]), X[:4] * 2)
+
+
+EAGER = {
+    'grad': lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+    'vmap': lambda f, x: jax.vmap(f)(x[None])[0],
+    'jvp': lambda f, x: jax.jvp(f, (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize('transform', EAGER)
+@pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
+def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
+    helper = MeshShardingHelper([4, 2], ['data', 'model'])
+    square, moving = (
+        helper.sjit(lambda x: x**2, P('data'), on_mismatch=policy) for policy in ('error', 'reshard')
+    )
+    x = helper.shard(X, P(None, 'model'))
+    if known:
+        for each in (square, moving):
+            EAGER[transform](each, jnp.asarray(X))
+    expected = EAGER[transform](lambda x: x**2, X)
+    np.testing.assert_allclose(EAGER[transform](moving, x), expected)
+    lies = P(None, None, 'model') if transform == 'vmap' else P(None, 'model')
+    with pytest.raises(PlacementError) as error:
+        EAGER[transform](square, x)
+    assert str(error.value) == (
+        '<lambda> got, inside a transformation such as jax.grad or jax.vmap, values of arrays that are '
+        'committed to another sharding than in_shardings says:\n'
+        f'  x: float32[8, 8] lies as {lies} on (data=4, model=2), asked: {P("data")} on (data=4, model=2)\n'
+        'What to do: move the arrays before the transformation (helper.shard), compile the transformation '
+        "too (sjit around it), or pass on_mismatch='reshard' to sjit to have them moved at every such call."
+    )
+
+
+def test_an_error_of_the_user_under_a_transformation_stays_what_it_is():
+    helper = MeshShardingHelper([4, 2], ['data', 'model'])
+
+    @helper.sjit(in_shardings=P('data'))
+    def failing(x):
+        raise ValueError('mine')
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match='mine') as error:
+            jax.grad(failing)(helper.shard(X, P(None, 'model')))
+        assert type(error.value) is ValueError
+
+
+@pytest.mark.parametrize('args', [(), (3.0,), (3.0, 2)], ids=str)
+def test_exported_functions_have_the_arguments_that_were_given(helper, args):
+    pytest.importorskip('flatbuffers', reason='jax.export serializes with it')
+    traces = []
+
+    def scaled(x, factor=2.0, power=1, *rest, shift=1.0, **named):
+        traces.append(power)
+        return factor * x**power + shift
+
+    compiled = helper.sjit(scaled, {'x': P('data')}, P('data'), static_argnames='power')
+    struct = helper.abstract(X, P('data'))
+    exported = jax.export.export(compiled.get_jitted_function_by_args(struct, *args))(struct, *args)
+    again = jax.export.deserialize(exported.serialize())
+    out = jax.jit(again.call)(helper.shard(X, P('data')), *args[:1])
+    np.testing.assert_allclose(out, scaled(X, *args))
+    assert (exported.fun_name, exported.nr_devices, len(traces)) == ('scaled', 8, 2)
 
 
 def test_export():

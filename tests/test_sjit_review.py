@@ -193,7 +193,8 @@ def test_a_jitted_function_for_other_arguments_says_so():
         jitted(np.ones((4, 16), np.float32))
     assert str(error.value) == (
         'this compiled program of <lambda> was asked for with other arguments (another tree, other '
-        'shapes, dtypes or static values): call <lambda> itself, which has a program for each'
+        'shapes, dtypes or static values; on Explicit axes also other shardings, and a ShapeDtypeStruct has '
+        'one from helper.abstract): call <lambda> itself, which has a program for each'
     )
 
 

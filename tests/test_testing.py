@@ -3,6 +3,7 @@
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,11 +57,25 @@ def test_collectives_misused():
     with pytest.raises(ArgumentError) as error:
         testing.assert_collectives(total, X, all_reduse=1)
     assert str(error.value) == (
-        "assert_collectives: there is no collective 'all_reduse' (did you mean 'all_reduce'?)"
+        "assert_collectives: there is no collective 'all_reduse' (did you mean 'all_reduce'?); the "
+        "function's own keyword arguments go into kwargs={...}"
     )
     with pytest.raises(ArgumentError) as error:
         testing.assert_collectives(jax.jit(lambda x: x), X, all_reduce=1)
     assert str(error.value) == 'assert_collectives: give helper=..., because sjit did not make the function'
+
+
+def test_collectives_of_a_call_by_keyword():
+    @HELPER.sjit(in_shardings={'all_gather': P('fsdp')}, out_shardings=P(), static_argnames='times')
+    def summed(all_gather, *, times=1):
+        for _ in range(times):
+            all_gather = jnp.tanh(all_gather + all_gather.sum())
+        return all_gather.sum()
+
+    testing.assert_collectives(summed, kwargs={'all_gather': X}, all_reduce=2)
+    testing.assert_collectives(summed, X, kwargs={'times': 2}, all_reduce=3)
+    with pytest.raises(AssertionError, match='all-reduce: 3, expected 2'):
+        testing.assert_collectives(summed, X, kwargs={'times': 2}, all_reduce=2)
 
 
 def test_collectives_that_prove_nothing():
@@ -149,7 +164,8 @@ def test_sharded_like():
     assert str(error.value) == (
         'arrays lie otherwise than the rules say:\n'
         "  b: float32[8] lies as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
-        "  c: float32[16, 8] lies as None, expected P('fsdp',) on (fsdp=4, tp=2)\n"
+        '  c: float32[16, 8] has no sharding, being no array on devices; expected '
+        "P('fsdp',) on (fsdp=4, tp=2)\n"
         "  w: float32[16, 8] lies as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)"
     )
     with pytest.raises(AssertionError) as error:

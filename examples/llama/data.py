@@ -24,10 +24,15 @@ class Corpus:
     def __str__(self) -> str:
         return f'{self.name}, {len(self.train):,} bytes to train on and {len(self.validation):,} held out'
 
-    def batch(self, size: int, sequence: int, seed: int, step: int) -> np.ndarray:
-        """Returns [size, sequence + 1] int32: windows of training text, drawn by (seed, step)."""
+    def batch(
+        self, size: int, sequence: int, seed: int, step: int, rows: slice | np.ndarray = slice(None)
+    ) -> np.ndarray:
+        """Returns [size, sequence + 1] int32: windows of training text, drawn by (seed, step).
+
+        With `rows`, only these of them: whichever process asks, row i of step n is the same text.
+        """
         starts = np.random.default_rng((seed, step)).integers(len(self.train) - sequence, size=size)
-        return windows(self.train, starts, sequence + 1)
+        return windows(self.train, starts[rows], sequence + 1)
 
     def validation_batches(self, size: int, sequence: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yields the validation part once, as ([size, sequence + 1] int32, how many rows count).

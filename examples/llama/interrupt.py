@@ -1,4 +1,8 @@
-"""What does Ctrl-C do? The first asks the run to end where it is; the second ends it at once."""
+"""What does Ctrl-C do? The first asks the run to end where it is; the second ends it at once.
+
+Of several processes, each may be in another step when it hears of that. There the first Ctrl-C becomes
+SIGTERM, at which all of them stop after the same step.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ MESSAGE = b'\nInterrupted: keeping what was reached. Ctrl-C again to abort.\n'
 class Interrupt:
     """A context in which the first Ctrl-C sets `requested` and the second kills the program."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, several: bool) -> None:
+        self.requested, self._several = False, several
 
     def __enter__(self) -> Interrupt:
         self._previous = signal.signal(signal.SIGINT, self._on_first)
@@ -28,7 +32,10 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def _on_first(self, signum: int, frame: FrameType | None) -> None:
-        self.requested = True
         # The default action needs no Python, so the second works in the middle of a compilation.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.requested = True
         os.write(2, MESSAGE)  # print() may be what was interrupted, and it cannot be entered twice

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
@@ -41,6 +42,13 @@ _DEVICES = flags.DEFINE_integer(
     lower_bound=1,
 )
 _TEXT = flags.DEFINE_list('text', [], "Files to train on. Default: Python's own documentation.")
+_CHECKPOINTS = flags.DEFINE_string(
+    'checkpoints', None, 'Folder to save the run in, and to continue it from. Default: nothing is saved.'
+)
+_SAVE_EVERY = flags.DEFINE_integer('save_every', 100, 'Steps between two checkpoints.', lower_bound=1)
+_PAUSE = flags.DEFINE_float(
+    'pause', 0.0, 'Seconds to wait after each step, to have time to disturb a small run.', lower_bound=0
+)
 _OUTPUT = flags.DEFINE_string('output', 'runs/llama', 'Folder for the results.')
 
 
@@ -58,6 +66,21 @@ class Options:
     devices: int | None
     text: tuple[str, ...]
     output: str
+    checkpoints: str | None
+    save_every: int
+    pause: float
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What makes two runs the same: all that losses depend on, in a form that JSON holds."""
+        return {
+            'model': dataclasses.asdict(self.model),
+            'optimizer': dataclasses.asdict(self.optimizer),
+            'batch_size': self.batch_size,
+            'sequence_length': self.sequence_length,
+            'seed': self.seed,
+            'text': list(self.text),
+        }
 
 
 def read_options(arguments: Sequence[str]) -> Options:
@@ -89,4 +112,7 @@ def read_options(arguments: Sequence[str]) -> Options:
         devices=_DEVICES.value,
         text=(*_TEXT.value, *arguments),
         output=_OUTPUT.value,
+        checkpoints=_CHECKPOINTS.value,
+        save_every=_SAVE_EVERY.value,
+        pause=_PAUSE.value,
     )

@@ -3,16 +3,23 @@
     python -m examples.llama.train
     python -m examples.llama.train --strategy fsdp --devices 4
     python -m examples.llama.train --strategy fsdp_tp --mesh fsdp=2,tp=4 --text book.txt
+    python -m examples.llama.train --checkpoints runs/saved
 
 It leaves a loss curve, a sample, the sharding of its state and its numbers in a folder. Ctrl-C ends
-it early, with all of these for the steps that were done.
+it early, with all of these for the steps that were done. With `--checkpoints` it goes on from where it
+was ended, however that was; SIGTERM saves and ends it.
+
+The same program runs on several processes, which a launcher starts (`examples/launch/`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -20,15 +27,17 @@ import numpy as np
 from absl import app, flags
 from tqdm import tqdm
 
-from examples.devices import choose_devices
+from examples.devices import choose_devices, quiet_logs
 from examples.llama.data import Corpus, load_corpus
 from examples.llama.interrupt import Interrupt
 from examples.llama.options import Options, read_options
+from examples.llama.progress import Checkpoints, Progress
 from examples.llama.report import Results, format_sample, write_report
 from examples.llama.settings import check_settings, choose_mesh
 from examples.llama.strategies import STRATEGIES
 from examples.llama.trainer import Trainer
 from examples.llama.training import Params, TrainState
+from scalax import distributed
 from scalax.errors import ShardingError
 from scalax.sharding import MeshShardingHelper
 
@@ -42,17 +51,46 @@ def main(argv: Sequence[str]) -> int:
     """Runs the training that the command line asks for; returns the exit code."""
     try:
         options = read_options(argv[1:])
+        quiet_logs()
+        distributed.initialize()
         trainer, corpus, output = prepare(options)
+        saved = Checkpoints(options.checkpoints, trainer, options) if options.checkpoints else None
     except app.UsageError as error:
         print(f'error: {error}', file=sys.stderr)
         return REFUSED
-    with Interrupt() as interrupt:
-        results, sample = run(trainer, corpus, options, interrupt)
+    with Interrupt(jax.process_count() > 1) as interrupt, ending_all():
+        reached = run(trainer, corpus, saved, options, interrupt)
+        if reached is None:
+            return distributed.PREEMPTED
+        results, sample = reached
         report = trainer.helper.explain(trainer.abstract_state(), trainer.strategy.state)
-        write_report(output, results, sample, report.to_text(width=160))
-    print(f'\n{report}\n\n{sample}\n{results.summary()}\n')
-    print(f'The loss curve, the sample, this table and the numbers are in {output}/')
+        if jax.process_index() == 0:
+            write_report(output, results, sample, report.to_text(width=160))
+    say(f'\n{report}\n\n{sample}\n{results.summary()}\n')
+    say(f'The loss curve, the sample, this table and the numbers are in {output}/')
     return INTERRUPTED if results.interrupted else 0
+
+
+def say(text: str) -> None:
+    """Prints once, however many processes there are."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Ends this process at once after an error, where there are others.
+
+    Python's own way out would wait for the others, and they are waiting for this one.
+    """
+    try:
+        yield
+    except Exception:
+        if jax.process_count() == 1:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
@@ -70,20 +108,35 @@ def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
         raise app.UsageError(str(error)) from error
     output = make_folder(options.output)
 
-    print(f'text      {corpus}')
-    print(f'devices   {describe(devices)}, {helper}')
-    print(f'strategy  {strategy.name}, {strategy.doc}', flush=True)
+    say(f'text      {corpus}')
+    say(f'devices   {describe(devices)}, {helper}')
+    say(f'strategy  {strategy.name}, {strategy.doc}')
     return trainer, corpus, output
 
 
-def run(trainer: Trainer, corpus: Corpus, options: Options, interrupt: Interrupt) -> tuple[Results, str]:
-    """Trains and evaluates; returns what was reached, and a sample of what the model writes."""
+def run(
+    trainer: Trainer, corpus: Corpus, saved: Checkpoints | None, options: Options, interrupt: Interrupt
+) -> tuple[Results, str] | None:
+    """Trains and evaluates; returns what was reached, and a sample of what the model writes.
+
+    None if it was told to end (SIGTERM), which leaves the time to save, and no more.
+    """
     start = time.monotonic()
-    state = trainer.init(jax.random.key(options.seed))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    untrained = evaluate(trainer, state.params, corpus, options)
-    print(f'model     {parameters:,} parameters, validation loss {untrained:.3f} untrained', flush=True)
-    state, losses, rate = train(trainer, state, corpus, options, interrupt)
+    progress = saved.restore() if saved else None
+    if progress is None:
+        state = trainer.init(jax.random.key(options.seed))
+        progress = Progress(state, evaluate(trainer, state.params, corpus, options), [])
+    else:
+        say(f'resumed   after step {progress.step}')
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(progress.state.params))
+    say(f'model     {parameters:,} parameters, validation loss {progress.untrained:.3f} untrained')
+    rate, told_to_end = train(trainer, progress, corpus, saved, options, interrupt)
+    if saved:
+        saved.close()
+    if told_to_end:
+        say(f'Told to end: {"saved" if saved else "not saved (no --checkpoints)"} after step {progress.step}')
+        return None
+    state, losses = progress.state, [float(loss) for loss in progress.losses]
     validation = evaluate(trainer, state.params, corpus, options)
     sample = write_sample(trainer, state, corpus, options)
     results = Results(
@@ -96,7 +149,7 @@ def run(trainer: Trainer, corpus: Corpus, options: Options, interrupt: Interrupt
         steps_asked=options.optimizer.steps,
         interrupted=interrupt.requested,
         train_losses=losses,
-        validation_loss_untrained=untrained,
+        validation_loss_untrained=progress.untrained,
         validation_loss=validation,
         tokens_per_second=rate,
         seconds=time.monotonic() - start,
@@ -105,34 +158,51 @@ def run(trainer: Trainer, corpus: Corpus, options: Options, interrupt: Interrupt
 
 
 def train(
-    trainer: Trainer, state: TrainState, corpus: Corpus, options: Options, interrupt: Interrupt
-) -> tuple[TrainState, list[float], float]:
-    """Returns the state after the last step, the loss of each step, and the tokens a second.
+    trainer: Trainer,
+    progress: Progress,
+    corpus: Corpus,
+    saved: Checkpoints | None,
+    options: Options,
+    interrupt: Interrupt,
+) -> tuple[float, bool]:
+    """Does the steps that are left; returns the tokens a second, and whether it was told to end.
 
     It stops early if interrupted. The first step, which compiles, does not count for the speed.
     """
-    losses: list[jax.Array] = []
-    tokens, rate = options.batch_size * options.sequence_length, 0.0
-    quiet = 0.1 if sys.stderr.isatty() else 2.0  # a log file wants fewer lines than a terminal
-    with tqdm(total=options.optimizer.steps, desc='training', unit='step', mininterval=quiet) as bar:
-        for step in range(options.optimizer.steps):
-            if interrupt.requested:
-                break
-            batch = corpus.batch(options.batch_size, options.sequence_length, options.seed, step)
-            state, loss = trainer.train_step(state, trainer.to_devices(batch))
-            losses.append(loss)
+    first, last = progress.step, options.optimizer.steps
+    size, sequence = options.batch_size, options.sequence_length
+    rows = trainer.rows(size)
+    load = (corpus.batch(size, sequence, options.seed, step, rows) for step in range(first, last))
+    rate = 0.0
+    with progress_bar(first, last) as bar, trainer.prefetch(load) as batches:
+        while progress.step < last and not interrupt.requested:
+            progress.state, loss = trainer.train_step(progress.state, next(batches))
+            progress.losses.append(loss)
+            told_to_end = distributed.should_stop(progress.step)
+            if saved:
+                saved.save(progress, now=told_to_end or progress.step == last)
+            if told_to_end:
+                return rate, True
             # Reading a loss waits for its step. The one before is read, so that the devices always
             # have a step to work on. Were none read, all steps would be queued at once; simulated
             # devices share a few threads, and a long queue leaves none to finish a collective with.
-            shown = f'loss {float(losses[max(0, step - 1)]):.3f}'
-            if step == 0:
+            shown = f'loss {float(progress.losses[max(first, progress.step - 2)]):.3f}'
+            if progress.step == first + 1:
                 start = time.monotonic()
             else:
-                rate = step * tokens / (time.monotonic() - start)
+                rate = (progress.step - first - 1) * size * sequence / (time.monotonic() - start)
                 shown += f', {rate:,.0f} tokens/s'
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
-    return state, [float(loss) for loss in losses], rate
+            time.sleep(options.pause)
+    return rate, False
+
+
+def progress_bar(first: int, last: int) -> tqdm:
+    """A bar, on one process; a log file wants fewer lines than a terminal."""
+    quiet = 0.1 if sys.stderr.isatty() else 2.0
+    silent = jax.process_index() != 0
+    return tqdm(total=last, initial=first, desc='training', unit='step', mininterval=quiet, disable=silent)
 
 
 def evaluate(trainer: Trainer, params: Params, corpus: Corpus, options: Options) -> float:

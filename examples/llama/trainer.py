@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from examples.llama.training import (
     make_train_step,
     sequence_losses,
 )
-from scalax.sharding import MeshShardingHelper, PartitionSpec
+from scalax.sharding import MeshShardingHelper, PartitionSpec, Prefetch
 
 REPLICATED = PartitionSpec()
 
@@ -65,6 +66,17 @@ class Trainer:
             annotation_shardings=strategy.activations,
         )
 
+    def rows(self, size: int) -> slice | np.ndarray:
+        """Returns which rows of a batch of `size` the devices of this process need."""
+        return self.helper.process_rows(size, mesh_axis_subset=self.strategy.data_axes)
+
     def to_devices(self, batch: np.ndarray) -> jax.Array:
-        """Splits host data [B, ...] over the devices by its first dimension."""
-        return self.helper.local_data_to_global_array(batch, mesh_axis_subset=self.strategy.data_axes)
+        """Splits a batch [B, ...], which every process has, over the devices by its first dimension."""
+        own = batch[self.rows(len(batch))]
+        return self.helper.local_data_to_global_array(
+            own, mesh_axis_subset=self.strategy.data_axes, rows='needed'
+        )
+
+    def prefetch(self, batches: Iterable[np.ndarray]) -> Prefetch:
+        """Loads batches of this process's `rows` ahead, split over the devices as by `to_devices`."""
+        return self.helper.prefetch(batches, mesh_axis_subset=self.strategy.data_axes, rows='needed')

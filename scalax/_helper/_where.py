@@ -83,7 +83,7 @@ class Where:
             on_indivisible: see above.
 
         Raises:
-            MissingDependencyError: libtpu, the TPU compiler, is not installed.
+            MissingDependencyError: libtpu, the TPU compiler, is not installed, or is none for this JAX.
             MeshError: the topology is unknown, or cannot hold the mesh.
         """
         return cls(

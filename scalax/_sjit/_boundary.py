@@ -174,7 +174,7 @@ def resolve_slots(
                 mesh,
                 use=use,
                 where=where,
-                at=slot_path(layout, slot, ''),
+                at=slot_path(layout, slot),
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )

@@ -259,13 +259,22 @@ class Convention:
         """The signature of the function."""
         return inspect.Signature(self.parameters)
 
-    def rules_by_slot(self, rules: RuleLike, row: Sequence[Any], what: str) -> dict[int, RuleLike]:
+    def rules_by_slot(
+        self,
+        rules: RuleLike,
+        row: Sequence[Any],
+        what: str,
+        which: str = 'besides static ones ',
+        rest: str = 'None leaves an argument to the compiler',
+    ) -> dict[int, RuleLike]:
         """Which rules each dynamic slot gets, by slot number.
 
         Args:
             rules: a tuple or list by position, a dict by argument name, or one rule for all.
             row: the call.
             what: the name of the option, for messages.
+            which: which arguments have an entry, likewise.
+            rest: what to give for the others, likewise.
 
         Raises:
             StructureError: the rules do not fit the arguments.
@@ -287,8 +296,8 @@ class Convention:
             entries = '1 entry' if len(rules) == 1 else f'{len(rules)} entries'
             raise StructureError(
                 f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
-                f'arguments that are not static ({names}): give one entry '
-                'each (None leaves an argument to the compiler), or a dict by argument name'
+                f'argument{"" if len(places) == 1 else "s"} {which}({names}): give one entry each ({rest}), '
+                'or a dict by argument name'
             )
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         by_slot.update(zip(places, rules, strict=False))

@@ -116,10 +116,12 @@ def owner_of(function: Any) -> MeshOwner | None:
     return methods.owner if isinstance(methods, _Methods) else None
 
 
-def names_of_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str] | None:
+def names_of_arguments(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str | None] | None:
     """What messages call the arguments of a call that are no static ones; None if it is no `SjitFunction`.
 
-    Extra keywords are one argument with an empty name.
+    Extra keywords are one argument, whose name is None.
     """
     methods = getattr(getattr(function, 'lower', None), '__self__', None)
     return methods.names(args, kwargs) if isinstance(methods, _Methods) else None
@@ -132,10 +134,10 @@ class _Methods:
         self._state = state
         self.owner = state.helper
 
-    def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str | None]:
         convention = self._state.convention
         layout = convention.layout(convention.extras_of(convention.row(args, kwargs)))
-        return [slot_path(layout, slot, '') for slot in layout.dynamic]
+        return [slot_path(layout, slot) for slot in layout.dynamic]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self._state.helper.mesh, AbstractMesh):
@@ -173,8 +175,8 @@ class _Methods:
         row = convention.row(args, kwargs)
         resolved, _ = self._state.resolve(row)
         jitted = resolved.program.jitted
-        if not kwargs and len(row) == len(args):
-            return jitted
+        if not kwargs:
+            return jitted if len(row) == len(args) else resolved.program.of_first(len(args), row[len(args) :])
 
         @functools.wraps(self._state.fun)
         def by_convention(*args: Any, **kwargs: Any) -> Any:

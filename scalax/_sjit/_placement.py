@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from scalax._constrain import apply_sharding
-from scalax._paths import describe_leaf, path_string
+from scalax._constrain import apply_sharding, is_compiled
+from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._signature import explicit_spec, slot_path
 from scalax._spec import axis_sizes_text
-from scalax.errors import ArgumentError, PlacementError, shown
+from scalax.errors import ArgumentError, MeshError, PlacementError, shown
 
 Shardings = Sequence[NamedSharding | None]
 Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
@@ -30,7 +31,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             if is_concrete(leaf) and leaf.is_deleted():
-                gone.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+                gone.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
     if gone:
         raise ArgumentError(
             f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
@@ -92,7 +93,7 @@ def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """The leaves where they shall be: arrays are moved, values of an outer trace resharded in it."""
     traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
     arrived = [
-        apply_sharding(leaf, sharding) if inside else leaf
+        _resharded(leaf, sharding) if inside else leaf
         for leaf, sharding, inside in zip(leaves, shardings, traced, strict=True)
     ]
     arrays = [i for i, inside in enumerate(traced) if not inside]
@@ -100,6 +101,13 @@ def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     for i, leaf in zip(arrays, put, strict=True):
         arrived[i] = leaf
     return arrived
+
+
+def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
+    if is_compiled() or explicit_spec(sharding) is not None:
+        return apply_sharding(leaf, sharding)
+    # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
+    return jax.jit(lambda value: value, out_shardings=sharding)(leaf)
 
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -158,13 +166,50 @@ def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
 
 
 def _moves(leaf: Any, sharding: NamedSharding, host_data: bool, mismatched: bool) -> bool:
-    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
         return False
     if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
         return False  # other processes hold a part: JAX decides what may be moved, and how
+    if isinstance(leaf, jax.core.Tracer):
+        return mismatched and not is_compiled()  # an array under jax.grad or jax.vmap
     if not isinstance(leaf, jax.Array):
         return host_data
-    return _mismatched(leaf, sharding) if leaf.committed and mismatched else not leaf.committed
+    return not leaf.committed or _is_retyped(leaf, sharding) or (mismatched and _mismatched(leaf, sharding))
+
+
+def _is_retyped(leaf: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array lies where it should, and its type is of another mesh: then nothing moves."""
+    return (
+        AxisType.Explicit in sharding.mesh.axis_types
+        and not (isinstance(leaf.sharding, NamedSharding) and _same_types(leaf.sharding.mesh, sharding.mesh))
+        and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
+
+
+def _same_types(first: Any, second: Any) -> bool:
+    return (dict(first.shape), first.axis_types) == (dict(second.shape), second.axis_types)
+
+
+def reject_foreign_types(convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any) -> None:
+    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*."""
+    bad = []
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            theirs = jax.typeof(leaf).sharding.mesh
+            if AxisType.Explicit in theirs.axis_types and not _same_types(theirs, mesh):
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
+                bad.append(f'{described} is of {_axes_of(theirs)}')
+    if bad:
+        raise MeshError(
+            f'{convention.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
+            f'Explicit axes:\n{shown(bad)}\n'
+            'What to do: use one helper for functions that call one another.'
+        )
+
+
+def _axes_of(mesh: Any) -> str:
+    types = ', '.join(kind.name for kind in mesh.axis_types)
+    return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
 def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
@@ -207,7 +252,7 @@ def reject_mismatched(
         flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
         for (path, leaf), sharding in zip(flat, wanted, strict=True):
             if _mismatched(leaf, sharding):
-                described = describe_leaf(slot_path(layout, slot, path_string(path)), leaf)
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 lies, asked = told_apart(leaf.sharding, sharding)
                 bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
@@ -224,6 +269,60 @@ def reject_mismatched(
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
         )
+
+
+def any_refused(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+    """Whether JAX refuses an argument under a transformation that runs at once; compiles, to find out."""
+    return any(
+        _refused(leaf, sharding)
+        for slot, wanted in shardings.items()
+        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+    )
+
+
+def reject_refused(
+    convention: Convention,
+    layout: Layout,
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    error: Exception,
+) -> None:
+    """Raises PlacementError about what JAX refused, with *error*, under ``jax.grad`` or ``jax.vmap``."""
+    bad = []
+    for slot, wanted in shardings.items():
+        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
+        for (path, leaf), sharding in zip(flat, wanted, strict=True):
+            if _refused(leaf, sharding):
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
+                lies, asked = told_apart(_lies(leaf), sharding)
+                bad.append(f'{described} lies as {lies}, asked: {asked}')
+    if bad:
+        raise PlacementError(
+            f'{convention.name} got, inside a transformation such as jax.grad or jax.vmap, values of arrays '
+            f'that are committed to another sharding than in_shardings says:\n{shown(bad)}\n'
+            'What to do: move the arrays before the transformation (helper.shard), compile the '
+            "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
+            'moved at every such call.'
+        ) from error
+
+
+def _refused(leaf: Any, sharding: NamedSharding | None) -> bool:
+    """Whether a value of a transformation is of an array that JAX does not take there: it alone can tell."""
+    if sharding is None or not isinstance(leaf, jax.core.Tracer) or is_compiled():
+        return False
+    try:
+        jax.jit(lambda value: value, in_shardings=sharding)(leaf)
+    except ValueError:
+        return True
+    return False
+
+
+def _lies(leaf: Any) -> Any:
+    """How the array behind a value of a transformation lies."""
+    seen: list[Any] = ['(not known)']
+    with contextlib.suppress(NotImplementedError):  # of transformations that cannot look
+        jax.debug.inspect_array_sharding(leaf, callback=seen.append)
+    return seen[-1]
 
 
 def told_apart(first: Any, second: Any) -> tuple[str, str]:

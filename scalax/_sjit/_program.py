@@ -13,8 +13,9 @@ for a signature whose first trace raised.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,9 @@ class Missed(ArgumentError):
     def __init__(self, owner: Any, name: str) -> None:
         super().__init__(
             f'this compiled program of {name} was asked for with other arguments (another tree, other '
-            f'shapes, dtypes or static values): call {name} itself, which has a program for each'
+            f'shapes, dtypes or static values; on Explicit axes also other shardings, and a '
+            f'ShapeDtypeStruct has one from helper.abstract): call {name} itself, which has a program for '
+            'each'
         )
         self.owner = owner
 
@@ -124,24 +127,43 @@ class Program:
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
     _arguments: tuple[Any, ...] = ()
+    _options: dict[str, Any] = dataclasses.field(default_factory=dict)
     _placed_first: frozenset[int] = frozenset()
 
     def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
         self._arguments = shape.arguments
-        options = dict(jit_kwargs)
-        if any(form is not None for form in shape.arguments):
-            options['in_shardings'] = tuple(map(expanded, shape.arguments))
+        self._options = dict(jit_kwargs)
         if shape.outputs is not None:
-            options['out_shardings'] = expanded(shape.outputs)
-        self.jitted = jax.jit(
-            self.inner,
-            static_argnums=self.layout.static,
-            donate_argnums=self.layout.donated,
-            **options,
-        )
+            self._options['out_shardings'] = expanded(shape.outputs)
+        self.jitted = self._jit(self.inner, len(self.layout.slots))
         crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
         self.call = self._direct = self._guarded(convention) if crashes else self.jitted
+
+    def _jit(self, fun: Callable[..., Any], count: int) -> Any:
+        """Compiles a function of the first *count* slots."""
+        dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
+        forms = [form for slot, form in dynamic if slot < count]
+        options = dict(self._options)
+        if any(form is not None for form in forms):
+            options['in_shardings'] = tuple(map(expanded, forms))
+        return jax.jit(
+            fun,
+            static_argnums=[slot for slot in self.layout.static if slot < count],
+            donate_argnums=[slot for slot in self.layout.donated if slot < count],
+            **options,
+        )
+
+    def of_first(self, count: int, rest: Sequence[Any]) -> Any:
+        """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
+
+        def inner(*row: Any) -> Any:
+            return self.inner(*row, *rest)
+
+        inner.__name__ = inner.__qualname__ = self.inner.__name__
+        parameters = list(inspect.signature(self.inner, follow_wrapped=False).parameters.values())
+        inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
+        return self._jit(inner, count)
 
     def place_first(self, slots: frozenset[int]) -> None:
         """Makes calls place what is not on the mesh in these slots, before JAX sees it.

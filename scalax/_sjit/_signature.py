@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax import _axis_mapping
-from scalax._paths import canonical_dtype, describe_leaf, join, path_string
+from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
@@ -104,10 +104,10 @@ def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> t
     return tuple((type(row[i]), row[i]) for i in layout.static)
 
 
-def slot_path(layout: Layout, slot: int, path: str) -> str:
-    """A leaf of an argument as messages name it: the argument, then the path inside."""
+def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None:
+    """A leaf of an argument as messages name it: the argument, then the path inside; None for neither."""
     name = layout.slots[slot].name
-    return path if name == EXTRA_KEYWORDS else join(name, path)
+    return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
 
 
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
@@ -117,7 +117,7 @@ def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> A
             try:
                 leaf_type(leaf)
             except TypeError:
-                bad.append(describe_leaf(slot_path(layout, slot, path_string(path)), leaf))
+                bad.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
     return ArgumentError(
         f'{convention.name} got leaves that are not arrays:\n{shown(bad)}\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or '

@@ -13,10 +13,11 @@ import jax
 from scalax import _context, _mesh
 from scalax._recent import Recent
 from scalax._sjit import _placement
-from scalax._sjit._body import Body, Inside
+from scalax._sjit._body import Body, Inside, reject_other_devices
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
+from scalax._sjit._frames import hide_ours
 from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
@@ -110,9 +111,11 @@ class State:
         if isinstance(error, Missed):
             return error.owner is self
         if _arose_inside(error):
+            hide_ours(error)
             return False  # it comes from the user's code, or says what is wrong with the call
         if _inside_manual_region():
             return True
+        self._reject_ambient_mesh(error)
         call = self._look(row)
         # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
         # the same classes: then its own error counts.
@@ -125,24 +128,45 @@ class State:
             return True  # JAX refused the call before tracing it
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
+            self._reject_refused(call.layout, row, call.arguments, error)
             return False
-        return _placement.any_mismatched(row, call.arguments)
+        return _placement.any_mismatched(row, call.arguments) or (
+            isinstance(error, ValueError) and _placement.any_refused(row, call.arguments)
+        )
 
     def slow(self, row: tuple[Any, ...]) -> Any:
         """Serves a call that the hot program cannot serve."""
+        try:
+            return self._serve(row)
+        except Exception as error:
+            if _arose_inside(error):
+                hide_ours(error)
+            raise
+
+    def _serve(self, row: tuple[Any, ...]) -> Any:
         layout = self.convention.layout(self.convention.extras_of(row))
         if _inside_manual_region():
             return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _placement.reject_deleted(self.convention, layout, row)
-        resolved, placed = self.resolve(row, _placement.moved)
+        if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
+            call = self._look(row)
+            inside = Inside(call.arguments, self.boundary.constraints(layout, row))
+            return self.body.run(call.signature, layout, row, inside)
+        resolved, placed = self._resolve(row, _placement.moved)
         program = resolved.program
         if self.boundary.any_explicit:
             program.place_first(_placement.slots_off_the_mesh(row, resolved.inside.arguments))
         assert program.call is not None  # a resolved signature has a compiled program
         self.hot = self._hottest(program.call)
         with self._placing:
-            return program.call(*placed)
+            try:
+                return program.call(*placed)
+            except ValueError as error:
+                self._reject_ambient_mesh(error)
+                if self.options.on_mismatch == 'error' and not _arose_inside(error):
+                    self._reject_refused(layout, row, resolved.inside.arguments, error)
+                raise
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What the next calls try first: the only program there is, or one that chooses."""
@@ -187,20 +211,21 @@ class State:
             move=move,
         )
 
-    def resolve(
-        self, row: Sequence[Any], move: _placement.Move = _placement.as_moved
-    ) -> tuple[Resolved, Sequence[Any]]:
-        """The program of a call, and the call's row with its arguments moved where needed.
-
-        Args:
-            row: the call.
-            move: `moved` to run the call; by default nothing is moved, and the row holds what moved
-                arguments would be.
+    def resolve(self, row: Sequence[Any]) -> tuple[Resolved, Sequence[Any]]:
+        """The program of a call that is not run, and the call's row as moved arguments would be.
 
         Raises:
             ShardingError, StructureError: the rules do not fit the arguments or the outputs.
             PlacementError: an argument is committed to another sharding.
         """
+        try:
+            return self._resolve(row, _placement.as_moved)
+        except Exception as error:
+            if _arose_inside(error):
+                hide_ours(error)
+            raise
+
+    def _resolve(self, row: Sequence[Any], move: _placement.Move) -> tuple[Resolved, Sequence[Any]]:
         call = self._look(row)
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
@@ -217,6 +242,17 @@ class State:
             self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
         )
 
+    def _reject_refused(
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+    ) -> None:
+        if isinstance(error, ValueError):
+            _placement.reject_refused(self.convention, layout, row, arguments, error)
+
+    def _reject_ambient_mesh(self, error: Exception) -> None:
+        """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
+        if isinstance(error, ValueError):
+            reject_other_devices(self.convention.name, self.helper.mesh, error)
+
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
         row, layout, signature = call.row, call.layout, call.signature
@@ -230,7 +266,11 @@ class State:
         forms = tuple(collapsed(jax.tree.structure(row[i]), call.arguments[i]) for i in layout.dynamic)
         shape = Shape(layout, forms, collapsed(traced.out_tree, inside.outputs))
         if self.programs.get(shape) is None:
-            program.compile(shape, self.convention, self.helper.mesh.size, self.options.jit_kwargs)
+            kwargs = self.options.jit_kwargs
+            if self.boundary.any_explicit and shape.outputs is None:
+                # Outputs may depend on no argument, and JAX would drop what says on which devices to run.
+                kwargs = {'keep_unused': True, **kwargs}
+            program.compile(shape, self.convention, self.helper.mesh.size, kwargs)
         program = self.programs.add(shape, program)
         program.known.put(signature, inside)
         self.body.warn_unused(layout)
@@ -255,7 +295,7 @@ class State:
         signature = signature_of(self.convention, layout, row)
         inside = program.known.get(signature)
         if inside is None:
-            known = self._joining(layout, row, signature)
+            known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
             if known is None or known.program is not program:
                 raise self._miss()
             inside = known.inside

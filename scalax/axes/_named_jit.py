@@ -11,7 +11,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax import _axis_mapping, _context
+from scalax import _axis_mapping, _constrain, _context
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
 from scalax.axes._arrays import Rest, chosen, joined, require_hashable, split
@@ -209,8 +209,10 @@ class _NamedJit:
         if known is not None:
             return known
         body = self._body(mapping)
-        if helper is not None:
-            compiled: Any = helper.sjit(
+        if helper is not None and isinstance(helper.mesh, AbstractMesh):
+            compiled: Any = _inline(body, self._in, out, helper.mesh)
+        elif helper is not None:
+            compiled = helper.sjit(
                 body,
                 in_shardings=None if self._in is None else self._by_argument(self._in, args, kwargs),
                 out_shardings=None if out is None else (out, None),
@@ -254,6 +256,21 @@ class _Call:
 
     rest: Rest
     donated: tuple[bool, ...]
+
+
+def _inline(
+    body: Callable[..., Any], inputs: ShardingRule | None, outputs: ShardingRule | None, mesh: AbstractMesh
+) -> Callable[..., Any]:
+    """For calls inside of ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
+
+    def constrained(tree: Any, rule: ShardingRule | None) -> Any:
+        return tree if rule is None else _constrain.constrain(tree, rule, mesh, where='named_jit')
+
+    def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
+        data, rest = body(constrained(donated, inputs), constrained(given, inputs), call)
+        return constrained(data, outputs), rest
+
+    return inline
 
 
 def _rule_of(resources: Resources) -> ShardingRule | None:

@@ -21,6 +21,12 @@ send one another, and what bounds the step?
 FILE.py:make_step names a function of a file. It is called with a MeshShardingHelper, and returns
 the step (such as helper.sjit makes) and the tuple of its arguments; jax.ShapeDtypeStruct will do.
 """
+_SEARCH = """\
+Plans a step on every mesh that a slice can hold, quickly, and the best of them in full; ranks
+them, and says of each other one why it lost. Ctrl-C ranks what was planned until then.
+
+FILE.py:make_step as in `plan`.
+"""
 _EXPLAIN = """\
 What does each leaf get, and which rule says so? Nothing is compiled.
 
@@ -60,9 +66,35 @@ def _parser() -> argparse.ArgumentParser:
     plan = _command(commands.add_parser, 'plan', 'what a step holds, sends and takes', _PLAN)
     plan.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
     _add_mesh(plan)
-    plan.add_argument('--quick', action='store_true', help='take seconds, and let memory be approximate')
+    plan.add_argument(
+        '--quick',
+        action='store_true',
+        help='seconds instead of minutes: no code is made, and memory is what is laid out',
+    )
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
+    plan.add_argument('--html', metavar='OUT.html', help='also write the plan as a page')
     plan.set_defaults(answer=_commands.plan)
+
+    search = _command(commands.add_parser, 'search', 'which mesh is best for a step', _SEARCH)
+    search.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
+    search.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
+    search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
+    search.add_argument(
+        '--sizes',
+        action='append',
+        default=[],
+        type=_choice,
+        metavar='NAME=N,N,...',
+        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
+    )
+    search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
+    search.add_argument(
+        '--full', type=int, default=2, metavar='N', help='how many of the best to compile in full (2)'
+    )
+    search.add_argument('--html', metavar='OUT.html', help='write the plan of the best mesh as a page')
+    search.add_argument('--json', action='store_true', help='print what was found as JSON')
+    search.set_defaults(answer=_commands.search)
 
     explain = _command(commands.add_parser, 'explain', 'which sharding each leaf gets, and why', _EXPLAIN)
     explain.add_argument('function', metavar='FILE.py:make_state', help='what makes the tree and its rules')
@@ -121,6 +153,14 @@ def _sizes(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f'{text!r} names {name.strip()!r} twice')
         sizes[name.strip()] = int(size)
     return sizes
+
+
+def _choice(text: str) -> tuple[str, tuple[int, ...]]:
+    """``'tp=1,2,4'`` as a name and sizes."""
+    name, _, sizes = text.partition('=')
+    if not name.strip() or not all(size.strip().isdigit() for size in sizes.split(',')):
+        raise argparse.ArgumentTypeError(f'{text!r} is not of the form NAME=N,N,... (as in tp=1,2,4)')
+    return name.strip(), tuple(map(int, sizes.split(',')))
 
 
 def _positive(text: str) -> int:

@@ -3,43 +3,63 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from scalax.cli._load import load_function, pair
-from scalax.cli._topologies import KNOWN, table
-from scalax.errors import ArgumentError, MeshError, did_you_mean
+from scalax.cli._topologies import table
+from scalax.errors import ArgumentError, did_you_mean
 from scalax.plan import make_plan
+from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
-
-# With these the compiler asks no network where it runs, takes no lock and writes no log.
-_ALONE = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-    'TPU_LOG_DIR': 'disabled',
-    'TPU_STDERR_LOG_LEVEL': '3',
-    'TPU_MIN_LOG_LEVEL': '3',
-}
 
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
     make_step = load_function(asked.function)
     helper = _helper(asked)
-    step, arguments = pair(make_step(helper), asked.function, 'the step and the tuple of its arguments')
-    if not isinstance(arguments, tuple | list):
-        raise ArgumentError(
-            f'{asked.function!r} has to return the step and the tuple of its arguments; '
-            f'the arguments are a {type(arguments).__name__}'
-        )
+    step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick)
+    if asked.html:
+        made.to_html(asked.html)
     print(made.to_json() if asked.json else made)
     return made.fits
+
+
+def search(asked: argparse.Namespace) -> bool:
+    """Prints which meshes are best for a step."""
+    make_step = load_function(asked.function)
+    jax.config.update('jax_platforms', 'cpu')
+    found = search_meshes(
+        lambda helper: _step(make_step, helper, asked.function),
+        asked.topology,
+        [name.strip() for name in asked.axes.split(',')],
+        constraints=dict(asked.sizes),
+        num_slices=asked.slices,
+        dcn_axis=asked.dcn,
+        full=asked.full,
+    )
+    print(json.dumps(found.to_dict()) if asked.json else found)
+    fits = found.fits
+    if fits and asked.html:
+        found.best.to_html(asked.html)
+    return fits
+
+
+def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
+    """What the user's function makes: the step and its arguments."""
+    step, arguments = pair(make_step(helper), named, 'the step and the tuple of its arguments')
+    if not isinstance(arguments, tuple | list):
+        raise ArgumentError(
+            f'{named!r} has to return the step and the tuple of its arguments; '
+            f'the arguments are a {type(arguments).__name__}'
+        )
+    return step, arguments
 
 
 def explain(asked: argparse.Namespace) -> None:
@@ -64,7 +84,6 @@ def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
 
 def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
     """A helper over the hardware that is asked for. Accelerators that are here are left alone."""
-    os.environ.update({name: value for name, value in _ALONE.items() if name not in os.environ})
     jax.config.update('jax_platforms', 'cpu')
     names, dims = list(asked.mesh), list(asked.mesh.values())
     unknown = [name for name in asked.dcn if name not in names]
@@ -75,22 +94,14 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
     if not asked.topology:
         return _simulated(asked, dims, names)
     slices = asked.slices or math.prod(asked.dcn.values())
-    try:
-        return MeshShardingHelper.from_topology(
-            asked.topology,
-            dims,
-            names,
-            asked.split,
-            num_slices=slices,
-            dcn_axis_dims=[asked.dcn.get(name, 1) for name in names] if asked.dcn else None,
-        )
-    except MeshError as error:
-        if 'describes no topology' in str(error):
-            near = did_you_mean(asked.topology, KNOWN)
-            raise MeshError(
-                f'{error}\n{near} (`python -m scalax topologies` lists those that are known)'
-            ) from error
-        raise
+    return MeshShardingHelper.from_topology(
+        asked.topology,
+        dims,
+        names,
+        asked.split,
+        num_slices=slices,
+        dcn_axis_dims=[asked.dcn.get(name, 1) for name in names] if asked.dcn else None,
+    )
 
 
 def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from scalax.errors import ArgumentError, ShardingError, shown
 from scalax.explain._diff import ReportDiff, diff_rows
+from scalax.explain._fold import fold
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichReport, print_report
 from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated
-from scalax.explain._text import idle_notes, lines_of, render_table, totals
+from scalax.explain._text import folded_path, idle_notes, lines_of, render_table, totals
 
 _TITLE = 'Sharding report'
 
@@ -176,11 +177,9 @@ class ShardingReport:
         complaints = []
         replicated = self.replicated
         if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:
-            largest = sorted((row for row in self.rows if row.is_replicated), key=lambda row: -row.bytes)
             complaints.append(
                 f'{replicated.bytes:,} bytes are replicated on every device, allowed are '
-                f'{max_replicated_bytes:,}:\n'
-                + shown(f'{row.path}: {row.bytes:,} bytes ({row.why})' for row in largest)
+                f'{max_replicated_bytes:,}:\n{shown(_largest_replicated(self.rows))}'
             )
         if no_unused_rules and (self.unused_rules or self.shadowed_rules):
             complaints.append(
@@ -192,6 +191,17 @@ class ShardingReport:
             )
         if complaints:
             raise ShardingError([], message='\n'.join(complaints))
+
+
+def _largest_replicated(rows: Sequence[ReportRow]) -> list[str]:
+    """What is replicated, a line for what differs in numbers in its path only; the most bytes first."""
+    whole = [row for row in rows if row.is_replicated]
+    folds = fold((row.path, (row.bytes, row.why)) for row in whole)
+    lines = []
+    for item in sorted(folds, key=lambda item: -item.count * whole[item.first].bytes):
+        row, times = whole[item.first], f'{item.count} x ' if item.count > 1 else ''
+        lines.append(f'{folded_path(item)}: {times}{row.bytes:,} bytes ({row.why})')
+    return lines
 
 
 def _is_size(value: object) -> bool:

@@ -13,6 +13,9 @@ How long that takes: ``_hardware`` has the numbers of chips, ``_places`` says wh
 what joins them, ``_seconds`` how long one collective takes there, ``_roofline`` what bounds the step.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from scalax.plan._collectives import KINDS, Collective
 from scalax.plan._diff import PlanDiff
 from scalax.plan._flops import Flops, count_flops
@@ -27,10 +30,14 @@ from scalax.plan._sources import Source
 from scalax.plan._torus import Line
 from scalax.plan._work import Work
 
+if TYPE_CHECKING:
+    from scalax._search import Candidate, Search, search
+
 __all__ = [
     'HARDWARE',
     'KINDS',
     'Buffer',
+    'Candidate',
     'Collective',
     'Communication',
     'Counted',
@@ -42,9 +49,18 @@ __all__ = [
     'Plan',
     'PlanDiff',
     'Roofline',
+    'Search',
     'Seconds',
     'Source',
     'Work',
     'count_flops',
     'make_plan',
+    'search',
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # A search makes helpers, which make plans: its code lies above both, and is loaded when it is asked for.
+    if name in ('Candidate', 'Search', 'search'):
+        return getattr(importlib.import_module('scalax._search'), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -25,7 +25,16 @@ _WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 # A device without memory: the program is partitioned and laid out, and refused before code is made of it.
 _NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
 # Leaves out what makes code fast to run, and slow to make.
-_QUICK = {'xla_optimization_level': 'EFFORT_O0'}
+_NO_EFFORT = {'xla_optimization_level': 'EFFORT_O0'}
+# What may be held while the compiler orders instructions, or computes again instead of keeping: percents of
+# the memory that it believes there is.
+_SHARES = (
+    'xla_tpu_scheduler_percent_shared_memory_limit',
+    'xla_jf_rematerialization_percent_shared_memory_limit',
+)
+_MIB = 2**20
+_PLENTY = 2**40
+_LARGE = 2**29
 _NO_TABLES = Tables('', '', '')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
@@ -38,9 +47,9 @@ class Compiled:
         text: the HLO after SPMD partitioning; empty for one device, where nothing is partitioned.
         devices: on how many devices it runs: on one, if nothing says where arguments or outputs lie.
         memory: see `Memory`.
-        executable: what JAX compiled; None where the compiler refused to.
+        executable: what JAX compiled; None where the compiler refused to, or was asked for no code.
         refusal: what the compiler says of a program that does not fit into memory.
-        buffers: what takes most of the memory of one, the largest first.
+        buffers: what takes most of the memory, the largest first; empty where the compiler does not say.
     """
 
     text: str
@@ -62,30 +71,34 @@ class _Dump:
     tables: Tables = _NO_TABLES
 
 
-def compile_lowered(lowered: Any, platform: str, *, quick: bool = False) -> Compiled:
+def compile_lowered(
+    lowered: Any, platform: str, *, quick: bool = False, limit: int | None = None
+) -> Compiled:
     """Compiles what ``jax.jit(...).lower(...)`` gave, and keeps the program as the partitioner left it.
 
     Args:
         lowered: a ``jax.stages.Lowered``.
         platform: the kind of the devices, such as ``'cpu'``.
-        quick: have the compiler of TPUs take less trouble; others are quick anyway.
+        quick: have the compiler of TPUs lay the program out, and make no code of it; others are quick anyway.
+        limit: the bytes that a program can use of a device, where that is known.
 
     Raises:
-        PlanError: the compiler failed, or did not write that program down.
+        PlanError: the compiler did not write that program down.
+        jax.errors.JaxRuntimeError: the compiler failed.
     """
-    tpu = platform == 'tpu'
-    options: dict[str, Any] = _QUICK if quick and tpu else {}
-    dump = _dumped(lowered, options)
-    if tpu:
+    if platform == 'tpu':
         # Collectives are those of whole products, memory that of the program as it will run.
-        dump = dataclasses.replace(dump, text=_dumped(lowered, {**_QUICK, **_WHOLE, **_NO_CODE}).text)
+        text = _dumped(lowered, {**_NO_EFFORT, **_WHOLE, **_NO_CODE}).text
+        dump = _laid_out(lowered, limit or _PLENTY) if quick else _dumped(lowered, {})
+        dump = dataclasses.replace(dump, text=text)
+    else:
+        dump = _dumped(lowered, {})
     if dump.executable is None:
-        return _refused(dump)
+        return _without_code(dump, quick)
     devices = _partitions(dump.text or dump.executable.as_text())
     if not dump.text and devices > 1:
         # A persistent compilation cache has answered. Nothing is changed by this option but the key.
-        unused = {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
-        dump = _dumped(lowered, {**options, **unused})
+        dump = _dumped(lowered, {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16})
     if not dump.text and devices > 1:
         raise PlanError(
             'the compiler did not write down the program after partitioning, from which the collectives '
@@ -101,17 +114,46 @@ def compile_lowered(lowered: Any, platform: str, *, quick: bool = False) -> Comp
         # That of XLA for CPUs is not one of the hardware that is meant.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    return Compiled(dump.text, devices, memory, dump.executable)
+    buffers = _buffers(dump) if platform == 'tpu' else ()
+    return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
 
 
-def _refused(dump: _Dump) -> Compiled:
-    """A program that is too large; the compiler says so once it has laid it out."""
+def _laid_out(lowered: Any, limit: int) -> _Dump:
+    """A program as it is laid out in memory, ordered for *limit* bytes, but refused for want of memory.
+
+    Code takes most of the time of a compiler, and is made when all is laid out. So the compiler is told of a
+    device that has too little memory, of which instructions may hold so many percents that it comes to what
+    the real device has. The nearer that memory is to what the program takes, the more the outcome is that of
+    a real device; half of it is near enough.
+    """
+    first = _dumped(lowered, _small_device(_MIB, limit))
+    peak = 0 if first.executable else assigned_memory(first.tables).peak
+    # What is not much larger than the vector memory of a chip might be put there, and fit after all.
+    return _dumped(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
+
+
+def _small_device(size: int, limit: int) -> dict[str, str]:
+    size = max(_MIB, size - size % _MIB)
+    return {
+        'xla_tpu_max_hbm_size_mib': str(size // _MIB),
+        **dict.fromkeys(_SHARES, str(-(-100 * limit // size))),
+    }
+
+
+def _without_code(dump: _Dump, quick: bool) -> Compiled:
+    """A program that the compiler refused, once it had laid it out: as it is too large, or to be quick."""
     memory = assigned_memory(dump.tables)
-    buffers: tuple[Buffer, ...] = ()
-    # Optimized programs hold what no reader knows yet; the numbers of a refusal are worth more than its rows.
+    refusal = '' if quick else dump.refusal
+    return Compiled(
+        dump.text, _partitions(dump.text or dump.optimized), memory, None, refusal, _buffers(dump)
+    )
+
+
+def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
+    # Optimized programs hold what no reader knows yet; the rest of a plan is worth more than these rows.
     with contextlib.suppress(PlanError):
-        buffers = largest_buffers(dump.tables, parse(dump.optimized))
-    return Compiled(dump.text, _partitions(dump.optimized), memory, None, dump.refusal, buffers)
+        return largest_buffers(dump.tables, parse(dump.optimized))
+    return ()
 
 
 def _partitions(text: str) -> int:
@@ -130,15 +172,13 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
             if 'RESOURCE_EXHAUSTED' not in refusal or not _last(folder, _TABLES[0]):
-                raise PlanError(
-                    f'{refusal}\nThis is why the compiler made no program, and there is no plan'
-                ) from error
+                raise
         files = sorted(path for path in folder.iterdir() if _AFTER.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''
-        if executable is not None:
-            return _Dump(executable, text=text)
         tables = Tables(*(_last(folder, table) for table in _TABLES))
-        return _Dump(None, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables)
+        return _Dump(
+            executable, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables
+        )
 
 
 def _last(folder: Path, what: str) -> str:

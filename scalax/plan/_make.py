@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
 from scalax._mesh import require_devices
 from scalax._paths import join
 from scalax._resolve import Use, resolve
 from scalax._sjit import names_of_arguments, sjit
-from scalax.errors import ArgumentError
+from scalax._spec import axis_sizes_text
+from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
 from scalax.plan._collectives import collectives
 from scalax.plan._compile import Compiled, compile_lowered
@@ -37,16 +38,19 @@ def make_plan(
     *,
     quick: bool = False,
 ) -> Plan:
-    """What `MeshShardingHelper.plan` calls, which is documented for users; here one may be in a hurry.
+    """What `MeshShardingHelper.plan` calls, with the arguments of the function as they are.
 
     Args:
         helper: whose mesh it is for.
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        quick: have the compiler of TPUs take less trouble: seconds instead of minutes. Memory is then that
-            of a program that was not optimized for speed (up to a fifth less was seen), and the plan says so.
-            Nothing else changes.
+        quick: as there.
+
+    Raises:
+        PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+        MeshError: the helper was made from an AbstractMesh.
+        ArgumentError: *fun* is no function.
     """
     if not callable(fun):
         raise ArgumentError(
@@ -60,10 +64,26 @@ def make_plan(
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    traced = function.trace(*args, **kwargs)
+    name = str(getattr(fun, '__name__', type(fun).__name__))
+    try:
+        traced = function.trace(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f'Thus there is no plan of {name!r}: a plan is made without values. Make what decides a static '
+            'argument (static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+        )
+        raise
     lowered = traced.lower()
     device = mesh.devices.flat[0]
-    compiled = compile_lowered(lowered, device.platform, quick=quick)
+    hardware = hardware_of(device.device_kind)
+    limit = hardware.hbm_bytes if hardware else None
+    try:
+        compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+    except jax.errors.JaxRuntimeError as error:
+        raise PlanError(
+            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
+            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
+        ) from error
     # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
     # write out every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
@@ -73,14 +93,13 @@ def make_plan(
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args, kwargs)
     if names is None:
-        names = _positions(function, len(args), len(positional))
-    hardware = hardware_of(device.device_kind)
+        names = [*_positions(function, len(args), len(positional))]
     return Plan(
-        name=str(getattr(fun, '__name__', type(fun).__name__)),
+        name=name,
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=dataclasses.replace(compiled.memory, limit=hardware.hbm_bytes if hardware else None),
+        memory=dataclasses.replace(compiled.memory, limit=limit),
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),
@@ -93,6 +112,15 @@ def make_plan(
         refusal=compiled.refusal,
         buffers=compiled.buffers,
     )
+
+
+def reject_own_argument(fun: Any, name: str) -> None:
+    """Refuses an option that is also an argument of the user's function: whose would it be?"""
+    if any(name == own for own, _ in _parameters(fun)):
+        raise ArgumentError(
+            f'{name!r} is an option of plan, and an argument of {getattr(fun, "__name__", fun)!r}: '
+            f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
+        )
 
 
 def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
@@ -132,7 +160,7 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in shardings])
+    known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
     resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(
@@ -140,10 +168,21 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     )
 
 
-def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
+    """The sharding of a leaf, if it is one of the mesh."""
+    if not isinstance(own, NamedSharding):
+        return None
+    if len(own.spec) <= len(leaf.shape):
+        return own
+    # To the compiler a typed key has a dimension more: the numbers that it is made of.
+    return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
+
+
+def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:
     """The arguments by name: the first key of each path is a position."""
     rows = []
     for row in report.rows:
-        position, _, path = row.path.partition('/')
-        rows.append(dataclasses.replace(row, path=join(names[int(position)], path)))
+        position, below, path = row.path.partition('/')
+        name = join(names[int(position)], path if below else None)
+        rows.append(dataclasses.replace(row, path=name or ''))
     return dataclasses.replace(report, rows=tuple(rows))

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from scalax.errors import ArgumentError, PlanError, did_you_mean
@@ -16,7 +17,9 @@ from scalax.plan._diff import PlanDiff
 from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
+from scalax.plan._page import render_fragment, render_page
 from scalax.plan._places import Place, places_on_torus
+from scalax.plan._png import save_png
 from scalax.plan._roofline import Roofline, make_roofline
 from scalax.plan._text import render
 from scalax.plan._work import Work
@@ -44,11 +47,11 @@ class Plan:
         model_flops: the operations that the model needs in one call, where the caller has said so.
         device_kind: what JAX calls the devices.
         places: where the devices of the mesh lie, in the order of the mesh.
-        quick: whether the compiler took less trouble than it does for a program that is run; memory is then
-            a rough number (up to a fifth less than in full was seen), and all else is the same.
+        quick: whether the compiler laid the program out but made no code of it. Memory is then what it laid
+            out, which is near what it counts in the end, and shardings are those that were asked for.
         refusal: what the compiler says of a program that does not fit into the memory of a device; empty
-            for one that it made.
-        buffers: what takes most of the memory of one that was refused, the largest first.
+            for one that it made, and for quick plans.
+        buffers: what takes most of the memory when most is taken, the largest first; of TPUs only.
     """
 
     name: str
@@ -73,11 +76,12 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits into the memory of each device; None where nobody knows how much there is.
 
-        Compilers for accelerators refuse what does not fit, and so they have the last word.
+        Compilers for accelerators refuse what does not fit, and so they have the last word; of a quick plan
+        it is the memory that is compared.
         """
         if self.refusal:
             return False
-        if not self.memory.estimated:
+        if not self.memory.estimated and not self.quick:
             return True
         return None if self.memory.limit is None else self.memory.peak <= self.memory.limit
 
@@ -181,6 +185,29 @@ class Plan:
             width: the columns that it may take; those of the terminal by default.
         """
         return render(self, width)
+
+    def _repr_html_(self) -> str:
+        return render_fragment(self)
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the plan as a page of its own, which loads nothing and runs no script.
+
+        Args:
+            path: the file to write.
+            title: the title of the page; `name` by default.
+        """
+        Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
+
+    def save_png(self, path: str | os.PathLike[str]) -> None:
+        """Draws the plan: memory, seconds, and where mesh axes lie.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+        """
+        save_png(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""

@@ -7,30 +7,39 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from scalax._spec import axis_sizes_text
-from scalax.explain._text import aligned, columns, human_bytes, shrink
+from scalax.explain._table import table
+from scalax.explain._text import columns, human_bytes
 from scalax.plan._collectives import Collective
 from scalax.plan._loops import Counted
 
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
 
-_HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
+HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
-_BUFFERS = 8
+MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
-_LEAST = [10, 4, 5, 5, 16]
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = columns(width)
-    size = math.prod(plan.mesh.values())
-    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
-    head = f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
     roofline = plan.known_roofline
     times = [] if roofline is None else ['', *str(roofline).splitlines()]
-    return '\n'.join([head, _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
+    return '\n'.join([head(plan), _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
+
+
+def head(plan: Plan) -> str:
+    """What the plan is of."""
+    size = math.prod(plan.mesh.values())
+    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
+    return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
+
+
+def verdict(plan: Plan) -> str:
+    """How much memory is taken of how much, whether that fits, and how well it is known."""
+    return f'{_taken(plan)}{_how_known(plan)}'
 
 
 def _flops(plan: Plan) -> str:
@@ -50,14 +59,15 @@ def _memory(plan: Plan) -> Iterable[str]:
     if plan.buffers:
         yield '  the largest, when most is held:'
         yield from (
-            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}' for row in plan.buffers[:_BUFFERS]
+            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}'
+            for row in plan.buffers[:MOST_BUFFERS]
         )
 
 
 def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
-    return ' (quick: a rough number)' if plan.quick else ''
+    return ' (quick, as laid out before code is made)' if plan.quick else ''
 
 
 def _taken(plan: Plan) -> str:
@@ -71,10 +81,8 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         yield 'collectives in one call: none'
         return
     yield 'collectives in one call (bytes: the whole array of one group, each time):'
-    cells = [_HEADS, *map(_cells, plan.collectives[:_SHOWN])]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADS))]
-    shrink(widths, width - 2 * (len(widths) - 1), _LEAST)
-    yield from aligned(cells, widths, _BECAUSE, 3)
+    cells = [HEADS, *map(cells_of, plan.collectives[:_SHOWN])]
+    yield from table(cells, width, _BECAUSE, 3)
     if len(plan.collectives) > _SHOWN:
         rest = plan.collectives[_SHOWN:]
         moved = human_bytes(sum(row.count * row.bytes for row in rest))
@@ -85,7 +93,8 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         yield f'along {" x ".join(axes)}: {each}'
 
 
-def _cells(row: Collective) -> tuple[str, ...]:
+def cells_of(row: Collective) -> tuple[str, ...]:
+    """What a row of the table of collectives says in each column."""
     return (
         row.kind,
         ' x '.join(row.axes),

@@ -154,7 +154,19 @@ class ShardingRule(abc.ABC):
     # The classes behind the operators are built on this one, hence the imports inside.
 
     def __or__(self, other: Any) -> ShardingRule:
-        """``a | b``: for each leaf the first that answers."""
+        """``a | b``: for each leaf the first that answers.
+
+        Example:
+            FSDP has no answer for small arrays, and a regex none for arrays that it does not match:
+
+            >>> import numpy as np
+            >>> from scalax.sharding import FSDPShardingRule, TreePathShardingRule
+            >>> params = {'up': np.zeros((8, 64)), 'down': np.zeros((64, 8)), 'norm': np.zeros(8)}
+            >>> by_path = TreePathShardingRule(('up', PartitionSpec(None, 'tp')))
+            >>> fsdp = FSDPShardingRule('fsdp', fsdp_axis_size=4, min_fsdp_size=64)
+            >>> (by_path | fsdp).apply(params)
+            {'down': P('fsdp', None), 'norm': P(), 'up': P(None, 'tp')}
+        """
         from scalax.rules._compose import FirstAnswer, as_rule
 
         rule = as_rule(other)
@@ -167,7 +179,19 @@ class ShardingRule(abc.ABC):
         return NotImplemented if rule is None else FirstAnswer.of(rule, self)
 
     def __and__(self, other: Any) -> ShardingRule:
-        """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use."""
+        """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
+
+        Example:
+            Of ``up`` the first dimension is free; ``down`` is free as a whole, and ``norm`` is too small:
+
+            >>> import numpy as np
+            >>> from scalax.sharding import FSDPShardingRule, TreePathShardingRule
+            >>> params = {'up': np.zeros((8, 64)), 'down': np.zeros((64, 8)), 'norm': np.zeros(8)}
+            >>> by_path = TreePathShardingRule(('up', PartitionSpec(None, 'tp')), ('', PartitionSpec()))
+            >>> fsdp = FSDPShardingRule('fsdp', fsdp_axis_size=4, min_fsdp_size=64)
+            >>> (by_path & fsdp).apply(params)
+            {'down': P('fsdp',), 'norm': P(), 'up': P('fsdp', 'tp')}
+        """
         from scalax.rules._compose import Overlay, as_rule
 
         rule = as_rule(other)
@@ -294,18 +318,19 @@ def strangers(tree: NamedTree) -> list[Problem]:
         Problem(
             'not-an-array',
             tree.describe(index),
-            f'{_short(leaf)} is not an array'
+            f'{short(leaf)} is not an array'
             if leaf_shape(leaf) is None
             else f'JAX has no arrays of dtype {leaf.dtype}',
-            hint='shard trees of arrays; take other leaves out, or make such arguments static.',
+            hint='shard trees of arrays, and take other leaves out (a function may close over them).',
         )
         for index, leaf in enumerate(tree.leaves)
         if leaf_shape(leaf) is None or has_foreign_dtype(leaf)
     ]
 
 
-def _short(leaf: Any) -> str:
-    text = repr(leaf)
+def short(value: Any) -> str:
+    """What somebody gave, as messages show it."""
+    text = repr(value)
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 

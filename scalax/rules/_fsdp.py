@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from jax.sharding import PartitionSpec
 
 from scalax._paths import NamedTree
-from scalax._spec import entries, entry_axes, spec_axes
-from scalax.errors import Problem, RuleError, did_you_mean
+from scalax._spec import entries, entry_axes, no_axis, spec_axes
+from scalax.errors import Problem, RuleError
 from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 
 
@@ -83,7 +83,7 @@ class FSDPShardingRule(BuiltinRule):
         elements = math.prod(tree.shapes[index])
         taken = tree.taken[index] if tree.taken else REPLICATED
         if elements < self.min_fsdp_size:
-            reason = f'{elements} elements < min_fsdp_size {self.min_fsdp_size}'
+            reason = f'{elements} element{"" if elements == 1 else "s"} < min_fsdp_size {self.min_fsdp_size}'
         elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
             reason = f'FSDP: {", ".join(used)} in use'
         else:
@@ -109,7 +109,7 @@ class FSDPShardingRule(BuiltinRule):
         names = entry_axes(self.fsdp_axis_name)
         for name in names:
             if name not in axis_sizes:
-                raise RuleError(f'{self!r}: the mesh has no axis {name!r} ({did_you_mean(name, axis_sizes)})')
+                raise RuleError(f'{self!r}: {no_axis(name, axis_sizes)}')
         size = math.prod(axis_sizes[name] for name in names)
         if self.fsdp_axis_size not in (None, size):
             raise RuleError(

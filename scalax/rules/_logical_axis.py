@@ -16,7 +16,7 @@ from scalax.interop._boxes import names_by_leaf
 from scalax.rules._base import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, BuiltinRule, Said
 from scalax.rules._named_leaf import Named, NamedLeaf
 from scalax.rules._pattern import Pattern, as_text, names_in, parse, pattern_error
-from scalax.rules._tree_path import regex_text
+from scalax.rules._tree_path import checked_regex, regex_text
 
 MeshAxisEntry = str | tuple[str, ...] | None
 AxisMapping = Mapping[str, MeshAxisEntry] | Sequence[tuple[str, MeshAxisEntry]]
@@ -172,7 +172,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             'unmatched',
             tree.describe(index),
             'the leaf does not name its dimensions, and no regex of axis_names matches the path '
-            f'{tree.paths[index]!r}',
+            f'{tree.path_seen(index)}',
             rule=f'LogicalAxisShardingRule with {count} regex{"" if count == 1 else "es"}',
             hint='add a pair for these leaves to axis_names, put a rule for them behind this one '
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',
@@ -230,14 +230,9 @@ def _checked_names(
 ) -> tuple[str | re.Pattern[str], str]:
     regex, text = pair
     where = f'LogicalAxisShardingRule, pair {number} of axis_names'
-    if not isinstance(getattr(regex, 'pattern', regex), str):
-        raise RuleError(f'{where}: the regex is a string, got {regex!r}')
+    checked_regex(where, regex)
     if not isinstance(text, str):
         raise RuleError(f"{where}: the names are a string such as 'embed mlp', got {text!r}")
-    try:
-        re.compile(regex)
-    except re.error as error:
-        raise RuleError(f'{where}: invalid regex {regex!r}: {error.msg} (position {error.pos})') from None
     parse(text)
     for name, at in names_in(text):
         if known is not None and name not in known:

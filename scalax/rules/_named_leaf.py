@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -72,15 +73,22 @@ class NamedLeaf:
         chosen: list[tuple[str, ...]] = []
         dropped: list[str] = []
         reasons: list[str] = []
+        notes: list[str] = []
         for dim, parts in enumerate(dimensions):
             sizes = self._part_sizes(parts, self.shape[dim])
             if sizes is None:
                 return self._grouping_fault(dim, parts), []
             chosen.append(())
             if dim < len(taken) and taken[dim] is not None:
+                asked = [axis for part in parts for axis in self._choose(part, used)[0]]
+                if not {*entry_axes(taken[dim])}.issuperset(asked):
+                    notes.append(self._in_vain(asked, dim, 'not free'))
                 continue
             for part, size in zip(parts, sizes, strict=True):
-                axes, why = self._choose(part, used)
+                axes, why, busy = self._choose(part, used)
+                if not axes and set(busy).intersection(spec_axes(self.taken)):
+                    why = ''  # it is another rule that is in the way
+                    notes.append(self._in_vain(busy, dim, 'in use'))
                 kept = self._dividing(axes, size, is_whole=len(parts) == 1)
                 if kept != axes:
                     text = self._uneven(dim, parts, part, size, axes)
@@ -94,37 +102,53 @@ class NamedLeaf:
         spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen))
         number = self.named.number
         clauses = () if number is None else ((self.rule, number),)
-        reason = '; '.join(reasons) or 'no name has a mesh axis here'
-        policies = (self.rule.on_indivisible,)
-        return Answer(spec, self.named.source, reason, policies, clauses=clauses), dropped
+        reason = '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here')
+        policies, unheard = (self.rule.on_indivisible,), tuple(dict.fromkeys(notes))
+        source = self.named.source
+        return Answer(spec, source, reason, policies, clauses=clauses, notes=unheard), dropped
 
-    def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str]:
-        """The mesh axes of a name, and why; see the docstring of the rule for the precedence."""
+    def _in_vain(self, axes: Sequence[str], dim: int, why: str) -> str:
+        return f'{self.named.source} asked for {", ".join(dict.fromkeys(axes))} on dimension {dim}: {why}'
+
+    def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str, list[str]]:
+        """The mesh axes of a name, why, and those in use; the docstring of the rule has the precedence."""
         first: tuple[str, ...] = ()
         busy: list[str] = []
         absent: list[str] = []
+        present: list[str] = []
         for other, entry in self.rule.axis_mapping:
             if other != name:
                 continue
             if entry is None:
-                return (), ''
+                return (), '', busy
             here = [a for a in entry_axes(entry) if self.axis_sizes is None or a in self.axis_sizes]
             free = tuple(axis for axis in here if axis not in used)
-            if here and len(free) == len(here):
-                return free, f'{name} -> {", ".join(free)}'
-            first = first or free
+            present.extend(here)
             absent.extend(axis for axis in entry_axes(entry) if axis not in here)
+            if here and len(free) == len(here):
+                return free, f'{name} -> {", ".join(free)}{self._lacks(absent, present)}', busy
+            first = first or free
             busy.extend(axis for axis in here if axis in used)
         in_use = f'{", ".join(dict.fromkeys(busy))} in use'
+        lacks = self._lacks(absent, present)
         if first:
-            return first, f'{name} -> {", ".join(first)} ({in_use})'
-        if not busy and absent and self.axis_sizes is not None:
-            # To skip these is the contract; one that looks misspelt is for the reader to see.
-            known, lacks = list(self.axis_sizes), ', '.join(map(repr, dict.fromkeys(absent)))
-            near = next((axis for axis in absent if near_names(axis, known)), None)
-            hint = '' if near is None else f' ({did_you_mean(near, known)})'
-            return (), f'{name}: the mesh has no {lacks}{hint}'
-        return (), f'{name}: {in_use}' if busy else ''
+            return first, f'{name} -> {", ".join(first)} ({in_use}){lacks}', busy
+        return (), f'{name}: {in_use}{lacks}' if busy else f'{name}{lacks}' if lacks else '', busy
+
+    def _lacks(self, absent: Sequence[str], present: Sequence[str]) -> str:
+        """Which mesh axes of a name the mesh lacks: all if it has none of them, else one that looks misspelt.
+
+        To skip them is the contract, and a mapping for many meshes names many. An axis is not meant by
+        another name where it is named itself.
+        """
+        if self.axis_sizes is None or not absent:
+            return ''
+        others = [axis for axis in self.axis_sizes if axis not in present]
+        odd = next((axis for axis in absent if near_names(axis, others)), None)
+        hint = '' if odd is None else f' ({did_you_mean(odd, others)})'
+        if not present:
+            return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
+        return '' if odd is None else f'; the mesh has no {odd!r}{hint}'
 
     def _part_sizes(self, parts: Dimension, size: int) -> list[int | None] | None:
         """The sizes of the parts of a dimension as far as they are known; None if they do not fit it."""

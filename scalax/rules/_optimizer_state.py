@@ -150,14 +150,15 @@ class OptimizerStateShardingRule(BuiltinRule):
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """What belongs to no parameter is replicated, but for what must be meant to belong to one."""
         shape = tree.shapes[index]
-        if len(shape) < 2 or math.prod(shape) <= _FEW:
+        if len(shape) < 2:
             return _NO_PARAMETER
         known = self._known
         places = list(_ending(tree.paths[index], known))
         place = places[-1] if places else _containing(tree.paths[index], known)
         # Integers beside the parameters are keys and tables; below one, its values in fewer bits.
-        is_statistic = _is_float(tree, index) or (place is not None and place.inside)
-        return _mismatch(tree, index, known, place) if is_statistic else _NO_PARAMETER
+        if not _is_float(tree, index) and not (place is not None and place.inside):
+            return _NO_PARAMETER
+        return _FEW_ELEMENTS if math.prod(shape) <= _FEW else _mismatch(tree, index, known, place)
 
     @functools.cached_property
     def _known(self) -> _Known:
@@ -166,6 +167,9 @@ class OptimizerStateShardingRule(BuiltinRule):
 
 _FEW = 32  # elements: tables of coefficients, as muon has
 _NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
+_FEW_ELEMENTS = dataclasses.replace(
+    _NO_PARAMETER, reason=f'{_NO_PARAMETER.reason}; with more than {_FEW} elements it would be an error'
+)
 _SMALL = Answer(REPLICATED, _NAME, 'at most one element')
 
 

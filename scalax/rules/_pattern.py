@@ -44,13 +44,15 @@ class Pattern:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse(text: str) -> Pattern:
+def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
     """Reads a pattern.
 
     Args:
         text: names separated by spaces, one a dimension. ``(a b)`` is one dimension, *a* outermost;
             ``_`` is a dimension without a name, a number one of that size; ``...`` stands for any
             number of dimensions.
+        whole: the text that it is a part of, for errors; by default it is not.
+        start: where it starts in the whole.
 
     Raises:
         RuleError: it is not one; the message points at the place.
@@ -61,36 +63,37 @@ def parse(text: str) -> Pattern:
         >>> parse('... embed').of_rank(3)
         ((None,), (None,), ('embed',))
     """
+    error = functools.partial(pattern_error, whole or text)
     dimensions: list[Dimension] = []
     ellipsis: int | None = None
     group: list[Part] | None = None
     opened = 0
     seen: set[str] = set()
     for token in _TOKEN.finditer(text):
-        word, at = token.group(), token.start()
+        word, at = token.group(), start + token.start()
         if word == '(':
             if group is not None:
-                raise pattern_error(text, at, 'a group inside a group')
+                raise error(at, 'a group inside a group')
             group, opened = [], at
         elif word == ')':
             if group is None:
-                raise pattern_error(text, at, "a ')' without a '('")
+                raise error(at, "a ')' without a '('")
             dimensions.append(tuple(group))
             group = None
         elif word == '...':
             if group is not None:
-                raise pattern_error(text, at, "a '...' inside a group")
+                raise error(at, "a '...' inside a group")
             if ellipsis is not None:
-                raise pattern_error(text, at, "a second '...'")
+                raise error(at, "a second '...'")
             ellipsis = len(dimensions)
         else:
-            parts = _parts(word, seen, functools.partial(pattern_error, text, at))
+            parts = _parts(word, seen, functools.partial(error, at))
             if group is None:
                 dimensions.append(parts)
             else:
                 group.extend(parts)
     if group is not None:
-        raise pattern_error(text, opened, "a '(' that is never closed")
+        raise error(opened, "a '(' that is never closed")
     return Pattern(tuple(dimensions), ellipsis)
 
 

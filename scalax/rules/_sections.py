@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, key_string, leaf_shape
+from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, leaf_shape, optional_path
 from scalax.errors import RuleError, StructureError
 from scalax.rules._base import ShardingRule
 from scalax.rules._compose import as_rule
@@ -19,7 +19,7 @@ class Section:
     """The part of the parameters that one rule decides about, with shapes in place of the arrays."""
 
     rule: ShardingRule
-    at: str
+    at: str | None
     treedef: Any
     # Hashed are structure and rule only: the hash of a large model's shapes would cost at every look-up.
     leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
@@ -51,23 +51,23 @@ def sections(param_rule: Any, params: Any, name: str) -> Iterator[Section]:
     flat, structure = jax.tree_util.tree_flatten_with_path(
         param_rule, is_leaf=lambda node: as_rule(node) is not None
     )
-    rules: list[tuple[str, ShardingRule]] = []
+    rules: list[tuple[str | None, ShardingRule]] = []
     for path, value in flat:
-        at = '/'.join(map(key_string, path))
+        at = optional_path(path)
         rule = as_rule(value)
         if rule is None:
             got = repr(value) if leaf_shape(value) is None else describe_leaf('', value).partition(': ')[2]
             raise RuleError(
                 f'{name}: param_rule holds {got} of type {type(value).__name__}'
-                f'{f" at {at!r}" if at else ""}, which is not a rule: give a ShardingRule, a PartitionSpec, '
-                'or a pytree prefix of these, and the params second'
+                f'{"" if at is None else f" at {at!r}"}, which is not a rule: give a ShardingRule, a '
+                'PartitionSpec, or a pytree prefix of these, and the params second'
             )
         rules.append((at, rule))
     treedef: Any = structure
     try:
         subtrees = treedef.flatten_up_to(params)
     except ValueError:
-        raise _not_a_prefix([at for at, _ in rules], NamedTree.of(params).paths, name) from None
+        raise _not_a_prefix([at or '' for at, _ in rules], NamedTree.of(params).paths, name) from None
     trees = [NamedTree.of(subtree, at) for (at, _), subtree in zip(rules, subtrees, strict=True)]
     if not any(map(len, trees)):
         raise RuleError(f'{name}: params has no leaves, so no state can be its')

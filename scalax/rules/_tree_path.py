@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from scalax.rules._base import (
     ShardingRule,
     ask_each,
     is_pure,
+    short,
 )
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
@@ -63,7 +65,10 @@ class TreePathShardingRule(BuiltinRule):
         strict: bool = True,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
-        pairs = tuple(_checked_pair(number, rule) for number, rule in enumerate(rules))
+        pairs = tuple(
+            checked_pair(f'TreePathShardingRule, pair {number}', rule, _SPREAD)
+            for number, rule in enumerate(rules)
+        )
         for name, value in (
             ('rules', pairs),
             ('strict', bool(strict)),
@@ -96,15 +101,17 @@ class TreePathShardingRule(BuiltinRule):
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
         answers: list[Said] = [scalar if shape in single else miss for shape in tree.shapes]
         # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
-        # the inner loop then runs in C.
+        # the inner loops then run in C.
         left = [i for i, answer in enumerate(answers) if answer is not scalar]
+        paths = [tree.paths[i] for i in left]
         nested: dict[int, tuple[int, ShardingRule]] = {}
         for number, (pattern, value) in enumerate(self.rules):
-            found = _finds(pattern, [tree.paths[i] for i in left])
-            mine = [i for i, hit in zip(left, found, strict=True) if hit]
+            found = _finds(pattern, paths)
+            mine = list(itertools.compress(left, found))
             if not mine:
                 continue
-            left = [i for i, hit in zip(left, found, strict=True) if not hit]
+            missed = [not hit for hit in found]
+            left, paths = list(itertools.compress(left, missed)), list(itertools.compress(paths, missed))
             if isinstance(value, ShardingRule):
                 nested.update(dict.fromkeys(mine, (number, value)))
             else:
@@ -135,7 +142,8 @@ class TreePathShardingRule(BuiltinRule):
         return Problem(
             'unmatched',
             tree.describe(index),
-            f'no regex of the rule matches the path {path!r}' + (f'; {near!r} comes near' if near else ''),
+            f'no regex of the rule matches the path {tree.path_seen(index)}'
+            + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
             hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
             'to replicate what nothing matches.',
@@ -189,23 +197,37 @@ def _axes(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
 
 
-def _checked_pair(number: int, rule: Any) -> tuple[str | re.Pattern[str], Value]:
-    where = f'TreePathShardingRule, pair {number}'
-    if not isinstance(rule, tuple | list) or len(rule) != 2:
+_SPREAD = 'pairs are arguments of their own: TreePathShardingRule(*pairs)'
+
+
+def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[str], Value]:
+    """Returns *rule* if it is a pair of a regex and a value, else raises RuleError.
+
+    Args:
+        where: what the message begins with.
+        rule: what was given.
+        spread: what to say where pairs were given in place of one.
+    """
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or isinstance(rule[0], tuple | list):
         hint = ''
         if isinstance(rule, tuple | list) and rule and isinstance(rule[0], tuple | list):
-            hint = '; pairs are arguments of their own: TreePathShardingRule(*pairs)'
-        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {rule!r}{hint}')
+            hint = f'; {spread}'
+        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}{hint}')
     pattern, value = rule
-    if not isinstance(getattr(pattern, 'pattern', pattern), str):
-        raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
+    checked_regex(where, pattern)
     if value is not None and not isinstance(value, PartitionSpec | ShardingRule | NamedSharding):
         hint = f'; write PartitionSpec({", ".join(map(repr, _axes(value)))})' if _axes(value) else ''
         raise RuleError(
             f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}{hint}'
         )
     return pattern, value
+
+
+def checked_regex(where: str, pattern: Any) -> None:
+    """Raises RuleError if *pattern* is no regex; the message begins with *where*."""
+    if not isinstance(getattr(pattern, 'pattern', pattern), str):
+        raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None

@@ -49,15 +49,17 @@ own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, entries, entry_axes
-from scalax.errors import Problem, RuleError
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, Said
-from scalax.rules._tree_path import TreePathShardingRule
+from scalax.errors import RuleError, did_you_mean, near_names
+from scalax.rules._base import REPLICATED
+from scalax.rules._exact_rank import ExactRankRule
+from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
 
 __all__ = [
     'GEMMA',
@@ -96,13 +98,14 @@ def rule(
         table: one of this module, or rows of your own over the axes fsdp, tp and expert.
         fsdp: the mesh axis (or axes, or None) that stands for ``'fsdp'`` in the table.
         tp: the same for ``'tp'``.
-        expert: the same for ``'expert'``, which only `MIXTRAL` has.
+        expert: the same for ``'expert'``, which only `MIXTRAL` has; None where the mesh has no such axis.
         stacked: a regex for the paths of layers that are stacked in the first dimension, such as
             ``'layers/'``; by default none are. That dimension is never sharded.
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:
-        RuleError: a row names another axis, or is no pair of a regex and a spec.
+        RuleError: an argument is none of these; a row is no pair of a regex and a spec, or names another
+            axis; or two axes of one row are the same axis of the mesh.
 
     Example:
         >>> import numpy as np
@@ -116,88 +119,64 @@ def rule(
         >>> rule(LLAMA, stacked='layers/').apply(stack)
         {'layers': {'up_proj': {'kernel': P(None, 'fsdp', 'tp')}}}
     """
-    axes = {'fsdp': fsdp, 'tp': tp, 'expert': expert}
-    rows = [
-        (row[0], _renamed(row[1], axes))
-        if isinstance(row, tuple | list) and len(row) == 2 and isinstance(row[1], PartitionSpec)
-        else row
-        for row in table
-    ]
-    one = ExactRankRule(*rows, on_indivisible=on_indivisible)
+    axes: dict[str, Axis] = {'fsdp': fsdp, 'tp': tp, 'expert': expert}
+    for argument, value in axes.items():
+        if not all(isinstance(name, str) and name for name in entry_axes(value)):
+            raise RuleError(
+                f'catalogue.rule: {argument} is a mesh axis, a tuple of them or None, got {value!r}'
+            )
+    one = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
+    if not isinstance(stacked, str | re.Pattern):
+        raise RuleError(
+            "catalogue.rule: stacked is a regex for the paths of layers that are stacked, such as 'layers/', "
+            f'got {stacked!r}; trees that are stacked throughout take rule(table).stacked(1)'
+        )
     if not stacked:
         return one
+    checked_regex('catalogue.rule, stacked', stacked)
     return TreePathShardingRule((stacked, one.stacked(1)), (_REST, one))
 
 
-def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis]) -> PartitionSpec:
+def _rows(table: Any, axes: Mapping[str, Axis]) -> list[Any]:
+    """The rows of a table over the axes of the mesh."""
+    if not isinstance(table, list | tuple):
+        tables = [name for name in __all__ if name.isupper()]
+        near = near_names(table.upper(), tables) if isinstance(table, str) else []
+        raise RuleError(
+            'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, '
+            f'got {table!r}' + (f'; did you mean catalogue.{near[0]}, without quotes?' if near else '')
+        )
+    rows = []
+    for number, row in enumerate(table):
+        where = f'catalogue.rule, row {number} of the table'
+        regex, value = checked_pair(where, row, 'tables are joined as (*first, *second)')
+        rows.append((regex, _renamed(value, axes, where) if isinstance(value, PartitionSpec) else value))
+    return rows
+
+
+def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis], where: str) -> PartitionSpec:
     """The spec over the axes of the mesh."""
     renamed: list[Axis] = []
+    origin: dict[str, str] = {}
     for entry in entries(spec):
         names: list[str] = []
-        for name in entry_axes(entry):
-            if name not in axes:
+        for axis in entry_axes(entry):
+            if axis not in axes:
+                near = f' ({did_you_mean(str(axis), axes)})' if near_names(str(axis), axes) else ''
                 raise RuleError(
-                    f'{spec} in a table: the axes of a table are {", ".join(map(repr, axes))}, got {name!r}'
+                    f'{where}: {spec} names {axis!r}{near}; the axes of a table are {", ".join(axes)}, and '
+                    'the arguments of these names say what each is on the mesh'
                 )
-            names += entry_axes(axes[name])
+            for name in entry_axes(axes[axis]):
+                if name in origin:
+                    raise RuleError(
+                        f'{where}: {spec} would use the mesh axis {name!r} twice, as {origin[name]}= and as '
+                        f'{axis}=; give each a mesh axis of its own, or None to leave one out'
+                    )
+                origin[name] = axis
+                names.append(name)
         renamed.append(tuple(names) if len(names) > 1 else names[0] if names else None)
     return PartitionSpec(*renamed)
-
-
-class ExactRankRule(TreePathShardingRule):
-    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
-
-    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
-    ``PartitionSpec()``, rules and None are for arrays of any rank.
-
-    Args:
-        *rules: as in `TreePathShardingRule`.
-        strict: as there.
-        on_indivisible: as there.
-
-    Example:
-        >>> import numpy as np
-        >>> exact = ExactRankRule(('kernel', PartitionSpec('fsdp', None)), ('bias', PartitionSpec()))
-        >>> exact.apply({'kernel': np.zeros((8, 8)), 'bias': np.zeros(8)})
-        {'bias': P(), 'kernel': P('fsdp', None)}
-        >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
-        {'kernel': P(None, 'fsdp')}
-    """
-
-    def __repr__(self) -> str:
-        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
-
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
-        """See `ShardingRule.answers`."""
-        said = super().answers(tree, axis_sizes)
-        # One answer serves all leaves of a clause, so that its rank is worked out once.
-        ranks = {id(answer): self._rank(answer) for answer in {id(one): one for one in said}.values()}
-        for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
-            rank = ranks[id(answer)]
-            if isinstance(answer, Answer) and rank is not None and rank != len(shape):
-                said[index] = _other_rank(tree.describe(index), answer, rank, len(shape))
-        return said
-
-    def _rank(self, said: Said) -> int | None:
-        """The rank that the answer is for; None for any."""
-        # Answers about arrays of one element have no clauses, and those of other rules are their own affair.
-        if not isinstance(said, Answer) or not said.clauses or said.clauses[0][0] is not self:
-            return None
-        value = self.rules[said.clauses[0][1]][1]
-        spec = value.spec if isinstance(value, NamedSharding) else value
-        return len(entries(spec)) or None if isinstance(spec, PartitionSpec) else None
-
-
-def _other_rank(leaf: str, answer: Answer, expected: int, rank: int) -> Problem:
-    return Problem(
-        'rank',
-        leaf,
-        f'the spec is for an array of rank {expected}, and this one is of rank {rank}',
-        spec=str(answer.spec),
-        rule=answer.origin,
-        hint="stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/'); heads "
-        'that are a dimension take catalogue.SPLIT_HEADS in front; others a row of your own.',
-    )
 
 
 # --- The tables ----------------------------------------------------------------------------------

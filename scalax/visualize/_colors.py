@@ -32,12 +32,20 @@ def colors_of(blocks: Blocks, groups: Iterable[tuple[int, ...]]) -> Mapping[tupl
     distinct = dict.fromkeys(groups)
     parts = [group for group in distinct if len(group) < len(place)]
     ordered = sorted(parts, key=lambda group: [place[device] for device in group])
-    few = len(ordered) <= len(_FEW)
-    colors = {
-        group: _FEW[number] if few else scaled(number / (len(ordered) - 1))
-        for number, group in enumerate(ordered)
-    }
+    colors = dict(zip(ordered, told_apart(len(ordered)), strict=True))
     return {**dict.fromkeys(distinct, _EVERYBODY), **colors}
+
+
+def told_apart(count: int) -> list[str]:
+    """So many colours; of many, neighbours are alike.
+
+    Example:
+        >>> told_apart(2), len(set(told_apart(100)))
+        (['#77AADD', '#EE8866'], 100)
+    """
+    if count <= len(_FEW):
+        return list(_FEW[:count])
+    return [scaled(number / (count - 1)) for number in range(count)]
 
 
 def scaled(fraction: float) -> str:

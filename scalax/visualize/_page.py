@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from scalax._html import asset, escape
+from scalax._html import escape, still_page
 from scalax.explain._table import wrapped
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture
@@ -28,13 +28,7 @@ def render_fragment(pictures: Sequence[Picture]) -> str:
 
 def render_page(pictures: Sequence[Picture], title: str) -> str:
     """All pictures as a page of HTML that loads nothing and runs no script."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
-        f'<style>\n{asset("scalax", "palette.css")}{asset("scalax", "page.css")}</style>\n</head>\n'
-        f'<body>\n{render_fragment(pictures)}\n</body>\n</html>\n'
-    )
+    return still_page(title, render_fragment(pictures))
 
 
 def render_svg(pictures: Sequence[Picture]) -> str:

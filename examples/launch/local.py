@@ -1,0 +1,130 @@
+"""Starts a program as several processes on this machine, and starts all of them again if one dies.
+
+    python -m examples.launch.local --processes=2 --devices=4 -- -m examples.llama.train --steps=100
+
+What stands behind `--` is what would stand behind `python`. Each process learns by environment variables
+which one it is, and `scalax.distributed.initialize()` reads them. The processes of a program depend on one
+another: where one is lost the others cannot go on, so all are started anew, and continue from what they
+have saved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from absl import app, flags
+
+from scalax.distributed import PREEMPTED
+
+_PROCESSES = flags.DEFINE_integer('processes', 2, 'Processes to start.', lower_bound=1)
+_DEVICES = flags.DEFINE_integer(
+    'devices', None, 'Devices that each process simulates, where there is only a CPU.', lower_bound=1
+)
+_RESTARTS = flags.DEFINE_integer('restarts', 3, 'Times to start all again before giving up.', lower_bound=0)
+_GRACE = flags.DEFINE_float('grace', 60, 'Seconds to save in, after a signal, before the end.', lower_bound=0)
+
+REFUSED = 2
+INTERRUPTED = 130
+# What another start would not change: success, bad flags, a wish to stop.
+FINAL = (0, REFUSED, PREEMPTED, INTERRUPTED)
+POLL_S = 0.05
+
+
+class Launcher:
+    """Runs a program until it succeeds, refuses, or is told to stop; or too many starts have failed."""
+
+    def __init__(self, command: Sequence[str], processes: int, devices: int | None, grace: float) -> None:
+        self.command, self.processes, self.devices, self.grace = command, processes, devices, grace
+        self.deadline: float | None = None  # set once a signal asks for the end
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def run(self, restarts: int) -> int:
+        """Returns the exit code: that of the first process which failed, or 0."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.pass_on)
+        for attempt in range(restarts + 1):
+            code = self.run_once()
+            if code in FINAL or self.deadline is not None:
+                return code
+            say(f'a process ended with {describe(code)}; {restarts - attempt} more starts')
+        return code if code > 0 else 128 - code
+
+    def run_once(self) -> int:
+        """Starts all processes; returns once all have ended, or one has failed and the others are ended."""
+        with socket.socket() as probe:  # free now, which is all that can be known
+            probe.bind(('localhost', 0))
+            address = f'localhost:{probe.getsockname()[1]}'
+        try:
+            for index in range(self.processes):
+                self.running.append(self.start(index, address))
+            return self.wait()
+        finally:
+            for process in self.running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+            self.running = []
+
+    def start(self, index: int, address: str) -> subprocess.Popen[bytes]:
+        own = {
+            'JAX_COORDINATOR_ADDRESS': address,
+            'JAX_NUM_PROCESSES': str(self.processes),
+            'JAX_PROCESS_ID': str(index),
+        }
+        if self.devices is not None:
+            own['JAX_NUM_CPU_DEVICES'] = str(self.devices)
+        # A session of its own: a terminal's Ctrl-C then comes here only, and is passed on once.
+        process = subprocess.Popen(
+            [sys.executable, *self.command], env={**os.environ, **own}, start_new_session=True
+        )
+        say(f'process {index} has id {process.pid}')
+        return process
+
+    def wait(self) -> int:
+        while True:
+            codes = [process.poll() for process in self.running]
+            if failed := [code for code in codes if code]:
+                # Those that stop on purpose stop together, each when it has saved.
+                final = [code for code in failed if code in FINAL]
+                if not final or len(final) < len(failed):
+                    return next(code for code in failed if code not in FINAL)
+                self.deadline = self.deadline or time.monotonic() + self.grace
+            if None not in codes:
+                return failed[0] if failed else 0
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                say(f'still there {self.grace:g} s after they were asked to end: ended now')
+                return failed[0] if failed else INTERRUPTED
+            time.sleep(POLL_S)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on. Ctrl-C becomes SIGTERM, at which all processes stop at the same step."""
+        self.deadline = self.deadline or time.monotonic() + self.grace
+        for process in self.running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+
+def say(text: str) -> None:
+    print(f'launcher: {text}', file=sys.stderr, flush=True)
+
+
+def describe(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f'exit code {code}'
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 2:
+        print('error: which program? Write it behind --, as in -- -m examples.llama.train', file=sys.stderr)
+        return REFUSED
+    return Launcher(argv[1:], _PROCESSES.value, _DEVICES.value, _GRACE.value).run(_RESTARTS.value)
+
+
+if __name__ == '__main__':
+    app.run(main)

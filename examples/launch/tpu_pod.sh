@@ -1,0 +1,26 @@
+#!/bin/bash
+# Trains on all hosts of a Cloud TPU slice. Edit what stands above the line; run it anywhere that has gcloud.
+#
+# JAX asks the metadata server which host is which, so the same command starts every process. The code has to
+# be on the hosts, with `pip install . "jax[tpu]" orbax-checkpoint ...` (setup.py, [examples]) done there.
+set -u
+
+NAME=my-slice
+ZONE=us-central2-b
+FOLDER=scalax                 # where the code is, on each host
+SAVED=gs://my-bucket/llama    # where all hosts can write (pip install gcsfs)
+STARTS=10
+# ---------------------------------------------------------------------------------------------------------
+
+train="cd $FOLDER && python -m examples.llama.train --strategy=fsdp --checkpoints=$SAVED --output=runs/llama"
+for ((start = 1; start <= STARTS; start++)); do
+  # Returns when all hosts have ended. Where one is lost, the others end by themselves within 20 seconds.
+  gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$train"
+  code=$?
+  case $code in
+    0 | 2) exit $code ;;                                     # done; wrong flags
+    75) echo 'The slice is being taken away; the run is saved.' >&2; exit $code ;;
+  esac
+  echo "start $start of $STARTS ended with exit code $code" >&2
+done
+exit "$code"

@@ -1,0 +1,97 @@
+"""What does a run carry on from where it was ended? Its state and its losses, in checkpoints.
+
+A batch is a function of (seed, step), and the state holds the key of every draw: what is here is all that
+the next step depends on, so a run that is continued gives the losses of one that was never ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app
+from etils import epath
+
+from examples.llama.options import Options
+from examples.llama.trainer import REPLICATED, Trainer
+from examples.llama.training import TrainState
+from scalax.checkpoint import Checkpointer
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come."""
+
+    state: TrainState
+    untrained: float  # validation loss before the first step
+    losses: list[jax.Array | float]  # of each step that is done
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder: `steps/`, and in `run.json` which run it is."""
+
+    def __init__(self, folder: str, trainer: Trainer, options: Options) -> None:
+        self._trainer, self._steps, self._every = trainer, options.optimizer.steps, options.save_every
+        self._identity = epath.Path(folder) / 'run.json'
+        self._require_same(options.run)
+        self._checkpointer = Checkpointer(epath.Path(folder) / 'steps')
+
+    def restore(self) -> Progress | None:
+        """Returns the progress at the last complete step; None where nothing was saved."""
+        if self._checkpointer.latest_step() is None:
+            return None
+        like = {
+            'state': self._trainer.abstract_state(),
+            'untrained': 0.0,
+            'losses': jax.ShapeDtypeStruct((self._steps,), jnp.float32),
+        }
+        rules = {'state': self._trainer.strategy.state, 'untrained': REPLICATED, 'losses': REPLICATED}
+        tree = self._checkpointer.restore(self._trainer.helper, rules, like)
+        losses = np.asarray(tree['losses'])[: int(tree['state'].step)]
+        return Progress(tree['state'], tree['untrained'], losses.tolist())
+
+    def save(self, progress: Progress, now: bool = False) -> None:
+        """Saves every so many steps, or `now`. It is written while the next steps run."""
+        if not now and progress.step % self._every:
+            return
+        losses = np.zeros(self._steps, np.float32)
+        losses[: progress.step] = [float(loss) for loss in progress.losses]
+        tree = {
+            'state': progress.state,
+            'untrained': progress.untrained,
+            'losses': self._trainer.helper.shard(losses, REPLICATED),
+        }
+        self._checkpointer.save(progress.step, tree)
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        self._checkpointer.close()
+
+    def _require_same(self, run: dict[str, Any]) -> None:
+        """Refuses to continue another run; remembers which one this is."""
+        try:
+            before = json.loads(self._identity.read_text())
+        except FileNotFoundError:
+            if jax.process_index() == 0:
+                self._identity.parent.mkdir(parents=True, exist_ok=True)
+                self._identity.write_text(json.dumps(run, indent=2) + '\n')
+            return
+        if differing := [name for name in run if run[name] != before.get(name)]:
+            changes = [f'  {name} is {run[name]}, and was {before.get(name)}' for name in differing]
+            raise app.UsageError(
+                '\n'.join(
+                    [
+                        f'--checkpoints {self._identity.parent} holds another run:',
+                        *changes,
+                        'Give the flags of that run to continue it, or another folder to start a new one.',
+                    ]
+                )
+            )

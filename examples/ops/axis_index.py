@@ -1,0 +1,49 @@
+"""How does a device know which block it has? ``ctx.index``, for each factor on its own.
+
+    python -m examples.ops.axis_index
+
+The first operation adds 100 for each block before its own, so its results depend on how the operand lies.
+That is a choice which has to be spelt. The second counts elements over the whole array by means of the
+same index, and gives the same however the operand lies.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.ops.meshes import helper_of
+from scalax.custom_op import FactorContext, sharded_op
+from scalax.sharding import PartitionSpec as P
+
+
+@sharded_op('b c -> b c', depends_on_placement=True)
+def add_block(ctx: FactorContext, x: jax.Array) -> jax.Array:
+    """Adds 100 for each block before this one, along rows and along columns."""
+    return x + 100 * (ctx.index('b') + ctx.index('c'))
+
+
+@sharded_op('b c -> b c')
+def number_elements(ctx: FactorContext, x: jax.Array) -> jax.Array:
+    """Adds the number of each element in the whole array."""
+    rows, columns = x.shape
+    row = ctx.index('b') * rows + jnp.arange(rows)
+    column = ctx.index('c') * columns + jnp.arange(columns)
+    return x + row[:, None] * (columns * ctx.size('c')) + column
+
+
+def main() -> None:
+    """Prints what each device adds."""
+    helper = helper_of(2, 2, ('rows', 'columns'))
+    x = np.zeros((4, 8), np.int32)
+    for spec in (P('rows', 'columns'), P(('rows', 'columns')), P()):
+        added = add_block(helper.shard(x, spec))
+        first = [int(np.asarray(shard.data)[0, 0]) for shard in added.addressable_shards]
+        print(f'{spec!s:24} each device adds {first}')
+    tried = number_elements.check(x, mesh=helper)
+    print(f'number_elements gives the same in all {tried} placements: {number_elements(x)[1].tolist()}')
+
+
+if __name__ == '__main__':
+    main()

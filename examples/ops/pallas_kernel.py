@@ -1,0 +1,73 @@
+"""A kernel written in Pallas, made an operation that the compiler can partition.
+
+    python -m examples.ops.pallas_kernel
+
+The compiler cannot look into a kernel, so it would gather sharded operands first. The rule says what it
+may do instead: rows go anywhere, columns stay together. On CPU the kernel runs in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import pallas as pl
+
+from examples.ops.meshes import helper_of, spec_of
+from scalax.custom_op import FactorContext, sharded_op
+from scalax.sharding import PartitionSpec as P
+
+ROWS = 8
+
+
+def kernel(epsilon: float, x: Any, scale: Any, out: Any) -> None:
+    """Normalises rows by their root mean square (Zhang and Sennrich, arXiv:1910.07467)."""
+    rows = x[...]
+    out[...] = rows * jax.lax.rsqrt((rows * rows).mean(axis=-1, keepdims=True) + epsilon) * scale[...]
+
+
+def by_kernel(x: jax.Array, scale: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """The kernel on all rows of an array, some at a time."""
+    rows, columns = x.shape
+    some = min(ROWS, rows)
+    return pl.pallas_call(
+        functools.partial(kernel, epsilon),
+        grid=(pl.cdiv(rows, some),),
+        in_specs=[
+            pl.BlockSpec((some, columns), lambda i: (i, 0)),
+            pl.BlockSpec((1, columns), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((some, columns), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        interpret=jax.default_backend() == 'cpu',
+    )(x, scale[None, :])
+
+
+# JAX cannot follow which values differ between devices inside of a kernel.
+@sharded_op('b c, c -> b c', need_replication_factors=('c',), check_vma=False)
+def rms_norm(ctx: FactorContext, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Rows divided by their root mean square."""
+    return by_kernel(x, scale)
+
+
+def main() -> None:
+    """Compares the operation with the bare kernel."""
+    helper = helper_of(4, 2, ('data', 'tp'))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 32)).astype(np.float32)
+    scale = np.linspace(0.5, 1.5, 32, dtype=np.float32)
+    normed = rms_norm(helper.shard(x, P('data')), scale)
+    expected = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * scale
+    print(f'the result lies as {spec_of(normed)}, and is right: {np.allclose(normed, expected, atol=1e-5)}')
+    for name, fun in (('rms_norm', rms_norm), ('by_kernel', by_kernel)):
+        step = helper.sjit(fun, in_shardings=(P('data'), P()))
+        sent = sum(row.bytes for row in helper.plan(step, x, scale).collectives)
+        print(f'{name}: sends {sent:,} bytes, the result lies as {spec_of(step(x, scale))}')
+    helper = helper_of(2, 1, ('data', 'tp'))
+    print(f'the same in all {rms_norm.check(x[:4], scale, mesh=helper)} placements')
+
+
+if __name__ == '__main__':
+    main()

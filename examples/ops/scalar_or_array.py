@@ -1,0 +1,49 @@
+"""What is the difference between a scalar and an array of parameters? A factor, and so a way to be sharded.
+
+    python -m examples.ops.scalar_or_array
+
+One function, two rules: the scale is one number, or one for each column. The array shares the factor
+``c`` with the data, so that each device is given the part for its own columns, however the array came.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from examples.ops.meshes import helper_of, spec_of
+from scalax.custom_op import FactorContext, sharded_op
+from scalax.sharding import PartitionSpec as P
+
+shapes: list[tuple[int, ...]] = []
+
+
+def scale(ctx: FactorContext, x: jax.Array, by: jax.Array) -> jax.Array:
+    """Scales the columns of a block."""
+    shapes.append(by.shape)
+    return x * by
+
+
+by_scalar = sharded_op('b c, -> b c')(scale)
+by_column = sharded_op('b c, c -> b c')(scale)
+
+
+def main() -> None:
+    """Scales the same array in both ways."""
+    helper = helper_of(2, 2, ('data', 'tp'))
+    x = np.ones((4, 8), np.float32)
+    columns = np.arange(8, dtype=np.float32)
+    placed = helper.shard(x, P('data', 'tp'))
+
+    scaled = by_scalar(placed, np.float32(3))
+    print(f'a scalar: each device has {shapes[-1]}, the result lies as {spec_of(scaled)}')
+    np.testing.assert_array_equal(scaled, 3 * x)
+
+    for spec in (P(), P('tp')):
+        scaled = by_column(placed, helper.shard(columns, spec))
+        print(f'an array as {spec}: each device has {shapes[-1]}, the result lies as {spec_of(scaled)}')
+        np.testing.assert_array_equal(scaled, x * columns)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,73 @@
+"""Sampling from the most probable tokens of a sharded vocabulary, without sorting it.
+
+    python -m examples.ops.top_p
+
+Top-p sampling (Holtzman et al., arXiv:1904.09751, section 3.1) keeps the fewest tokens whose
+probabilities sum up to *p*. Which these are is a matter of one threshold for each row, found by
+bisection: a sum of one number for each row and round. The token is then drawn by the Gumbel-max trick,
+for which only the best candidate of each device counts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.ops.meshes import helper_of, spec_of
+from scalax.custom_op import FactorContext, sharded_op
+from scalax.sharding import PartitionSpec as P
+
+ROUNDS = 32
+
+
+@sharded_op('b v, b v, -> b', reduction_factors=('v',))
+def sample_top_p(ctx: FactorContext, logits: jax.Array, noise: jax.Array, p: jax.Array) -> jax.Array:
+    """One token for each row, from the fewest tokens of probability *p* together.
+
+    Args:
+        ctx: the context.
+        logits: of the vocabulary.
+        noise: standard Gumbel noise of the same shape.
+        p: a number between 0 and 1.
+    """
+    top = ctx.pmax(logits.max(axis=-1), 'v')[:, None]
+    odds = jnp.exp(logits - top)
+    total = ctx.psum(odds.sum(axis=-1), 'v')[:, None]
+
+    def halved(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) / 2
+        mass = ctx.psum(jnp.where(odds >= middle, odds, 0).sum(axis=-1), 'v')[:, None]
+        enough = mass >= p * total
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    # The most probable token has odds of 1. Made from *total*, so that JAX knows for which rows they are.
+    threshold, _ = jax.lax.fori_loop(0, ROUNDS, halved, (0 * total, 1 + 0 * total))
+    score = jnp.where(odds >= threshold, logits + noise, -jnp.inf)
+    best = ctx.pmax(score.max(axis=-1), 'v')
+    mine = score.argmax(axis=-1) + ctx.index('v') * logits.shape[-1]
+    last = jnp.iinfo(mine.dtype).max
+    return ctx.pmin(jnp.where(score.max(axis=-1) == best, mine, last), 'v')
+
+
+def main() -> None:
+    """Draws many tokens and compares how often each came with its probability."""
+    helper = helper_of(2, 4, ('data', 'tp'))
+    probabilities = np.array([0.4, 0.3, 0.15, 0.1, 0.02, 0.01, 0.01, 0.01], np.float32)
+    rows = 20_000
+    logits = helper.shard(np.tile(np.log(probabilities), (rows, 1)), P('data', 'tp'))
+    noise = jax.random.gumbel(jax.random.key(0), logits.shape)
+    tokens = sample_top_p(logits, noise, 0.8)
+    print(f'the tokens lie as {spec_of(tokens)}')
+    often = np.bincount(np.asarray(tokens), minlength=8) / rows
+    kept = np.where(np.arange(8) < 3, probabilities, 0)
+    print(f'tokens drawn: {np.flatnonzero(often).tolist()}')
+    print(f'as often as they should be: {np.allclose(often, kept / kept.sum(), atol=0.01)}')
+    few = 8
+    tried = sample_top_p.check(logits[:few], noise[:few], 0.8, mesh=helper_of(1, 2, ('data', 'tp')))
+    print(f'the same tokens in all {tried} placements')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,68 @@
+"""How far is a search? A bar in a terminal, if rich or tqdm is installed; else nothing is said."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+
+Advance = Callable[[str], None]
+"""Called with what is being done, when what was done before is."""
+
+
+@contextlib.contextmanager
+def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
+    """A bar of so many steps.
+
+    Args:
+        steps: how many there will be.
+        shown: whether to show it; by default if somebody looks at the terminal.
+    """
+    if shown is None:
+        shown = sys.stderr.isatty()
+    if not shown:
+        yield lambda text: None
+    elif importlib.util.find_spec('rich'):
+        with _rich(steps) as advance:
+            yield advance
+    elif importlib.util.find_spec('tqdm'):
+        with _tqdm(steps) as advance:
+            yield advance
+    else:
+        yield lambda text: print(f'planning {text}', file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _rich(steps: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    said = TextColumn('{task.description}', markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task('', total=steps)
+        started = False
+
+        def advance(text: str) -> None:
+            nonlocal started
+            bar.update(task, description=text, advance=int(started))
+            started = True
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _tqdm(steps: int) -> Iterator[Advance]:
+    from tqdm import tqdm
+
+    with tqdm(total=steps, file=sys.stderr, leave=False) as bar:
+        started = False
+
+        def advance(text: str) -> None:
+            nonlocal started
+            bar.update(int(started))
+            bar.set_postfix_str(text)
+            started = True
+
+        yield advance

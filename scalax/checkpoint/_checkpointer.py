@@ -1,0 +1,313 @@
+"""Checkpoints of a training run: saved behind the steps, restored for other meshes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from scalax import _mesh
+from scalax._paths import NamedTree
+from scalax.checkpoint import _agreed, _data_state, _rename
+from scalax.checkpoint._compare import require_fit, with_keys
+from scalax.checkpoint._describe import Description, described
+from scalax.checkpoint._orbax import orbax, path_of
+from scalax.checkpoint._savable import require_savable
+from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
+from scalax.checkpoint._target import target_of
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+
+if TYPE_CHECKING:
+    from scalax._helper import MeshShardingHelper
+    from scalax._prefix import RuleLike
+
+
+class Checkpointer:
+    """Saves and restores the state of a training run; every process has one, for the same directory.
+
+    A save copies the arrays to the host and returns; they are written behind the following steps. What went
+    wrong there is raised by the next `save`, `wait` or `close`.
+
+    Args:
+        directory: where; made by the first save. All processes have to see the same files there.
+        keep: how many steps to keep, the latest ones; None keeps all.
+        save_every: `save` does nothing at steps that are no multiple of this.
+        checksums: whether to write checksums of all files, which ``restore(verify=True)`` compares.
+        timeout: after how many seconds a save fails that has not ended, such as one that waits for another
+            process.
+
+    Raises:
+        MissingDependencyError: Orbax is not installed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+        >>> state = helper.shard({'w': jnp.arange(8.0)}, PartitionSpec('fsdp'))
+        >>> directory = tempfile.mkdtemp()
+        >>> with Checkpointer(directory, save_every=10) as checkpointer:
+        ...     [checkpointer.save(step, state) for step in (10, 11)]
+        [True, False]
+        >>> other = MeshShardingHelper([8], ['fsdp'])
+        >>> Checkpointer(directory).restore(other, PartitionSpec('fsdp'), like=state)['w'].sharding.spec
+        P('fsdp',)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        save_every: int = 1,
+        *,
+        checksums: bool = True,
+        timeout: int = 1200,
+    ) -> None:
+        for name, number in (('keep', keep), ('save_every', save_every), ('timeout', timeout)):
+            if not (name == 'keep' and number is None) and (not isinstance(number, int) or number < 1):
+                raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
+        self._directory = path_of(directory)
+        self._keep, self._save_every = keep, save_every
+        self._checksums, self._timeout = checksums, timeout
+        self._manager: Any = None
+        self._saving: int | None = None
+        self._reached: int | None = None  # the last step that was saved or restored
+        self._restored: int | None = None
+        self._damaged: set[int] = set()
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step of the last `restore`; None before the first."""
+        return self._restored
+
+    def save(self, step: int, state: Any, *, data: Any = None, force: bool = False) -> bool:
+        """Saves a tree behind the following steps; its arrays may be donated as soon as this returns.
+
+        Every process has to call it.
+
+        Args:
+            step: the number of the step.
+            state: any pytree of arrays, typed keys and Python numbers.
+            data: this process's data iterator (anything with ``get_state`` and ``set_state``), bytes, or a
+                value that JSON knows.
+            force: save also where `save_every` says not to, as before a shutdown.
+
+        Returns:
+            Whether it saves: not between multiples of `save_every`, nor a step that this checkpointer
+            has just saved or restored.
+
+        Raises:
+            CheckpointError: the last save failed; some leaves cannot be saved; the directory holds
+                later steps of another run.
+        """
+        if (step % self._save_every and not force) or step == self._reached:
+            return False
+        tree = NamedTree.of(state)
+        require_savable(tree)
+        encoded = None if data is None else _data_state.encode(data)
+        self.wait()
+        from scalax.checkpoint._handler import StateSave
+
+        self._saving = step
+        manager = self._writer(step)
+        what = StateSave(state, described(tree), encoded, self._checksums)
+        arguments = orbax().args.Composite(**{ITEM: what})
+        with self._failures():
+            manager.save(step, args=arguments, force=True)
+        self._reached = step
+        return True
+
+    def restore(
+        self,
+        helper: MeshShardingHelper,
+        rules: RuleLike,
+        like: Any,
+        step: int | None = None,
+        *,
+        only: str | None = None,
+        rename: Sequence[tuple[str, str]] = (),
+        cast: bool = False,
+        data: Any = None,
+        verify: bool = False,
+    ) -> Any:
+        """Loads a tree, each array straight into the sharding that *rules* give it on this mesh.
+
+        No host ever holds more of an array than its devices do. Every process has to call it.
+
+        Args:
+            helper: the mesh; any, whatever the tree was saved on.
+            rules: as for `MeshShardingHelper.shard`, for the tree that *like* is.
+            like: the tree to restore: a function without arguments that makes it (it is not run, only looked
+                at; bind arguments with ``functools.partial``), or a tree of arrays, or of
+                ``jax.ShapeDtypeStruct``.
+            step: which; None takes the latest, and passes over damaged ones with a warning.
+            only: a regex: leaves are restored whose path it is found in; the others are left as *like* has
+                them. What else the checkpoint holds does not matter.
+            rename: (regex, replacement) pairs; the first whose regex is found in the path of a leaf in the
+                checkpoint is applied to it, as by ``re.sub``, to give the path in *like*.
+            cast: convert leaves that were saved in another dtype; otherwise they are an error.
+            data: the data iterator to set to the state that this process saved.
+            verify: read all files first, and compare their checksums.
+
+        Returns:
+            The tree, with the structure of *like*. Python numbers are Python numbers again.
+
+        Raises:
+            CheckpointError: no such checkpoint; it is damaged; leaves are missing, extra, or of another shape
+                or dtype, all of which are named.
+            ShardingError: the rules do not fit *like*.
+        """
+        _mesh.require_devices(helper.mesh, 'restore')
+        self.wait()
+        target = target_of(helper, rules, like, only)
+        saved = self._choose(helper, step, verify)
+        description = saved.description()
+        names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
+        leaves = {names[leaf.path]: leaf for leaf in description.leaves}
+        if not description.processes:
+            leaves = with_keys(target.wanted, leaves)
+        require_fit(target.wanted, leaves, cast, bool(only), saved.where)
+        state = None if data is None else _data_state.restored(saved, description.processes)
+        values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
+        if data is not None:
+            data.set_state(state)
+        self._restored = self._reached = saved.step
+        return target.filled({name: values[leaves[name].path] for name in target.wanted})
+
+    def latest_step(self) -> int | None:
+        """The latest step that is complete, and whose files have the sizes they were written with; or None.
+
+        A save that has not ended does not count: `wait` for it first.
+        """
+        saved, _ = choose(self._directory, complete_steps(self._directory), lambda one: one.damage(False))
+        return None if saved is None else saved.step
+
+    def describe(self, step: int | None = None) -> Description:
+        """What a checkpoint holds (paths, shapes, dtypes, specs), without loading it.
+
+        Args:
+            step: which; the latest by default.
+        """
+        return self._saved(step).description()
+
+    def data(self, step: int | None = None) -> Any:
+        """The data state that this process saved with a step.
+
+        Args:
+            step: which; by default the one that was restored last, or else the latest.
+        """
+        saved = self._saved(self._restored if step is None else step)
+        return _data_state.restored(saved, saved.description().processes)
+
+    def wait(self) -> None:
+        """Waits until what `save` was given is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._manager is None:
+            return
+        try:
+            with self._failures():
+                self._manager.wait_until_finished()
+        except CheckpointError:
+            # The next save makes another manager, which first deletes what this one has left behind.
+            manager, self._manager, self._reached = self._manager, None, None
+            with contextlib.suppress(Exception):
+                manager.close()
+            raise
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the threads."""
+        self.wait()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    def _writer(self, step: int) -> Any:
+        """Orbax's manager, made by the first save: a process that only reads changes nothing on the disk."""
+        ocp = orbax()
+        if self._manager is None:
+            from scalax.checkpoint._handler import StateHandler
+
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep,
+                cleanup_tmp_directories=True,
+                lightweight_initialize=True,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=self._timeout, create_directories_asynchronously=False
+                ),
+            )
+            with self._failures():
+                self._manager = ocp.CheckpointManager(
+                    self._directory, options=options, item_handlers={ITEM: StateHandler()}
+                )
+        for damaged in sorted(self._damaged & set(self._manager.all_steps())):
+            self._manager.delete(damaged)
+        self._damaged.clear()
+        later = [known for known in self._manager.all_steps() if known >= step]
+        if later:
+            raise CheckpointError(
+                f'step {step} cannot be saved: {self._directory} holds {_steps(later)} already, of another '
+                'run or of later in this one. Restore the latest step and go on from there, or save into '
+                'another directory'
+            )
+        return self._manager
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Says which step it was that could not be saved."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f'step {self._saving} could not be saved in {self._directory}, and what was there before is '
+                f'untouched: {type(error).__name__}: {error}'
+            ) from error
+
+    def _saved(self, step: int | None) -> Saved:
+        latest = self.latest_step() if step is None else step
+        if latest is None:
+            raise CheckpointError(f'{self._directory} has no checkpoint')
+        return found(self._directory, latest)
+
+    def _choose(self, helper: MeshShardingHelper, step: int | None, verify: bool) -> Saved:
+        """The step to restore, the same on every process."""
+        steps = _agreed.steps(helper.mesh, complete_steps(self._directory))
+        if step is not None and step in steps:
+            steps = [step]
+        elif step is not None:
+            return found(self._directory, step)
+        saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
+        listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
+        if saved is None and not passed:
+            raise CheckpointError(f'{self._directory} has no checkpoint')
+        if saved is None:
+            what = f'the checkpoint of step {step}' if step is not None else 'every checkpoint'
+            raise CheckpointError(f'{what} in {self._directory} is damaged:\n{shown(listed)}')
+        if passed:
+            self._damaged |= set(passed)
+            warn(
+                f'damaged checkpoints in {self._directory} are passed over, and step {saved.step} is '
+                f'restored; the next save deletes them:\n{shown(listed)}',
+                CheckpointWarning,
+            )
+        return saved
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f'step {steps[0]}' if len(steps) == 1 else f'steps {steps[0]} to {steps[-1]}'

@@ -1,0 +1,57 @@
+"""What is kept of a data iterator? Its state as bytes, one for each process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+
+from scalax.checkpoint._saved import Saved
+from scalax.errors import CheckpointError
+
+_BYTES, _JSON = b'B', b'J'
+
+
+def encode(data: Any) -> bytes:
+    """The state of an iterator that has ``get_state``, or a value, as bytes.
+
+    Raises:
+        CheckpointError: it is neither bytes nor JSON.
+    """
+    state = data.get_state() if hasattr(data, 'get_state') else data
+    if isinstance(state, bytes):
+        return _BYTES + state
+    try:
+        text = json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f'data={type(data).__name__}: its state, a {type(state).__name__}, is neither bytes nor JSON '
+            f'({error}). Give an iterator with get_state() and set_state(), bytes, or what json.dumps takes'
+        ) from error
+    return _JSON + text.encode()
+
+
+def decode(encoded: bytes) -> Any:
+    """The inverse of `encode`, as far as JSON keeps what it is given (tuples become lists)."""
+    kind, state = encoded[:1], encoded[1:]
+    return state if kind == _BYTES else json.loads(state)
+
+
+def restored(saved: Saved, processes: int) -> Any:
+    """The state that this process saved.
+
+    Args:
+        saved: the step.
+        processes: how many saved it.
+
+    Raises:
+        CheckpointError: there is none, or another number of processes saved it.
+    """
+    if processes != jax.process_count():
+        raise CheckpointError(
+            f'{saved.where} holds the data states of {processes} processes, and these are '
+            f'{jax.process_count()}: each process reads other data now. Restore without data=, and set the '
+            'iterator yourself'
+        )
+    return decode(saved.data(jax.process_index()))

@@ -1,0 +1,102 @@
+"""Are the files of a checkpoint what was written? A list of them, with sizes and checksums.
+
+The checksums are those of the files as they lie on the disk, so that they mean the same on every mesh. They
+are computed behind a save, by each process of the files that it wrote itself, and are there before the
+checkpoint counts as complete. The checksum is CRC-32: it finds every flipped byte, and is no protection
+against an adversary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from scalax.checkpoint._orbax import Path
+
+FOLDER = 'scalax'  # what scalax writes beside the arrays
+_FILES = 'files.json'
+_CHUNK = 1 << 22
+_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """One file: its size in bytes, and its CRC-32 where one was computed."""
+
+    size: int
+    crc32: int | None
+
+
+def measured(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File]:
+    """The files called *names* below *root* as they are now."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        names = list(names)
+        found = pool.map(lambda name: _measured(root / name, checksums), names)
+        return dict(zip(names, found, strict=True))
+
+
+def names_below(root: Path, folder: str = '') -> Iterator[str]:
+    """The paths, relative to *root*, of all files in a folder below it, in a fixed order."""
+    for path in sorted((root / folder if folder else root).iterdir()):
+        name = f'{folder}/{path.name}' if folder else path.name
+        if path.is_dir():
+            yield from names_below(root, name)
+        else:
+            yield name
+
+
+def write(path: Path, files: Mapping[str, File]) -> None:
+    """Writes a list of files."""
+    table = {name: [file.size, file.crc32] for name, file in sorted(files.items())}
+    path.write_text(json.dumps(table, indent=0))
+
+
+def read(path: Path) -> dict[str, File]:
+    """The inverse of `write`."""
+    return {name: File(size, crc32) for name, (size, crc32) in json.loads(path.read_text()).items()}
+
+
+def manifest_of(root: Path) -> Path:
+    """Where the list of the files below *root* is."""
+    return root / FOLDER / _FILES
+
+
+def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:
+    """How the files below *root* differ from the list; empty where they do not.
+
+    Args:
+        root: where they lie.
+        files: what they were when they were written.
+        checksums: whether to read them all and compare checksums. Sizes are compared in any case.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _difference(root, name, files[name], checksums), files)
+        return [text for text in found if text]
+
+
+def _difference(root: Path, name: str, file: File, checksums: bool) -> str:
+    try:
+        now = _measured(root / name, checksums)
+    except OSError as error:
+        return f'{name} cannot be read: {error.strerror or error}'
+    if now.size != file.size:
+        return f'{name} has {now.size} bytes, and {file.size} were written'
+    if checksums and now.crc32 != file.crc32:
+        return (
+            f'{name} has other bytes than were written: its CRC-32 is {now.crc32:08x}, not {file.crc32:08x}'
+        )
+    return ''
+
+
+def _measured(path: Path, checksum: bool) -> File:
+    size = path.stat().length
+    if not checksum:
+        return File(size, None)
+    crc = 0
+    with path.open('rb') as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return File(size, crc)

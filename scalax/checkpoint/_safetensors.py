@@ -1,0 +1,208 @@
+"""Hugging Face's safetensors files, straight into the shards of this mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from scalax import _mesh
+from scalax._paths import canonical_dtype
+from scalax.checkpoint._safetensors_file import Tensor, read_box, tensors_of
+from scalax.checkpoint._safetensors_names import Mapped, goals
+from scalax.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from scalax._helper import MeshShardingHelper
+    from scalax._prefix import RuleLike
+
+_SUFFIX = '.safetensors'
+_INDEX = '.index.json'
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def load_safetensors(
+    helper: MeshShardingHelper, files: Files, rules: RuleLike, mapping: Mapped = None
+) -> Any:
+    r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
+
+    Each process reads the bytes that its devices need, block by block, so that the host never holds more than
+    the largest block.
+
+    Args:
+        helper: the mesh.
+        files: a folder, an index (``model.safetensors.index.json``), a file, or several files.
+        rules: as for `MeshShardingHelper.shard`, for the tree that results.
+        mapping: where the tensors go. None keeps their names, split at the dots:
+            ``tree['model']['norm']['weight']``. Else a dict from names to leaf paths (``'norm/scale'``); or
+            a function from a name to a path; or pairs (regex, replacement), of which the first whose regex is
+            found in a name is applied to it, as by ``re.sub``, and dots that are left become slashes. In
+            place of a path, None leaves the tensor out, and (path, axes) transposes it, as does
+            ``numpy.transpose``; in pairs (regex, replacement, axes). Linear layers of PyTorch hold their
+            weights as (out, in): the axes ``(1, 0)`` make a kernel of them.
+
+    Returns:
+        Nested dicts of arrays, in the dtypes of the files.
+
+    Raises:
+        CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
+            tensors that go to one path; dtypes that JAX would change.
+        ShardingError: the rules do not fit the tree.
+
+    Example:
+        >>> import pathlib, tempfile, numpy as np
+        >>> from safetensors.numpy import save_file
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+        >>> file = pathlib.Path(tempfile.mkdtemp(), 'model.safetensors')
+        >>> save_file({'layers.0.up.weight': np.ones((8, 4), np.float32)}, file)
+        >>> mapping = [(r'^layers.(\d+).up.weight', r'layers/\1/up/kernel', (1, 0))]
+        >>> tree = load_safetensors(helper, file, PartitionSpec('fsdp', 'tp'), mapping)
+        >>> tree['layers']['0']['up']['kernel'].shape
+        (4, 8)
+    """
+    _mesh.require_devices(helper.mesh, 'load_safetensors')
+    tensors = _all_tensors(_listed(files))
+    wanted = goals([tensor.name for tensor in tensors], mapping)
+    tree: dict[str, Any] = {}
+    tensors = [tensor for tensor in tensors if tensor.name in wanted]
+    _require_dtypes(tensors)
+    for tensor in tensors:
+        path, axes = wanted[tensor.name]
+        _put(tree, path, jax.ShapeDtypeStruct(_transposed(tensor, axes), tensor.dtype))
+    shardings = helper.match_sharding_rule(rules, tree)
+    opened: dict[Path, int] = {}
+    try:
+        for tensor in tensors:
+            path, axes = wanted[tensor.name]
+            if tensor.file not in opened:
+                opened[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+            _put(tree, path, _loaded(opened[tensor.file], tensor, axes, _get(shardings, path)))
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+    return tree
+
+
+def _loaded(descriptor: int, tensor: Tensor, axes: Sequence[int], sharding: Any) -> jax.Array:
+    """One tensor as an array, block by block: the next is read when the last lies on its devices."""
+    shape = _transposed(tensor, axes)
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    parts = []
+    for bounds in sorted(holders):
+        box = [slice(*bounds[axes.index(dim)] if axes else bounds[dim]) for dim in range(len(shape))]
+        block = read_box(descriptor, tensor, box)
+        for device in holders[bounds]:
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            part = jax.device_put(block, place)
+            parts.append(part.transpose(axes) if axes else part)
+        jax.block_until_ready(parts)
+        del block
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=tensor.dtype)
+
+
+def _transposed(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
+    if not axes:
+        return tensor.shape
+    if sorted(axes) != list(range(len(tensor.shape))):
+        raise CheckpointError(
+            f'{tensor.name} is {tensor.dtype}{list(tensor.shape)}, and the mapping gives it the axes '
+            f'{tuple(axes)}: they are the numbers 0 to {len(tensor.shape) - 1} in another order'
+        )
+    return tuple(tensor.shape[axis] for axis in axes)
+
+
+def _require_dtypes(tensors: Iterable[Tensor]) -> None:
+    changed = [
+        f'{tensor.name}: {tensor.dtype}{list(tensor.shape)} would become {canonical_dtype(tensor.dtype)}'
+        for tensor in tensors
+        if canonical_dtype(tensor.dtype) != tensor.dtype
+    ]
+    if changed:
+        raise CheckpointError(
+            f'JAX has no 64-bit numbers as it is set up:\n{shown(changed)}\n'
+            'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
+        )
+
+
+def _listed(files: Files) -> dict[Path, list[str] | None]:
+    """The files, each with the tensors that an index says are in it."""
+    if not isinstance(files, str | os.PathLike):
+        listed = [Path(file) for file in files]
+        _require_files(listed, 'the list')
+        return dict.fromkeys(listed)
+    path = Path(files)
+    if path.is_dir():
+        indices = sorted(path.glob(f'*{_SUFFIX}{_INDEX}'))
+        found = sorted(path.glob(f'*{_SUFFIX}'))
+        if len(indices) > 1 or not (indices or found):
+            what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
+            raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
+        return _indexed(indices[0]) if indices else dict.fromkeys(found)
+    if path.name.endswith(_INDEX):
+        return _indexed(path)
+    _require_files([path], 'files')
+    return {path: None}
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        places: Mapping[str, str] = json.loads(index.read_text(encoding='utf-8'))['weight_map']
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f'{index} is no index: {type(error).__name__}: {error}') from error
+    listed: dict[Path, list[str] | None] = {}
+    for name, file in places.items():
+        names = listed.setdefault(index.parent / file, [])
+        assert names is not None
+        names.append(name)
+    _require_files(listed, index.name)
+    return listed
+
+
+def _require_files(listed: Iterable[Path], where: str) -> None:
+    missing = [str(file) for file in listed if not file.is_file()]
+    if missing:
+        raise CheckpointError(f'files that {where} names are not there:\n{shown(missing)}')
+
+
+def _all_tensors(files: Mapping[Path, list[str] | None]) -> list[Tensor]:
+    """The tensors of all files, in the order in which they are best read."""
+    found: list[Tensor] = []
+    where: dict[str, Path] = {}
+    problems: list[str] = []
+    for file, expected in files.items():
+        tensors = tensors_of(file)
+        names = {tensor.name for tensor in tensors}
+        problems.extend(
+            f'{name} is not in {file}, where the index says it is'
+            for name in expected or ()
+            if name not in names
+        )
+        for tensor in tensors:
+            if tensor.name in where:
+                problems.append(f'{tensor.name} is in {where[tensor.name]} and in {file}')
+            where[tensor.name] = file
+        found.extend(tensors)
+    if problems:
+        raise CheckpointError(f'the files do not fit together:\n{shown(problems)}')
+    return found
+
+
+def _put(tree: dict[str, Any], path: str, leaf: Any) -> None:
+    *above, last = path.split('/')
+    for key in above:
+        tree = tree.setdefault(key, {})
+    tree[last] = leaf
+
+
+def _get(tree: Any, path: str) -> Any:
+    for key in path.split('/'):
+        tree = tree[key]
+    return tree

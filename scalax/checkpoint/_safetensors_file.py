@@ -1,0 +1,173 @@
+"""What is in a safetensors file, and where? Its header, and reading one block of one tensor.
+
+The format: eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and
+the tensors one after the other, row by row, little-endian. https://github.com/huggingface/safetensors#format
+
+The library of that name maps a file into memory: a block of columns then brings the pages of all columns with
+it, and float8 is unknown to it as NumPy. Here exactly the bytes of a block are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from scalax.errors import CheckpointError
+
+_LENGTH = 8
+_LARGEST_HEADER = 100_000_000  # bytes; what the format allows
+_ALIGNMENT = 64  # bytes: JAX takes memory that begins at such a multiple as it is, on CPU
+
+DTYPES: Mapping[str, Any] = {
+    'BOOL': np.bool_,
+    **{
+        f'{kind}{bits}': f'{name}{bits}'
+        for kind, name in (('I', 'int'), ('U', 'uint'))
+        for bits in (8, 16, 32, 64)
+    },
+    'F16': np.float16,
+    'F32': np.float32,
+    'F64': np.float64,
+    'C64': np.complex64,
+    'BF16': ml_dtypes.bfloat16,
+    'F8_E4M3': ml_dtypes.float8_e4m3fn,
+    'F8_E5M2': ml_dtypes.float8_e5m2,
+    'F8_E8M0': ml_dtypes.float8_e8m0fnu,
+}
+
+Box = Sequence[slice]
+"""For each dimension, from where to where; without steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    Attributes:
+        file: in which file.
+        name: its name there.
+        shape: its shape.
+        dtype: its dtype.
+        begin: the position of its first byte in the file.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    begin: int
+
+
+def tensors_of(file: Path) -> list[Tensor]:
+    """The tensors of a file, in the order in which they lie there.
+
+    Raises:
+        CheckpointError: it is no such file, or its end is missing.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open('rb') as opened:
+            length = int.from_bytes(opened.read(_LENGTH), 'little')
+            if size < _LENGTH or not 0 < length <= _LARGEST_HEADER:
+                raise CheckpointError(
+                    f'{file} is no safetensors file: its header cannot be {length} bytes long'
+                )
+            text = opened.read(length)
+    except OSError as error:
+        raise CheckpointError(f'{file} cannot be read: {error.strerror or error}') from error
+    if len(text) < length:
+        raise CheckpointError(
+            f'{file} is truncated: its header has {length} bytes, and {len(text)} are there'
+        )
+    try:
+        header = json.loads(text)
+        entries = [(name, entry) for name, entry in header.items() if name != '__metadata__']
+        found = [_tensor(file, name, entry, _LENGTH + length) for name, entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f'{file} is no safetensors file: {type(error).__name__}: {error}') from error
+    end = max((tensor.begin + _bytes(tensor.shape, tensor.dtype) for tensor in found), default=0)
+    if size < end:
+        raise CheckpointError(f'{file} is truncated: it has {size} bytes, and its tensors need {end}')
+    return sorted(found, key=lambda tensor: tensor.begin)
+
+
+def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int) -> Tensor:
+    if entry['dtype'] not in DTYPES:
+        raise CheckpointError(f'{file}: {name} has the dtype {entry["dtype"]}, which JAX does not have')
+    dtype = np.dtype(DTYPES[entry['dtype']])
+    shape = tuple(int(dim) for dim in entry['shape'])
+    begin, end = entry['data_offsets']
+    if end - begin != _bytes(shape, dtype):
+        raise CheckpointError(
+            f'{file} is damaged: {name} is {dtype}{list(shape)}, which is {_bytes(shape, dtype)} bytes, and '
+            f'has {end - begin}'
+        )
+    return Tensor(file, name, shape, dtype, start + begin)
+
+
+def _bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def read_box(descriptor: int, tensor: Tensor, box: Box) -> np.ndarray:
+    """A block of a tensor, of which exactly its own bytes are read, into memory of its own.
+
+    Args:
+        descriptor: of the opened file.
+        tensor: which.
+        box: which part of it.
+
+    Raises:
+        CheckpointError: the file has become shorter.
+    """
+    shape = tuple(part.stop - part.start for part in box)
+    block = _aligned(shape, tensor.dtype)
+    if not block.size:
+        return block
+    run, starts = _runs(tensor, box)
+    target = memoryview(block.reshape(-1).view(np.uint8))
+    for i, start in enumerate(starts):
+        _fill(descriptor, target[i * run : (i + 1) * run], start, tensor)
+    return block
+
+
+def _runs(tensor: Tensor, box: Box) -> tuple[int, list[int]]:
+    """How many bytes of a block follow one another in the file, and where each such run begins."""
+    strides = [tensor.dtype.itemsize * math.prod(tensor.shape[dim + 1 :]) for dim in range(len(box))]
+    inner = max(len(box) - 1, 0)  # the dimension whose rows follow one another
+    while inner and box[inner] == slice(0, tensor.shape[inner]):
+        inner -= 1
+    run = tensor.dtype.itemsize * math.prod(part.stop - part.start for part in box[inner:])
+    starts = [tensor.begin + (box[inner].start * strides[inner] if box else 0)]
+    for part, stride in zip(box[:inner], strides, strict=False):
+        starts = [start + row * stride for start in starts for row in range(part.start, part.stop)]
+    return run, starts
+
+
+def _fill(descriptor: int, target: memoryview, start: int, tensor: Tensor) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(descriptor, [target[done:]], start + done)
+        if not count:
+            raise CheckpointError(
+                f'{tensor.file} has become shorter while it was read: {tensor.name} ends early'
+            )
+        done += count
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Memory that JAX takes without a copy on CPU."""
+    size = _bytes(shape, dtype)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)

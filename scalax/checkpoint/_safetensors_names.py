@@ -1,0 +1,87 @@
+"""What are the tensors of Hugging Face files called here? Names, paths, and transpositions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scalax.errors import CheckpointError, near_names, shown
+
+Goal = str | tuple[str, tuple[int, ...]] | None
+Mapped = Mapping[str, Goal] | Sequence[tuple[Any, ...]] | Callable[[str], Goal] | None
+
+
+def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Where each tensor goes: name -> (path, axes). Tensors that are left out are not in it.
+
+    Args:
+        names: of all tensors.
+        mapping: see `scalax.checkpoint.load_safetensors`.
+
+    Raises:
+        CheckpointError: names that the mapping does not cover, or covers and which are not there; two tensors
+            of one path, or one whose path goes through that of another.
+    """
+    problems: list[str] = []
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    if isinstance(mapping, Mapping):
+        problems.extend(_absent(mapping, names))
+    goal_of = _as_function(mapping)
+    for name in names:
+        try:
+            goal = goal_of(name)
+        except KeyError:
+            problems.append(f'{name}: the mapping says nothing of it')
+            continue
+        if goal is not None:
+            found[name] = (goal, ()) if isinstance(goal, str) else goal
+    problems.extend(_collisions(found))
+    if problems:
+        raise CheckpointError(
+            f'the mapping does not fit the tensors of the files:\n{shown(problems)}\n'
+            'What to do: give every tensor one path of its own, or None to leave it out.'
+        )
+    return found
+
+
+def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
+    if mapping is None:
+        return lambda name: name.replace('.', '/')
+    if isinstance(mapping, Mapping):
+        return mapping.__getitem__
+    if callable(mapping):
+        return mapping
+    pairs = [(re.compile(regex), rest) for regex, *rest in mapping]
+
+    def by_regex(name: str) -> Goal:
+        for regex, (replacement, *axes) in pairs:
+            if regex.search(name):
+                if replacement is None:
+                    return None
+                path = regex.sub(replacement, name).replace('.', '/')
+                return (path, tuple(axes[0])) if axes else path
+        raise KeyError(name)
+
+    return by_regex
+
+
+def _absent(mapping: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    for name in mapping:
+        if name not in names:
+            near = near_names(name, names)
+            yield f'{name}: the files have no such tensor' + (f'; did you mean {near[0]}?' if near else '')
+
+
+def _collisions(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[str]:
+    first: dict[str, str] = {}
+    for name, (path, _) in found.items():
+        if path in first:
+            yield f'{name} and {first[path]} both go to {path}'
+        first.setdefault(path, name)
+    for path, name in first.items():
+        keys = path.split('/')
+        for end in range(1, len(keys)):
+            above = '/'.join(keys[:end])
+            if above in first:
+                yield f'{name} goes to {path}, which is inside {above}, where {first[above]} goes'

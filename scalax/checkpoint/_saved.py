@@ -1,0 +1,193 @@
+"""What lies on the disk for one step, and how is it read?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scalax._paths import canonical_dtype, path_string
+from scalax.checkpoint import _manifest
+from scalax.checkpoint._describe import Description, LeafDescription
+from scalax.checkpoint._manifest import FOLDER
+from scalax.checkpoint._orbax import Path, orbax
+from scalax.errors import CheckpointError
+
+ITEM = 'state'
+_BY_HAND = 'default'  # what Orbax's CheckpointManager calls the only item of a step
+LEAVES = 'leaves.json'
+FORMAT = 1
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """The steps that were saved to the end, in ascending order."""
+    if not directory.is_dir():
+        return []
+    names = orbax().path.step.standard_name_format()
+    return sorted(found.step for found in names.find_all(directory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One step on the disk.
+
+    Attributes:
+        directory: of all steps.
+        step: its number.
+    """
+
+    directory: Path
+    step: int
+
+    @functools.cached_property
+    def root(self) -> Path:
+        """Where its arrays lie."""
+        folder = self.directory / str(self.step)
+        by_hand = folder / _BY_HAND
+        return by_hand if by_hand.exists() else folder / ITEM
+
+    @property
+    def where(self) -> str:
+        """The step, as messages call it."""
+        return f'the checkpoint of step {self.step} in {self.directory}'
+
+    def damage(self, checksums: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """What is wrong with its files, as far as one of several processes looks at them.
+
+        Args:
+            checksums: read all files, and compare their checksums.
+            share: the number of this process, and how many there are: each takes every so many-th file.
+
+        Raises:
+            CheckpointError: there are no checksums to compare.
+        """
+        if not self.root.is_dir():
+            return [f'{self.root.name} is missing']
+        manifest = _manifest.manifest_of(self.root)
+        if not manifest.exists():
+            if (self.root / FOLDER).exists():
+                return [f'{FOLDER}/{manifest.name} is missing']
+            self._require_checksums(not checksums, 'Orbax saved it without scalax')
+            return []
+        try:
+            files = _manifest.read(manifest)
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        known = all(file.crc32 is not None for file in files.values())
+        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
+        first, count = share
+        return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
+
+    def _require_checksums(self, there: bool, why: str) -> None:
+        if not there:
+            raise CheckpointError(
+                f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
+            )
+
+    def description(self) -> Description:
+        """What it holds, without loading an array."""
+        file = self.root / FOLDER / LEAVES
+        if not file.exists():
+            return Description(self.step, [_by_hand(path, leaf) for path, leaf in self._orbax_leaves()], 0)
+        with self._reading():
+            head = json.loads(file.read_text())
+        if head['format'] > FORMAT:
+            raise CheckpointError(f'{self.where} was saved by a later scalax, and this one cannot read it')
+        leaves = [LeafDescription(**{**leaf, 'shape': tuple(leaf['shape'])}) for leaf in head['leaves']]
+        return Description(self.step, leaves, head['processes'])
+
+    def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves, each straight into its sharding.
+
+        Args:
+            targets: by path, structs with shardings, or the types of Python numbers.
+        """
+        ocp = orbax()
+
+        def target(path: Any, leaf: Any) -> Any:
+            wanted = targets.get(path_string(path), ocp.PLACEHOLDER)
+            return wanted() if isinstance(wanted, type) else wanted
+
+        item = jax.tree_util.tree_map_with_path(target, self._orbax_tree, is_leaf=_is_metadata)
+        arguments = ocp.args.PyTreeRestore(
+            item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
+        )
+        with self._reading(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            tree = checkpointer.restore(self.root, args=arguments)
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+
+    def data(self, process: int) -> bytes:
+        """The data state that a process saved.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        file = self.root / FOLDER / f'data.{process}'
+        if not file.exists():
+            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
+        return file.read_bytes()
+
+    @functools.cached_property
+    def _orbax_tree(self) -> Any:
+        with self._reading():
+            return orbax().PyTreeCheckpointHandler().metadata(self.root).tree
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Says which checkpoint it was that could not be read."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
+
+    def _orbax_leaves(self) -> list[tuple[str, Any]]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
+        return [(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
+
+
+def _is_metadata(node: Any) -> bool:
+    return hasattr(node, 'shape') and hasattr(node, 'dtype')
+
+
+def _by_hand(path: str, leaf: Any) -> LeafDescription:
+    """A leaf that Orbax saved without scalax."""
+    if isinstance(leaf, orbax().metadata.ScalarMetadata):
+        kind = {'b': bool, 'i': int}.get(leaf.dtype.kind, float)
+        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
+    return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
+
+
+def found(directory: Path, step: int) -> Saved:
+    """One step.
+
+    Raises:
+        CheckpointError: there is none of this number.
+    """
+    steps = complete_steps(directory)
+    if step not in steps:
+        raise CheckpointError(f'{directory} has no checkpoint of step {step!r}: {_listed(steps)}')
+    return Saved(directory, step)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f'it has {", ".join(map(str, steps[-10:]))}' if steps else 'it has none'
+
+
+def choose(
+    directory: Path, steps: Sequence[int], damage: Callable[[Saved], list[str]]
+) -> tuple[Saved | None, dict[int, list[str]]]:
+    """The latest step without damage, and what is wrong with later ones."""
+    passed: dict[int, list[str]] = {}
+    for step in sorted(steps, reverse=True):
+        saved = Saved(directory, step)
+        wrong = damage(saved)
+        if not wrong:
+            return saved, passed
+        passed[step] = wrong
+    return None, passed

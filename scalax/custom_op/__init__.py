@@ -1,0 +1,12 @@
+"""How does an operation say itself how it runs on many devices? Operations with a partitioning of their own.
+
+>>> from scalax.custom_op import sharded_op
+>>> @sharded_op('b c -> b', reduction_factors=('c',))
+... def sums(ctx, x):
+...     return ctx.psum(x.sum(axis=-1), 'c')
+"""
+
+from scalax.custom_op._context import FactorContext
+from scalax.custom_op._op import ShardedOp, sharded_op
+
+__all__ = ['FactorContext', 'ShardedOp', 'sharded_op']

@@ -1,0 +1,151 @@
+"""What is the gradient of an operation? The one it was given, or that of its function on whole arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from scalax._spec import canonical
+from scalax.custom_op._run import Operation, Results, mesh_of, run
+from scalax.errors import ArgumentError
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """How one operation is differentiated.
+
+    Attributes:
+        name: the name of the operation.
+        labels: the names of its operands.
+        plain: whether the gradient of the function on whole arrays will do.
+        forward: returns results and residuals; None for the plain gradient.
+        backward: returns cotangents of operands; None for the plain gradient.
+    """
+
+    name: str
+    labels: Sequence[str]
+    plain: bool
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
+
+    def given(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Gradient:
+        """The same with another gradient."""
+        return dataclasses.replace(self, forward=forward, backward=backward)
+
+    def attach(self, operation: Operation, static: dict[str, Any]) -> Callable[..., Results]:
+        """The operation as a function that JAX can differentiate."""
+        results = len(operation.fit.results)
+
+        def call(*operands: Any) -> Results:
+            return run(operation, *operands)
+
+        def forwards(*operands: Any) -> tuple[Results, Any]:
+            if self.forward is None:
+                self._check_plain()
+                return with_gradient(*operands), (operands, ())  # it may be differentiated again
+            returned = as_tuple(self.forward(*operands, **static))
+            if len(returned) < results:
+                raise ArgumentError(
+                    f'{self.name}.defvjp: forward returns the {results} results and then what backward is to '
+                    f'have, got {len(returned)} arrays'
+                )
+            return returned[:results], (operands, returned[results:])
+
+        def backwards(kept: Any, cotangents: Results) -> tuple[Any, ...]:
+            operands, residuals = kept
+            if self.backward is None:
+                grads = _plain_gradient(operation, operands, cotangents)
+            else:
+                real = [each for each in cotangents if each.dtype != jax.dtypes.float0]
+                grads = as_tuple(self.backward(*operands, *residuals, *real, **static))
+            return self._for_operands(operands, grads)
+
+        with_gradient = jax.custom_vjp(call)
+        with_gradient.defvjp(forwards, backwards)
+        return with_gradient
+
+    def _check_plain(self) -> None:
+        if not self.plain:
+            raise ArgumentError(
+                f'{self.name} has no gradient: its results depend on how the operands lie '
+                '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give '
+                f'it one with {self.name}.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
+            )
+
+    def _for_operands(self, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
+        """One cotangent for each operand, of its type; None for those that have none."""
+        real = [i for i, operand in enumerate(operands) if is_real(operand)]
+        if len(grads) != len(real):
+            names = ', '.join(self.labels[i] for i in real)
+            raise ArgumentError(
+                f'{self.name}.defvjp: backward returns one cotangent for each floating-point operand '
+                f'({names}), got {len(grads)}'
+            )
+        found: list[Any] = [None] * len(operands)
+        for i, grad in zip(real, grads, strict=True):
+            found[i] = _typed_like(grad, operands[i])
+        return tuple(found)
+
+
+def as_tuple(returned: Any) -> tuple[Any, ...]:
+    """What a function returned, one array or several, as a tuple."""
+    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+
+
+def is_real(operand: Any) -> bool:
+    """Whether an array has a gradient."""
+    return jnp.issubdtype(operand.dtype, jnp.inexact)
+
+
+def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> Results:
+    """The gradient of a function, for cotangents that are all different, to compare with another one."""
+    results, back = jax.vjp(fun, *operands)
+    cotangents = []
+    for result in results:
+        numbers = jnp.cos(jnp.arange(result.size)).reshape(result.shape)
+        if is_real(result):
+            cotangents.append(_typed_like(numbers.astype(result.dtype), result))
+        else:
+            cotangents.append(np.zeros(result.shape, jax.dtypes.float0))
+    return tuple(grad for grad in back(tuple(cotangents)) if grad.dtype != jax.dtypes.float0)
+
+
+def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:
+    """The gradient of the function on whole arrays; the compiler partitions it."""
+
+    def pull(operands: Sequence[Any], cotangents: Results) -> Results:
+        _, back = jax.vjp(operation.plain, *operands)
+        return tuple(grad for grad in back(cotangents) if grad.dtype != jax.dtypes.float0)
+
+    mesh = mesh_of(operands)
+    if AxisType.Explicit not in mesh.axis_types:
+        return pull(operands, cotangents)
+    # The function was not written for types with shardings.
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    with jax.sharding.use_abstract_mesh(mesh):
+        pulled: Results = jax.sharding.auto_axes(
+            pull,
+            axes=tuple(axis for axis, kind in kinds if kind is AxisType.Explicit),
+            out_sharding=tuple(
+                NamedSharding(mesh, jax.typeof(operand).sharding.spec)
+                for operand in operands
+                if is_real(operand)
+            ),
+        )(operands, cotangents)
+    return pulled
+
+
+def _typed_like(grad: Any, operand: Any) -> Any:
+    """The cotangent with the sharding that the type of its operand has over Explicit axes."""
+    wanted = jax.typeof(operand).sharding
+    if AxisType.Explicit not in wanted.mesh.axis_types:
+        return grad
+    if canonical(jax.typeof(grad).sharding.spec) == canonical(wanted.spec):
+        return grad
+    return jax.sharding.reshard(grad, NamedSharding(wanted.mesh, wanted.spec))

@@ -1,0 +1,288 @@
+"""What is a sharded operation? A local function with a rule, called like a function of whole arrays."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._context import MeshOwner
+from scalax._recent import Recent
+from scalax.custom_op import _check
+from scalax.custom_op._context import FactorContext
+from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
+from scalax.custom_op._rule import Rule, read_rule
+from scalax.custom_op._run import Operation, Results
+from scalax.custom_op._verify import verified
+from scalax.errors import ArgumentError, RuleError
+
+
+def sharded_op(
+    rule: str,
+    *,
+    reduction_factors: Iterable[str] = (),
+    need_replication_factors: Iterable[str] = (),
+    check_vma: bool = True,
+    depends_on_placement: bool = False,
+) -> Callable[[Callable[..., Any]], ShardedOp]:
+    """Makes an operation on sharded arrays of a function on their blocks; a decorator.
+
+    The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule,
+    then static arguments, which are keyword-only. On each device it is given the blocks of the operands that
+    lie there, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the
+    blocks are the arrays.
+
+    Args:
+        rule: which dimensions belong together, as in ``'b v, b -> b'``: operands, separated by commas, and
+            results; each dimension the name of a *factor*. Nothing stands for a scalar, ``_`` for a dimension
+            that is never sharded, a number for one of that size, ``...`` for any dimensions, the same in all
+            arrays. A factor of results only is never sharded.
+        reduction_factors: factors whose blocks the function combines (``ctx.psum``); they are in no result.
+        need_replication_factors: factors that the function wants whole.
+        check_vma: whether JAX follows, while it traces, which values differ between devices, so that a
+            forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
+            False: then it is only asked that the blocks of every reduction factor are combined somehow.
+        depends_on_placement: says that results are meant to depend on how the operands lie. `check` then
+            compares no values, and there is a gradient only after `ShardedOp.defvjp`.
+
+    Returns:
+        A decorator that makes a `ShardedOp`.
+
+    Raises:
+        RuleError: the rule is none, or the function does not have its operands.
+
+    Example:
+        >>> import numpy as np
+        >>> @sharded_op('b c, -> b', reduction_factors=('c',))
+        ... def scaled_sum(ctx, x, scale):
+        ...     return ctx.psum(scale * x.sum(axis=-1), 'c')
+        >>> scaled_sum(np.ones((2, 3)), 10.0).tolist()
+        [30.0, 30.0]
+    """
+    read = read_rule(rule, reduction_factors, need_replication_factors)
+
+    def decorate(fun: Callable[..., Any]) -> ShardedOp:
+        return ShardedOp(fun, read, check_vma=check_vma, depends_on_placement=depends_on_placement)
+
+    return decorate
+
+
+class ShardedOp:
+    """What `sharded_op` makes: called with whole arrays, it runs on each device's blocks.
+
+    Right inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
+    ``jax.lax.scan``, over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks
+    there. The gradient is that of the function on whole arrays, which the compiler partitions, unless
+    `defvjp` gives another.
+
+    Attributes:
+        rule: the text of the rule.
+        depends_on_placement: whether results are meant to depend on how operands lie.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], rule: Rule, *, check_vma: bool, depends_on_placement: bool
+    ) -> None:
+        """Made by `sharded_op`."""
+        functools.update_wrapper(self, fun)
+        self._name = getattr(fun, '__name__', type(fun).__name__)
+        self._fun, self._rule, self._check_vma = fun, rule, check_vma
+        self._labels = _operand_names(self._name, fun, rule)
+        self.rule = rule.text
+        self.depends_on_placement = depends_on_placement
+        self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
+        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+
+    def __repr__(self) -> str:
+        return f'<sharded_op {self._name}: {self.rule!r}>'
+
+    def __call__(self, *operands: Any, **static: Any) -> Any:
+        """Runs the operation.
+
+        Args:
+            *operands: whole arrays.
+            **static: hashable; the operation is traced and compiled for each value.
+
+        Raises:
+            ArgumentError: the operands do not fit the rule, or a static argument cannot be hashed.
+            RuleError: the results of the function contradict the rule, or it forgot a factor.
+        """
+        try:
+            compiled = self._compiled.get(_key(static))
+        except TypeError as error:
+            self._check_static(static)
+            raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
+        return (compiled or self._compile(static))(*operands)
+
+    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        """Gives the operation its gradient, by two more operations (or functions of whole arrays).
+
+        Args:
+            forward: takes the operands; returns the results and, behind them, what else *backward* is to have
+                (its residuals). The operation itself where there is nothing.
+            backward: takes the operands, the residuals, and one cotangent for each floating-point result;
+                returns one for each floating-point operand. Both are given the static arguments too.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> @sharded_op('b c -> b', reduction_factors=('c',))
+            ... def norms(ctx, x):
+            ...     return jnp.sqrt(ctx.psum((x * x).sum(axis=-1), 'c'))
+            >>> @sharded_op('b c, b, b -> b c')
+            ... def norms_backward(ctx, x, norm, cotangent):
+            ...     return x * (cotangent / norm)[:, None]
+            >>> norms.defvjp(lambda x: (norms(x),) * 2, norms_backward)
+            >>> jax.grad(lambda x: norms(x).sum())(jnp.array([[3.0, 4.0]]))
+            Array([[0.6, 0.8]], dtype=float32)
+        """
+        for given, what in ((forward, 'forward'), (backward, 'backward')):
+            if not callable(given):
+                raise ArgumentError(
+                    f'{self._name}.defvjp(forward, backward): {what} is a function, got '
+                    f'{type(given).__name__}'
+                )
+        self._gradient = self._gradient.given(forward, backward)
+        self._compiled = Recent()
+
+    def check(
+        self,
+        *operands: Any,
+        mesh: jax.sharding.Mesh | MeshOwner | None = None,
+        gradients: bool = True,
+        rtol: float | None = None,
+        **static: Any,
+    ) -> int:
+        """Runs the operation on one device, and under every way of sharding the operands, and compares.
+
+        Args:
+            *operands: whole arrays, small ones: every way is compiled.
+            mesh: a mesh or a helper; by default the active helper's mesh, or that of ``jax.set_mesh``.
+            gradients: whether the gradient of `defvjp` is compared too, with that of the function on whole
+                arrays on one device. False where JAX cannot differentiate that one.
+            rtol: the largest difference that counts as none, by the largest element; by default it depends on
+                the dtype (float32: 1e-5).
+            **static: static arguments.
+
+        Returns:
+            How many placements were tried.
+
+        Raises:
+            AssertionError: a placement gives other values; says which is the first, and where they differ.
+                With ``depends_on_placement=True`` only shapes and dtypes are compared.
+            ArgumentError: no mesh.
+        """
+        on = _check.chosen_mesh(self._name, mesh)
+        operands = tuple(jnp.asarray(operand) for operand in operands)
+        self._check_operands(operands)
+        named = dict(zip(self._labels, operands, strict=True))
+        differentiated = gradients and self._gradient.backward is not None and not self.depends_on_placement
+
+        def by_name(fun: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+            def run_named(*xs: Any) -> dict[str, Any]:
+                results = as_tuple(fun(*xs, **static))
+                found = {f'result {i}': result for i, result in enumerate(results)}
+                if differentiated:
+                    grads = gradients_of(lambda *ys: as_tuple(fun(*ys, **static)), xs)
+                    labels = [label for label, x in named.items() if is_real(x)]
+                    found |= {f'gradient of {label}': grad for label, grad in zip(labels, grads, strict=True)}
+                return found
+
+            return jax.jit(run_named) if differentiated else run_named
+
+        return _check.check(
+            self._name,
+            by_name(self),
+            by_name(self._plain),
+            named,
+            on,
+            rtol,
+            values=not self.depends_on_placement,
+        )
+
+    def _plain(self, *operands: Any, **static: Any) -> Any:
+        """The function on whole arrays, without any partitioning."""
+        return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
+
+    def _check_static(self, static: dict[str, Any]) -> None:
+        allowed = _static_names(self._fun)
+        unknown = [name for name in static if allowed is not None and name not in allowed]
+        if unknown:
+            known = f'static are {", ".join(map(repr, allowed or []))}' if allowed else 'none is static'
+            raise ArgumentError(
+                f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
+                f'argument ({known})'
+            )
+
+    def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
+        self._check_static(static)
+
+        def call(*operands: Any) -> Any:
+            operation = self._operation(operands, static)
+            results = self._gradient.attach(operation, static)(*operands)
+            return results if len(operation.fit.results) > 1 else results[0]
+
+        call.__name__ = call.__qualname__ = self._name
+        return self._compiled.add(_key(static), jax.jit(call))
+
+    def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
+        """The operation on these operands, checked."""
+        self._check_operands(operands)
+
+        def local(*args: Any) -> Results:
+            return as_tuple(self._fun(*args, **static))
+
+        fit = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
+        return Operation(self._name, self._rule.factors, fit, local, self._check_vma)
+
+    def _check_operands(self, operands: Sequence[Any]) -> None:
+        if len(operands) != len(self._labels):
+            raise ArgumentError(
+                f'{self._name} takes {len(self._labels)} operand{"" if len(self._labels) == 1 else "s"} '
+                f'({", ".join(self._labels)}), got {len(operands)}'
+            )
+        for label, operand in zip(self._labels, operands, strict=True):
+            if not hasattr(operand, 'dtype'):
+                raise ArgumentError(
+                    f'{self._name}: operand {label!r} is an array, got {type(operand).__name__}'
+                )
+
+
+def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str, ...]:
+    """What the function calls its operands.
+
+    Raises:
+        RuleError: it does not have as many as the rule.
+    """
+    parameters = list(inspect.signature(fun).parameters.values())
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in by_position]
+    wanted = len(rule.operands)
+    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
+    if len(names) != wanted + 1:
+        raise RuleError(
+            f'{name}: the rule {rule.text!r} has {wanted} operand{"" if wanted == 1 else "s"}, the function '
+            f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
+            'keyword-only'
+        )
+    reserved = sorted({'mesh', 'gradients', 'rtol'}.intersection(_static_names(fun) or ()))
+    if reserved:
+        raise RuleError(f'{name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise')
+    return tuple(names[1:])
+
+
+def _key(static: dict[str, Any]) -> tuple[Any, ...]:
+    """Static arguments as a key; with their types, for 1 and True are equal."""
+    return tuple((name, type(value), value) for name, value in static.items())
+
+
+def _static_names(fun: Callable[..., Any]) -> list[str] | None:
+    """The keyword-only parameters; None if it takes any."""
+    parameters = list(inspect.signature(fun).parameters.values())
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -1,0 +1,175 @@
+"""How does an operation run on each device's block? JAX is asked in the way that the mesh's axes allow.
+
+Over Auto axes the compiler chooses shardings, so only ``custom_partitioning`` learns them, while it compiles.
+Over Explicit axes they are in the types: ``shard_map`` takes them from there. Along axes that are Manual
+already the operands are blocks, about whose neighbours nobody asked: the function runs on them as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+
+from scalax._spec import canonical
+from scalax.custom_op._constants import Constants
+from scalax.custom_op._context import FactorContext
+from scalax.custom_op._fit import Fit
+from scalax.custom_op._layout import Layout
+
+Results = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation on operands of known shapes.
+
+    Attributes:
+        name: what it is called in profiles and errors.
+        factors: the factors that the function knows by name.
+        fit: the factors of operands and results.
+        local: the function: a context and one block of each operand, to one block of each result.
+        check_vma: whether JAX can follow which values differ between devices.
+    """
+
+    name: str
+    factors: tuple[str, ...]
+    fit: Fit
+    local: Callable[..., Results]
+    check_vma: bool = True
+
+    def plain(self, *operands: Any) -> Results:
+        """The function on whole arrays."""
+        return self.local(FactorContext(self.factors, {}, {}), *operands)
+
+    def on_blocks(self, layout: Layout, typed: bool = False) -> Callable[..., Results]:
+        """The function on the blocks of a layout, where its mesh axes are named."""
+        return functools.partial(self.local, FactorContext(self.factors, layout.axes, layout.sizes, typed))
+
+    def batched(self, batched: Sequence[bool], size: int) -> Operation:
+        """The operation under ``jax.vmap``: on operands some of which have one more dimension."""
+        axes = tuple(0 if more else None for more in batched)
+
+        def local(ctx: FactorContext, *blocks: Any) -> Results:
+            mapped: Results = jax.vmap(functools.partial(self.local, ctx), axes)(*blocks)
+            return mapped
+
+        return dataclasses.replace(self, fit=self.fit.batched(batched, size), local=local)
+
+
+def run(operation: Operation, *operands: Any) -> Results:
+    """Runs an operation inside a function that JAX compiles; right under ``jax.vmap``."""
+    if any(map(_is_key, operands)):
+        return run(*_with_key_data(operation, operands))
+
+    @custom_vmap
+    def call(*operands: Any) -> Results:
+        return _placed(operation, *operands)
+
+    @call.def_vmap
+    def rule(size: int, batched: Sequence[bool], *operands: Any) -> tuple[Results, tuple[bool, ...]]:
+        results = run(operation.batched(batched, size), *operands)
+        return results, (True,) * len(results)
+
+    results: Results = call(*operands)
+    return results
+
+
+def _is_key(operand: Any) -> bool:
+    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
+
+
+def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operation on the numbers behind typed PRNG keys: partitioned, a key has a dimension more."""
+    impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
+
+    def local(ctx: FactorContext, *blocks: Any) -> Results:
+        keys = [
+            block if impl is None else jax.random.wrap_key_data(block, impl=impl)
+            for block, impl in zip(blocks, impls, strict=True)
+        ]
+        return operation.local(ctx, *keys)
+
+    data = [jax.random.key_data(operand) if _is_key(operand) else operand for operand in operands]
+    factors = [
+        (*factors, *[None] * (len(numbers.shape) - len(factors)))
+        for factors, numbers in zip(operation.fit.operands, data, strict=True)
+    ]
+    fit = dataclasses.replace(operation.fit, operands=tuple(factors))
+    return dataclasses.replace(operation, fit=fit, local=local), *data
+
+
+def mesh_of(operands: Sequence[Any]) -> Any:
+    """The abstract mesh that operands of a trace are on: the one in force, or that of their types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    for operand in operands:
+        mesh = jax.typeof(operand).sharding.mesh if mesh.empty else mesh
+    return mesh
+
+
+def _placed(operation: Operation, *operands: Any) -> Results:
+    mesh = mesh_of(operands)
+    if AxisType.Explicit in mesh.axis_types:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return _over_explicit_axes(operation, mesh, operands)
+    if AxisType.Manual in mesh.axis_types:
+        return operation.plain(*operands)
+    return _over_auto_axes(operation, operands)
+
+
+def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Results:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
+    sizes = {axis: mesh.shape[axis] for axis in explicit if _may_be_manual(mesh, axis)}
+    fit = operation.fit
+    lie = [canonical(jax.typeof(operand).sharding.spec) for operand in operands]
+    layout = Layout.of_specs(fit, lie, sizes)
+    wanted = [layout.spec(factors) for factors in fit.operands]
+    moved = [
+        operand if had == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, had, spec in zip(operands, lie, wanted, strict=True)
+    ]
+    results: Results = jax.shard_map(
+        operation.on_blocks(layout, typed=operation.check_vma),
+        mesh=mesh,
+        in_specs=tuple(wanted),
+        out_specs=tuple(layout.spec(factors) for factors in fit.results),
+        axis_names=set(sizes),
+        check_vma=operation.check_vma,
+    )(*moved)
+    return results
+
+
+def _may_be_manual(mesh: Any, axis: str) -> bool:
+    """Whether ``shard_map`` takes an axis: not one over which a dimension lies that ``jax.vmap`` maps."""
+    try:
+        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+    except ValueError:
+        return False
+    return True
+
+
+def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
+    constants = Constants.of(operation.plain, operands)
+    fit = operation.fit.with_more([jax.typeof(value).shape for value in constants.values])
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        arrays = [*operands, *results]
+        layout = Layout.of_specs(fit, [array.sharding.spec for array in arrays], dict(mesh.shape))
+        result_shardings, operand_shardings = (
+            tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
+            for arrays in (fit.results, fit.operands)
+        )
+        return mesh, constants.given_to(operation.on_blocks(layout)), result_shardings, operand_shardings
+
+    call = custom_partitioning(constants.given_to(operation.plain))
+    rule, special = fit.shardy_rule()
+    call.def_partition(partition, sharding_rule=rule, **special)
+    results: Results = call(*operands, *constants.values)
+    return results

@@ -1,0 +1,161 @@
+"""Does a function keep what its rule promises? Asked while JAX traces it, before anything is compiled.
+
+The function is traced twice more, without computing: on whole arrays, and on blocks of every factor that may
+be sharded. There JAX follows which values differ between devices, so that a sum which was forgotten is found,
+whatever mesh the operation will meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from scalax._paths import describe_leaf
+from scalax.custom_op._context import FactorContext
+from scalax.custom_op._fit import Fit, fit_operands
+from scalax.custom_op._layout import Layout
+from scalax.custom_op._rule import Rule
+from scalax.errors import RuleError
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def verified(
+    name: str,
+    rule: Rule,
+    labels: Sequence[str],
+    local: Callable[..., tuple[Any, ...]],
+    operands: Sequence[Any],
+    check_vma: bool,
+) -> Fit:
+    """Fits a rule to a call, and tries the function on blocks.
+
+    Args:
+        name: the name of the operation.
+        rule: its rule.
+        labels: the names of its operands.
+        local: its function; returns a tuple.
+        operands: the operands of the call, or their types.
+        check_vma: whether JAX is to follow which values differ between devices.
+
+    Raises:
+        ArgumentError: the operands do not fit the rule.
+        RuleError: the results contradict it, whole or in blocks, or a factor is forgotten.
+    """
+    types = [jax.typeof(operand) for operand in operands]
+    blank = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=getattr(each, 'weak_type', False))
+        for each in types
+    ]
+    fitting = fit_operands(rule, name, dict(zip(labels, blank, strict=True)))
+    # What is looked at is no part of the caller's mesh.
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
+        fitted = fitting.with_results(whole)
+        _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
+    return fitted
+
+
+def _try_on_blocks(
+    name: str,
+    rule: Rule,
+    fitted: Fit,
+    local: Callable[..., tuple[Any, ...]],
+    operands: Sequence[Any],
+    whole: Sequence[Any],
+    check_vma: bool,
+) -> None:
+    sizes = _block_counts(fitted)
+    if not sizes:
+        return
+    layout = Layout(fitted, {factor: (factor,) for factor in sizes}, sizes)
+    ctx = FactorContext(rule.factors, layout.axes, sizes, typed=check_vma)
+    seen: list[Any] = []
+
+    def look(*blocks: Any) -> tuple[()]:
+        seen.append([jax.typeof(result) for result in local(ctx, *blocks)])
+        return ()
+
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    specs = tuple(layout.spec(factors) for factors in fitted.operands)
+    mapped = jax.shard_map(look, mesh=mesh, in_specs=specs, out_specs=(), check_vma=check_vma)
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(mapped, *operands)
+    except Exception as error:
+        cut = ', '.join(f'{factor!r} in {size}' for factor, size in sizes.items())
+        error.add_note(
+            f'{name} ({rule.text!r}) was tried on blocks: {cut}. A factor that the function wants whole '
+            'belongs into need_replication_factors'
+            + ('; check_vma=False stops JAX from following which values differ.' if check_vma else '.')
+        )
+        raise
+    _check_blocks(name, rule, layout, seen[-1], whole)
+    for i, (factors, block) in enumerate(zip(fitted.results, seen[-1], strict=True)):
+        differs = [factor for factor in sizes if factor in _varying(block) and factor not in factors]
+        if differs:
+            raise _forgotten(name, rule, differs[0], f'result {i} still differs between its blocks')
+    if not check_vma:
+        for factor in rule.reduction_factors:
+            if factor in sizes and factor not in ctx.combined:
+                raise _forgotten(name, rule, factor, 'the function never combines its blocks')
+
+
+def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], whole: Sequence[Any]) -> None:
+    expected = [
+        layout.block(factors, result.shape) for factors, result in zip(layout.fit.results, whole, strict=True)
+    ]
+    wrong = [
+        f'  {describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
+        f'{list(returned.shape)}'
+        for i, (result, block, returned) in enumerate(zip(whole, expected, blocks, strict=True))
+        if tuple(returned.shape) != block
+    ]
+    if wrong:
+        cut = ', '.join(f'{factor!r} in {size}' for factor, size in layout.sizes.items())
+        raise RuleError(
+            '\n'.join(
+                [
+                    f'{name}: on blocks the results contradict the rule {rule.text!r} ({cut}):',
+                    *wrong,
+                    'What to do: return blocks of the results, computed from the shapes of the blocks given; '
+                    'a factor that the function wants whole belongs into need_replication_factors.',
+                ]
+            )
+        )
+
+
+def _varying(block: Any) -> frozenset[str]:
+    """The axes along which a value may differ, as far as JAX followed it."""
+    return frozenset(block.manual_axis_type.varying)
+
+
+def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
+    return RuleError(
+        f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
+        f'What to do: combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin '
+        f'or ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
+    )
+
+
+def _block_counts(fitted: Fit) -> dict[str, int]:
+    """Into how many blocks each factor is cut: few, but factors of equal size differently where they can be.
+
+    So a result whose dimensions are in another order than the rule says has blocks of another shape.
+    """
+    counts: dict[str, int] = {}
+    for factor, size in fitted.sizes.items():
+        if size > 1 and factor not in fitted.whole:
+            taken = {count for other, count in counts.items() if fitted.sizes[other] == size}
+            divisors = _divisors(size)
+            counts[factor] = next((count for count in divisors if count not in taken), divisors[0])
+    return counts
+
+
+def _divisors(size: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return sorted({*small, *[size // n for n in small]})[1:]

@@ -1,0 +1,279 @@
+"""How do the processes of a program find one another, and how do they all stop at the same step?
+
+JAX's own runtime joins processes (`jax.distributed`); nothing of the kind is built here. What is added: one
+call that also works on one process, timeouts short enough to notice a loss, a word about who is waited for,
+and one question a step, by which all processes stop together when one of them is told to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+from scalax.errors import ArgumentError
+
+__all__ = ['PREEMPTED', 'initialize', 'should_stop']
+
+PREEMPTED = 75
+"""The exit code of a program that was told to end, and has saved (EX_TEMPFAIL of sysexits.h)."""
+
+_FIRST, _REPEAT = 1.0, 15.0  # seconds before the first word about who is waited for, and between two
+
+
+# Where launchers say which process this is, and of how many. JAX reads these itself (and asks the metadata
+# server of a TPU, or Kubernetes); here they are read only to be shown.
+@dataclasses.dataclass(frozen=True)
+class _Launcher:
+    index: str
+    count: str
+    nodes: str
+
+
+_LAUNCHERS = (
+    _Launcher('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_STEP_NODELIST'),
+    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_MCA_orte_hnp_uri'),
+    _Launcher('TPU_WORKER_ID', '', 'TPU_WORKER_HOSTNAMES'),
+    _Launcher('JOB_COMPLETION_INDEX', '', ''),
+)
+
+
+def _launcher() -> _Launcher | None:
+    """The launcher that this process was started by, if its variables are set."""
+    return next((launcher for launcher in _LAUNCHERS if launcher.index in os.environ), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What was said about the processes, by arguments or else by the environment."""
+
+    address: str | None
+    count: int | None
+    index: int | None
+
+    @property
+    def nothing(self) -> bool:
+        return self.address is None and self.count is None and self.index is None
+
+    def __str__(self) -> str:
+        """Who waits for whom, as far as it is known before JAX has looked."""
+        index: object = self.index
+        count: object = self.count
+        address = self.address
+        if launcher := _launcher():
+            index = os.environ[launcher.index] if index is None else index
+            count = os.environ.get(launcher.count) if count is None else count
+            if address is None and (nodes := os.environ.get(launcher.nodes)):
+                address = f'the first of {nodes}'
+        who = 'this process' if index is None else f'process {index}'
+        many = '' if count is None else f' of {count}'
+        where = 'the address that JAX detects' if address is None else address
+        return f'{who}{many}: waiting for the other processes at {where}'
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    cluster_detection_method: str | None = None,
+    initialization_timeout: int = 300,
+    heartbeat_timeout: int = 20,
+    shutdown_timeout: int = 60,
+) -> None:
+    """Joins this process with the others of the program: `jax.distributed.initialize`, with other defaults.
+
+    To be called first in a program. On one process it does nothing: where nothing is given and JAX detects
+    no cluster, for ``num_processes=1``, and when it has been called before. While it waits, it says for
+    whom, on stderr.
+
+    Args:
+        coordinator_address: ``'host:port'`` of process 0, a port that is free there. Default: the environment
+            variable ``JAX_COORDINATOR_ADDRESS``, else what JAX detects (SLURM, Open MPI, TPU, Kubernetes).
+        num_processes: how many there are. Default: ``JAX_NUM_PROCESSES``, else what JAX detects.
+        process_id: which of them this is, from 0. Default: ``JAX_PROCESS_ID``, else what JAX detects.
+        local_device_ids: the GPUs of this process, where several processes share a host.
+        cluster_detection_method: for JAX, such as ``'mpi4py'``.
+        initialization_timeout: seconds to wait for the others. JAX ends the process when they are over.
+        heartbeat_timeout: seconds after which a process that says nothing counts as lost. JAX then ends all
+            the others; its own default is 100.
+        shutdown_timeout: seconds that a process waits at its end for the others to come to theirs; JAX's own
+            default is 300.
+
+    Raises:
+        ArgumentError: a part of what is needed is missing, or values do not fit together.
+        RuntimeError: JAX has been used before, so that it is too late.
+
+    Example:
+        >>> from scalax import distributed
+        >>> distributed.initialize()  # alone here: nothing happens
+    """
+    if jax.distributed.is_initialized():
+        return
+    given = _read(coordinator_address, num_processes, process_id)
+    if given.count == 1:
+        return
+    unknown = given.nothing and _launcher() is None
+    try:
+        with _saying(str(given), initialization_timeout):
+            jax.distributed.initialize(
+                given.address,
+                given.count,
+                given.index,
+                local_device_ids=local_device_ids,
+                cluster_detection_method=cluster_detection_method,
+                initialization_timeout=initialization_timeout,
+                heartbeat_timeout_seconds=heartbeat_timeout,
+                shutdown_timeout_seconds=shutdown_timeout,
+            )
+    except ValueError as error:
+        if 'must be defined' not in str(error) and 'should be defined' not in str(error):
+            raise
+        if not given.nothing:
+            raise ArgumentError(_half(given)) from None
+        if (launcher := _launcher()) and int(os.environ.get(launcher.count) or 1) > 1:
+            raise ArgumentError(_not_a_step(launcher)) from None
+    except RuntimeError:
+        # It is too late to join anybody. A TPU may be a part of a pod although no variable says so.
+        if not unknown or jax.default_backend() == 'tpu':
+            raise
+
+
+def should_stop(step: int) -> bool:
+    """Whether the program is to save and end after this step, because some process was sent SIGTERM.
+
+    Schedulers send SIGTERM ahead of taking a machine away. To be asked once in every step, by every process,
+    with the same numbers: the answer turns true at one step for all, which takes a step or two, and stays
+    true. It costs less than a microsecond and communicates nothing. End with the exit code `PREEMPTED`
+    after saving, so that launchers can tell this from a failure.
+
+    On one process, the first call catches SIGTERM (in the main thread, unless the program has a handler of
+    its own); the second SIGTERM ends the program.
+
+    Args:
+        step: the number of the step that has been done, ascending.
+
+    Raises:
+        RuntimeError: there are several processes, and JAX's ``jax_enable_preemption_service`` is off.
+
+    Example:
+        >>> from scalax import distributed
+        >>> for step in range(1, 4):
+        ...     if distributed.should_stop(step):  # nobody has sent a signal
+        ...         raise SystemExit(distributed.PREEMPTED)
+    """
+    if _stop.is_set():
+        return True
+    if jax.distributed.is_initialized():
+        if multihost_utils.reached_preemption_sync_point(step):
+            _stop.set()
+    elif (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGTERM, _on_first)
+    return _stop.is_set()
+
+
+_stop = threading.Event()
+
+
+def _on_first(signum: int, frame: FrameType | None) -> None:
+    _stop.set()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the default needs no Python, so the second always works
+
+
+def _read(address: str | None, count: int | None, index: int | None) -> _Given:
+    """What was given, checked."""
+    given = _Given(
+        address or os.environ.get('JAX_COORDINATOR_ADDRESS') or None,
+        _number('num_processes', count, 'JAX_NUM_PROCESSES', 1),
+        _number('process_id', index, 'JAX_PROCESS_ID', 0),
+    )
+    if given.count is not None and given.index is not None and given.index >= given.count:
+        raise ArgumentError(
+            f'process_id counts from 0 to num_processes - 1: got process_id={given.index} with '
+            f'num_processes={given.count}'
+        )
+    if given.address is not None and not given.address.rpartition(':')[2].isdecimal():
+        raise ArgumentError(
+            'coordinator_address is the host of process 0 and a port that is free there, as in '
+            f"'10.0.0.1:1234', got {given.address!r}"
+        )
+    return given
+
+
+def _number(name: str, value: object, variable: str, least: int) -> int | None:
+    """An argument, or else an environment variable, as a number that is at least *least*."""
+    where = name
+    if value is None:
+        text = os.environ.get(variable)
+        if not text:
+            return None
+        where, value = variable, int(text) if text.removeprefix('-').isdecimal() else text
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f'{where} is a whole number, at least {least}, got {value!r}')
+    return value
+
+
+def _half(given: _Given) -> str:
+    """What is missing, where something was given and JAX detects nothing that could complete it."""
+    parts = {
+        'coordinator_address': (given.address, 'JAX_COORDINATOR_ADDRESS', "'host:port' of process 0"),
+        'num_processes': (given.count, 'JAX_NUM_PROCESSES', 'how many there are'),
+        'process_id': (given.index, 'JAX_PROCESS_ID', 'which of them this is, from 0'),
+    }
+    known = ', '.join(f'{name}={value!r}' for name, (value, _, _) in parts.items() if value is not None)
+    missing = [
+        f'  {name}, or the environment variable {variable}: {meaning}'
+        for name, (value, variable, meaning) in parts.items()
+        if value is None
+    ]
+    return '\n'.join(
+        [
+            f'initialize knows {known}, and JAX detects no cluster that says the rest. Missing:',
+            *missing,
+            'What to do: give all three, or none for a program of one process.',
+        ]
+    )
+
+
+def _not_a_step(launcher: _Launcher) -> str:
+    """What is wrong where a launcher speaks of several processes and JAX does not find them."""
+    return (
+        f'the environment speaks of {os.environ[launcher.count]} processes ({launcher.count}), and JAX '
+        'detects no cluster: each of them would run alone.\n'
+        'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
+        'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be alone.'
+    )
+
+
+@contextlib.contextmanager
+def _saying(text: str, timeout: float) -> Iterator[None]:
+    """Says *text* on stderr after a moment, and again from time to time, until the block is left."""
+    start, joined = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        pause = _FIRST
+        while not joined.wait(pause):
+            passed = time.monotonic() - start
+            print(f'{text} ({passed:.0f} of {timeout:g} s)', file=sys.stderr, flush=True)
+            pause = _REPEAT
+
+    thread = threading.Thread(target=say, name='scalax-waiting', daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        joined.set()
+        thread.join()

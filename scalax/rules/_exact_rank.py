@@ -1,0 +1,91 @@
+"""Which spec does an array of exactly this rank get by its path? `TreePathShardingRule`, and ranks agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._paths import NamedTree
+from scalax._spec import entries, no_axis, spec_axes
+from scalax.errors import Problem
+from scalax.rules._base import Answer, AxisSizes, Said
+from scalax.rules._tree_path import TreePathShardingRule
+
+
+class ExactRankRule(TreePathShardingRule):
+    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
+
+    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
+    ``PartitionSpec()``, rules and None are for arrays of any rank.
+
+    Args:
+        *rules: as in `TreePathShardingRule`.
+        strict: as there.
+        on_indivisible: as there.
+
+    Example:
+        >>> import numpy as np
+        >>> exact = ExactRankRule(('kernel', PartitionSpec('fsdp', None)), ('bias', PartitionSpec()))
+        >>> exact.apply({'kernel': np.zeros((8, 8)), 'bias': np.zeros(8)})
+        {'bias': P(), 'kernel': P('fsdp', None)}
+        >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
+        {'kernel': P(None, 'fsdp')}
+    """
+
+    def __repr__(self) -> str:
+        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+        """See `ShardingRule.answers`."""
+        said = super().answers(tree, axis_sizes)
+        # One answer serves all leaves of a clause, and is looked at once for each rank of these.
+        wrong: dict[tuple[int, int], Problem | None] = {}
+        for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
+            key = id(answer), len(shape)
+            if key not in wrong:
+                wrong[key] = self._wrong(answer, len(shape), axis_sizes)
+            problem = wrong[key]
+            if problem is not None:
+                said[index] = dataclasses.replace(problem, leaf=tree.describe(index))
+        return said
+
+    def _wrong(self, said: Said, rank: int, axis_sizes: AxisSizes | None) -> Problem | None:
+        """What is wrong with an answer of this rule about a leaf of that rank."""
+        # Answers about arrays of one element have no clauses, and those of other rules are their own affair.
+        if not isinstance(said, Answer) or not said.clauses or said.clauses[0][0] is not self:
+            return None
+        value = self.rules[said.clauses[0][1]][1]
+        spec = value.spec if isinstance(value, NamedSharding) else value
+        if not isinstance(spec, PartitionSpec):
+            return None
+        expected = len(entries(spec))
+        if expected not in (0, rank):
+            return _problem(
+                'rank',
+                said,
+                f'the spec is for an array of rank {expected}, and this one is of rank {rank}',
+                "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/'); heads "
+                'that are a dimension take catalogue.SPLIT_HEADS in front; others a row of your own.',
+            )
+        absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
+        # Axes by other names are no tables' of the catalogue.
+        for_tables = [f'{axis}=None' for axis in absent if axis in TABLE_AXES]
+        if axis_sizes is None or not for_tables:
+            return None
+        return _problem(
+            'unknown-axis',
+            said,
+            '; '.join(no_axis(axis, axis_sizes) for axis in absent),
+            f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
+            'that it has there.',
+        )
+
+
+TABLE_AXES = ('fsdp', 'tp', 'expert')
+"""The axes that the tables of the catalogue are over."""
+
+
+def _problem(kind: str, answer: Answer, detail: str, hint: str) -> Problem:
+    """A problem of a leaf that is still to be named."""
+    return Problem(kind, '', detail, spec=str(answer.spec), rule=answer.origin, hint=hint)

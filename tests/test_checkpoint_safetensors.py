@@ -1,0 +1,245 @@
+"""safetensors files: every tensor lands in its shards bit by bit, from the bytes that are needed."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from scalax.checkpoint import load_safetensors
+from scalax.checkpoint._safetensors_file import DTYPES, read_box, tensors_of
+from scalax.errors import CheckpointError, ShardingError
+from scalax.sharding import MeshShardingHelper, PolicyShardingRule
+from scalax.sharding import PartitionSpec as P
+
+WIDE = ('int64', 'uint64', 'float64')
+
+
+@pytest.fixture
+def helper() -> MeshShardingHelper:
+    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def bits(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    data = np.random.default_rng(1).integers(
+        0, 2 if dtype.kind == 'b' else 256, (*shape, dtype.itemsize), np.uint8
+    )
+    return data.view(dtype).reshape(shape)
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def test_every_dtype_bit_by_bit(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    names = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
+    tensors = {f'a.{name}': bits((8, 4), dtype) for name, dtype in names.items() if dtype.name not in WIDE}
+    assert len(tensors) == 14
+    tree = load_safetensors(helper, write(tmp_path / 'x.safetensors', tensors), P('fsdp', 'tp'))
+    for name, wanted in tensors.items():
+        array = tree['a'][name.removeprefix('a.')]
+        assert (array.dtype, array.sharding.spec) == (wanted.dtype, P('fsdp', 'tp'))
+        assert np.asarray(array).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(
+    'spec', [P(), P('fsdp'), P('tp', 'fsdp'), P(None, None, ('fsdp', 'tp')), P(None, 'tp')], ids=str
+)
+def test_every_way_of_cutting(tmp_path: Path, helper: MeshShardingHelper, spec: P) -> None:
+    x = bits((8, 4, 16), ml_dtypes.bfloat16)
+    file = write(
+        tmp_path / 'x.safetensors', {'x': x, 'scalar': bits((), 'int32'), 'none': bits((0, 3), 'int8')}
+    )
+    rule = PolicyShardingRule(lambda path, leaf: spec if path == 'x' else P())
+    tree = load_safetensors(helper, file, rule)
+    assert np.asarray(tree['x']).tobytes() == x.tobytes()
+    assert tree['x'].sharding == helper.match_sharding_rule(spec, x)
+    assert (tree['scalar'].shape, tree['none'].shape) == ((), (0, 3))
+    assert np.asarray(tree['scalar']).tobytes() == bits((), 'int32').tobytes()
+
+
+@pytest.mark.parametrize('axes', [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_transposed(tmp_path: Path, helper: MeshShardingHelper, axes: tuple[int, ...]) -> None:
+    x = bits((8, 4, 16), 'int16')
+    file = write(tmp_path / 'x.safetensors', {'x': x})
+    tree = load_safetensors(helper, file, P('tp', 'fsdp'), {'x': ('layer/kernel', axes)})
+    np.testing.assert_array_equal(tree['layer']['kernel'], x.transpose(axes))
+    assert tree['layer']['kernel'].sharding.spec == P('tp', 'fsdp')
+
+
+def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = bits((16, 8, 4), 'int16')
+    file = write(tmp_path / 'x.safetensors', {'before': bits((100,), 'int8'), 'x': x})
+    [tensor] = [one for one in tensors_of(file) if one.name == 'x']
+    calls: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        calls.append((position, sum(map(len, buffers))))
+        return preadv(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, 'preadv', counted)
+    for box, reads in [
+        ((slice(4, 8), slice(0, 8), slice(0, 4)), 1),  # rows that follow one another
+        ((slice(4, 8), slice(2, 6), slice(0, 4)), 4),
+        ((slice(4, 8), slice(2, 6), slice(1, 3)), 16),
+        ((slice(0, 16), slice(0, 8), slice(0, 4)), 1),
+    ]:
+        calls.clear()
+        with file.open('rb') as opened:
+            np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+        assert len(calls) == reads
+        assert sum(size for _, size in calls) == x[box].nbytes
+        assert all(start >= tensor.begin for start, _ in calls)
+
+
+def test_a_process_reads_the_rows_of_its_own_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: MeshShardingHelper
+) -> None:
+    file = write(tmp_path / 'x.safetensors', {'x': bits((8, 64), 'int8'), 'y': bits((8, 64), 'int8')})
+    helper = MeshShardingHelper([2], ['fsdp'], devices=jax.devices()[:2])
+    read = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
+    load_safetensors(helper, file, P(None, 'fsdp'), {'x': 'x', 'y': None})
+    assert sum(read) == 8 * 64
+    read.clear()
+    load_safetensors(helper, file, P())  # replicated: read once, for both devices
+    assert sum(read) == 2 * 8 * 64
+
+
+def sharded_files(folder: Path) -> dict[str, np.ndarray]:
+    tensors = {f'model.layers.{i}.mlp.up_proj.weight': bits((8, 4), 'float16') for i in range(3)}
+    tensors |= {'model.norm.weight': bits((8,), 'float32'), 'lm_head.weight': bits((4, 8), 'float32')}
+    first = dict(list(tensors.items())[:2])
+    second = {name: tensor for name, tensor in tensors.items() if name not in first}
+    places = {}
+    for number, part in enumerate((first, second), 1):
+        file = f'model-0000{number}-of-00002.safetensors'
+        write(folder / file, part)
+        places |= dict.fromkeys(part, file)
+    index = {'metadata': {'total_size': 0}, 'weight_map': places}
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
+    return tensors
+
+
+PAIRS = [
+    (r'^model\.layers\.(\d+)\.mlp\.up_proj\.weight$', r'layers/\1/up/kernel', (1, 0)),
+    (r'^model\.norm\.weight$', 'norm/scale'),
+    ('^lm_head', None),
+]
+
+
+@pytest.mark.parametrize('what', ['folder', 'index', 'list'])
+def test_files_in_parts(tmp_path: Path, helper: MeshShardingHelper, what: str) -> None:
+    tensors = sharded_files(tmp_path)
+    files: Any = {
+        'folder': tmp_path,
+        'index': str(tmp_path / 'model.safetensors.index.json'),
+        'list': sorted(tmp_path.glob('*.safetensors')),
+    }[what]
+    rule = PolicyShardingRule(lambda path, leaf: P('fsdp', 'tp') if len(leaf.shape) == 2 else P())
+    tree = load_safetensors(helper, files, rule, PAIRS)
+    assert sorted(tree) == ['layers', 'norm']
+    assert sorted(tree['layers']) == ['0', '1', '2']
+    for i in range(3):
+        kernel = tree['layers'][str(i)]['up']['kernel']
+        wanted = tensors[f'model.layers.{i}.mlp.up_proj.weight'].T
+        assert np.asarray(kernel).tobytes() == wanted.tobytes()
+    assert np.asarray(tree['norm']['scale']).tobytes() == tensors['model.norm.weight'].tobytes()
+
+
+def test_names_by_a_function(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'a.b': bits((2,), 'int8'), 'skip': bits((2,), 'int8')})
+    tree = load_safetensors(helper, file, P(), lambda name: None if name == 'skip' else name.upper())
+    assert list(tree) == ['A.B']
+
+
+def error_of(helper: MeshShardingHelper, *args: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(helper, *args)
+    return str(caught.value)
+
+
+def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    names = ('a.b', 'a.c', 'd', 'd.e')
+    file = write(tmp_path / 'x.safetensors', {name: bits((2,), 'int8') for name in names})
+    do = '\nWhat to do: give every tensor one path of its own, or None to leave it out.'
+    head = 'the mapping does not fit the tensors of the files:\n'
+    assert error_of(helper, file, P()) == head + '  d.e goes to d/e, which is inside d, where d goes' + do
+    mapping: Any = {'a.b': 'x', 'a.cc': 'y', 'd': 'x', 'd.e': None}
+    assert error_of(helper, file, P(), mapping) == (
+        head + '  a.cc: the files have no such tensor; did you mean a.c?\n'
+        '  a.c: the mapping says nothing of it\n'
+        '  d and a.b both go to x' + do
+    )
+    mapping = [('^a.', 'z/')]
+    assert error_of(helper, file, P(), mapping) == (
+        head + '  d: the mapping says nothing of it\n  d.e: the mapping says nothing of it' + do
+    )
+    mapping = [('a.b', 'x', (1, 0)), ('', None)]
+    assert error_of(helper, file, P(), mapping) == (
+        'a.b is int8[2], and the mapping gives it the axes (1, 0): '
+        'they are the numbers 0 to 0 in another order'
+    )
+
+
+def test_rules_that_do_not_fit(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'a.b': bits((3,), 'int8')})
+    with pytest.raises(ShardingError, match=re.escape('a/b: int8[3]')):
+        load_safetensors(helper, file, P('fsdp'))
+
+
+def test_64_bits(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'ids': np.arange(3), 'x': bits((2,), 'int8')})
+    assert error_of(helper, file, P()) == (
+        'JAX has no 64-bit numbers as it is set up:\n'
+        '  ids: int64[3] would become int32\n'
+        'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
+    )
+    with jax.enable_x64(True):
+        assert load_safetensors(helper, file, P())['ids'].dtype == np.int64
+
+
+def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    sharded_files(tmp_path)
+    second = tmp_path / 'model-00002-of-00002.safetensors'
+    index = tmp_path / 'model.safetensors.index.json'
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    assert error_of(helper, tmp_path, P()) == (
+        f'{second} is truncated: it has {len(whole) - 1} bytes, and its tensors need {len(whole)}'
+    )
+    second.write_bytes(whole[:20])
+    assert f'{second} is truncated: its header has ' in error_of(helper, tmp_path, P())
+    second.write_bytes(b'')
+    assert error_of(helper, tmp_path, P()).startswith(
+        f'{second} is no safetensors file: its header cannot be'
+    )
+    second.write_bytes(len(b'{"a": 3}').to_bytes(8, 'little') + b'{"a": 3}')
+    assert error_of(helper, tmp_path, P()).startswith(f'{second} is no safetensors file: TypeError')
+    write(second, {'lm_head.weight': bits((4,), 'int8')})
+    text = error_of(helper, index, P())
+    assert text.startswith('the files do not fit together:\n  model.layers.2.mlp.up_proj.weight is not in ')
+    second.unlink()
+    assert error_of(helper, index, P()) == (f'files that {index.name} names are not there:\n  {second}')
+    first = tmp_path / 'model-00001-of-00002.safetensors'
+    write(second, {'model.layers.0.mlp.up_proj.weight': bits((4,), 'int8')})
+    assert error_of(helper, [first, second], P()) == (
+        f'the files do not fit together:\n  model.layers.0.mlp.up_proj.weight is in {first} and in {second}'
+    )
+    index.write_text('{}')
+    assert error_of(helper, tmp_path, P()) == f"{index} is no index: KeyError: 'weight_map'"
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    assert error_of(helper, empty, P()) == (
+        f'{empty} has no .safetensors files; name the file, the files or the index'
+    )

@@ -1,0 +1,512 @@
+"""What is wrong with a sharded operation is said before anything is compiled, in these words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax.custom_op import FactorContext, sharded_op
+from scalax.errors import ArgumentError, RuleError, ScalaxError
+from scalax.sharding import MeshShardingHelper
+
+Array = jax.Array
+NUMBERS = np.ones((4, 6), np.float32)
+
+
+def message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def text(expected: str) -> str:
+    return textwrap.dedent(expected).strip('\n')
+
+
+# --- The rule --------------------------------------------------------------------------------------
+
+RULES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        'b c, -> b',
+        {},
+        """
+        invalid pattern 'b c, -> b': 'c' is in no result: reduction_factors=('c',) if the function combines \
+its blocks (ctx.psum), need_replication_factors=('c',) if it wants all of it
+          b c, -> b
+            ^
+        """,
+    ),
+    (
+        'b c',
+        {},
+        """
+        invalid pattern 'b c': no '->' between operands and results
+          b c
+             ^
+        """,
+    ),
+    (
+        'b -> b -> b',
+        {},
+        """
+        invalid pattern 'b -> b -> b': a second '->'
+          b -> b -> b
+                 ^
+        """,
+    ),
+    (
+        'b, (h d) -> b',
+        {},
+        """
+        invalid pattern 'b, (h d) -> b': a group; a dimension is one factor here (reshape outside)
+          b, (h d) -> b
+             ^
+        """,
+    ),
+    (
+        'b, c c -> b c',
+        {},
+        """
+        invalid pattern 'b, c c -> b c': 'c' stands twice
+          b, c c -> b c
+               ^
+        """,
+    ),
+    (
+        'b, c? -> b c',
+        {},
+        """
+        invalid pattern 'b, c? -> b c': '?' is not a name
+          b, c? -> b c
+              ^
+        """,
+    ),
+    (
+        'b, ... c -> b c',
+        {},
+        """
+        invalid pattern 'b, ... c -> b c': '...' is in no result
+          b, ... c -> b c
+             ^
+        """,
+    ),
+    (
+        'b c -> ... b c',
+        {},
+        """
+        invalid pattern 'b c -> ... b c': '...' is in no operand
+          b c -> ... b c
+                 ^
+        """,
+    ),
+    (
+        'b c -> b, b c',
+        {'reduction_factors': ('c',)},
+        """
+        invalid pattern 'b c -> b, b c': 'c' is in reduction_factors, and yet a dimension of a result
+          b c -> b, b c
+                      ^
+        """,
+    ),
+    (
+        'b c -> b',
+        {'reduction_factors': ('c',), 'need_replication_factors': ('c',)},
+        """
+        invalid pattern 'b c -> b': 'c' is in reduction_factors and in need_replication_factors: choose one
+          b c -> b
+            ^
+        """,
+    ),
+    (
+        'batch c -> batch',
+        {'reduction_factors': ('bath',)},
+        "reduction_factors: the rule 'batch c -> batch' has no factor 'bath' (did you mean 'batch'?)",
+    ),
+    (
+        'b c -> b',
+        {'need_replication_factors': 'c'},
+        "need_replication_factors is a tuple of factors, such as ('b', 'c'), got 'c'",
+    ),
+]
+
+
+@pytest.mark.parametrize(('rule', 'options', 'expected'), RULES, ids=[rule for rule, _, _ in RULES])
+def test_a_rule_that_is_none(rule: str, options: dict[str, Any], expected: str) -> None:
+    assert message(RuleError, lambda: sharded_op(rule, **options)) == text(expected)
+
+
+def test_no_rule_at_all() -> None:
+    wrong: Any = lambda ctx, x: x  # noqa: E731 (as a decorator without arguments gives it)
+    assert (
+        message(RuleError, lambda: sharded_op(wrong))
+        == "sharded_op takes a rule first, such as @sharded_op('b c, -> b'), got function"
+    )
+
+
+def test_a_function_without_the_operands() -> None:
+    def total(ctx: FactorContext, x: Array) -> Array:
+        return x
+
+    assert message(RuleError, lambda: sharded_op('b c, -> b c')(total)) == (
+        "total: the rule 'b c, -> b c' has 2 operands, the function takes (ctx, x): a context first, then "
+        'the operands; static arguments are keyword-only'
+    )
+
+
+def test_a_static_argument_with_a_name_of_check() -> None:
+    def total(ctx: FactorContext, x: Array, *, mesh: int) -> Array:
+        return x
+
+    assert message(RuleError, lambda: sharded_op('b c -> b c')(total)) == (
+        "total: 'mesh' is a keyword of check; call the static argument otherwise"
+    )
+
+
+# --- The operands ----------------------------------------------------------------------------------
+
+
+@sharded_op('b c, b -> b', reduction_factors=('c',))
+def weighted(ctx: FactorContext, x: Array, weights: Array) -> Array:
+    return weights * ctx.psum(x.sum(axis=-1), 'c')
+
+
+@sharded_op('... 3 c, c -> ... c')
+def many(ctx: FactorContext, x: Array, scale: Array, *, power: int = 1) -> Array:
+    return (x[..., 0, :] * scale) ** power
+
+
+OPERANDS: list[tuple[str, Callable[[], Any], str]] = [
+    (
+        'two sizes',
+        lambda: weighted(NUMBERS, np.ones(3)),
+        """
+        weighted: the operands do not fit the rule 'b c, b -> b':
+          x: float32[4, 6] for 'b c'
+          weights: float32[3] for 'b'
+        factor 'b' is 4 in x and 3 in weights
+        """,
+    ),
+    (
+        'a rank',
+        lambda: weighted(np.ones((2, 3, 4)), np.ones(3)),
+        """
+        weighted: the operands do not fit the rule 'b c, b -> b':
+          x: float32[2, 3, 4] for 'b c'
+          weights: float32[3] for 'b'
+        x has 3 dimensions, and 2 in the rule
+        """,
+    ),
+    (
+        'a size',
+        lambda: many(np.ones((5, 4, 2)), np.ones(7)),
+        """
+        many: the operands do not fit the rule '... 3 c, c -> ... c':
+          x: float32[5, 4, 2] for '... 3 c'
+          scale: float32[7] for 'c'
+        dimension 1 of x is 4, and 3 in the rule
+        factor 'c' is 2 in x and 7 in scale
+        """,
+    ),
+    (
+        'too few dimensions',
+        lambda: many(np.ones(3), np.ones(3)),
+        """
+        many: the operands do not fit the rule '... 3 c, c -> ... c':
+          x: float32[3] for '... 3 c'
+          scale: float32[3] for 'c'
+        x has 1 dimension, and at least 2 in the rule
+        """,
+    ),
+    ('too few', lambda: weighted(NUMBERS), 'weighted takes 2 operands (x, weights), got 1'),
+    (
+        'a tree',
+        lambda: weighted((NUMBERS, NUMBERS), np.ones(4)),
+        "weighted: operand 'x' is an array, got tuple",
+    ),
+    (
+        'by name',
+        lambda: weighted(NUMBERS, weights=np.ones(4)),
+        "weighted: operands are given by position, and 'weights' is no keyword-only argument "
+        '(none is static)',
+    ),
+    (
+        'an array that is static',
+        lambda: many(np.ones((3, 2)), np.ones(2), power=np.ones(2)),
+        "many: static keyword arguments are hashable: unhashable type: 'numpy.ndarray'",
+    ),
+    (
+        'an unknown static argument',
+        lambda: many(np.ones((3, 2)), np.ones(2), powr=2),
+        "many: operands are given by position, and 'powr' is no keyword-only argument (static are 'power')",
+    ),
+    (
+        'a static argument where none is',
+        lambda: weighted(NUMBERS, np.ones(4), k=2),
+        "weighted: operands are given by position, and 'k' is no keyword-only argument (none is static)",
+    ),
+]
+
+
+@pytest.mark.parametrize(('call', 'expected'), [case[1:] for case in OPERANDS], ids=[c[0] for c in OPERANDS])
+def test_operands_that_do_not_fit(call: Callable[[], Any], expected: str) -> None:
+    assert message(ArgumentError, call) == text(expected)
+
+
+def test_an_ellipsis_of_two_ranks() -> None:
+    @sharded_op('... a, ... a -> ... a')
+    def added(ctx: FactorContext, x: Array, y: Array) -> Array:
+        return x + y
+
+    assert message(ArgumentError, lambda: added(np.ones((2, 5, 3)), np.ones((5, 3)))) == text(
+        """
+        added: the operands do not fit the rule '... a, ... a -> ... a':
+          x: float32[2, 5, 3] for '... a'
+          y: float32[5, 3] for '... a'
+        y has 2 dimensions, and 3 ('...' stands for 2 dimensions) in the rule
+        """
+    )
+    assert message(ArgumentError, lambda: added(np.ones((5, 3)), np.ones((4, 3)))) == text(
+        """
+        added: the operands do not fit the rule '... a, ... a -> ... a':
+          x: float32[5, 3] for '... a'
+          y: float32[4, 3] for '... a'
+        factor '...'[0] is 5 in x and 4 in y
+        """
+    )
+
+
+# --- The function ----------------------------------------------------------------------------------
+
+
+def op(rule: str, fun: Callable[..., Any], **options: Any) -> Any:
+    fun.__name__ = 'total'
+    return sharded_op(rule, **options)(fun)
+
+
+def test_another_number_of_results() -> None:
+    pair = op('b c -> b c, b c', lambda ctx, x: x)
+    assert message(RuleError, lambda: pair(NUMBERS)) == text(
+        """
+        total: the results contradict the rule 'b c -> b c, b c':
+          x: float32[4, 6] for 'b c'
+          result 0: float32[4, 6]
+        the rule has 2, the function returned 1
+        """
+    )
+
+
+def test_results_of_another_shape() -> None:
+    turned = op('b c -> c b, b', lambda ctx, x: (x, x))
+    assert message(RuleError, lambda: turned(NUMBERS)) == text(
+        """
+        total: the results contradict the rule 'b c -> c b, b':
+          x: float32[4, 6] for 'b c'
+          result 0: float32[4, 6]
+          result 1: float32[4, 6]
+        factor 'c' is 6 in x and 4 in result 0
+        factor 'b' is 4 in x and 6 in result 0
+        result 1 has 2 dimensions, and 1 in the rule
+        """
+    )
+
+
+def test_blocks_of_another_shape() -> None:
+    # Of equal sizes, so that only blocks show the mistake.
+    turned = op('b c -> c b', lambda ctx, x: x)
+    assert message(RuleError, lambda: turned(np.ones((4, 4)))) == text(
+        """
+        total: on blocks the results contradict the rule 'b c -> c b' ('b' in 2, 'c' in 4):
+          result 0: float32[4, 4], in blocks [1, 2], but the function returned [2, 1]
+        What to do: return blocks of the results, computed from the shapes of the blocks given; a factor \
+that the function wants whole belongs into need_replication_factors.
+        """
+    )
+
+
+def test_a_factor_that_is_neither_reduced_nor_kept() -> None:
+    forgotten = op('b c -> b', lambda ctx, x: x.sum(axis=-1), reduction_factors=('c',))
+    assert message(RuleError, lambda: forgotten(NUMBERS)) == text(
+        """
+        total: factor 'c' is neither reduced nor kept: result 0 still differs between its blocks \
+(rule 'b c -> b')
+        What to do: combine the blocks before returning, with ctx.psum(x, 'c'), ctx.pmax, ctx.pmin or \
+ctx.all_gather; or have the factor whole, with need_replication_factors=('c',).
+        """
+    )
+
+
+def test_a_factor_that_is_never_combined() -> None:
+    forgotten = op('b c -> b', lambda ctx, x: x.sum(axis=-1), reduction_factors=('c',), check_vma=False)
+    assert message(RuleError, lambda: forgotten(NUMBERS)) == text(
+        """
+        total: factor 'c' is neither reduced nor kept: the function never combines its blocks \
+(rule 'b c -> b')
+        What to do: combine the blocks before returning, with ctx.psum(x, 'c'), ctx.pmax, ctx.pmin or \
+ctx.all_gather; or have the factor whole, with need_replication_factors=('c',).
+        """
+    )
+
+
+def test_half_a_reduction_is_found() -> None:
+    # The maximum is combined and the sum is not: a look at which collectives there are would not do.
+    def total(ctx: FactorContext, x: Array) -> Array:
+        top = ctx.pmax(x.max(axis=-1), 'c')
+        return top + jnp.log(jnp.exp(x - top[:, None]).sum(axis=-1))
+
+    half = op('b c -> b', total, reduction_factors=('c',))
+    assert 'result 0 still differs between its blocks' in message(RuleError, lambda: half(NUMBERS))
+
+
+def test_a_result_that_says_which_block_it_is() -> None:
+    which = op('b c -> b', lambda ctx, x: x[:, 0] * 0 + ctx.index('c'), reduction_factors=('c',))
+    assert 'result 0 still differs between its blocks' in message(RuleError, lambda: which(NUMBERS))
+
+
+def test_a_function_that_fails_on_blocks_says_which() -> None:
+    def total(ctx: FactorContext, x: Array) -> Array:
+        if x.shape[1] != 6:
+            raise ValueError('six columns, please')
+        return x
+
+    with pytest.raises(ValueError, match='six columns') as caught:
+        op('b c -> b c', total)(NUMBERS)
+    assert caught.value.__notes__[0] == (
+        "total ('b c -> b c') was tried on blocks: 'b' in 2, 'c' in 2. A factor that the function wants "
+        'whole belongs into need_replication_factors; check_vma=False stops JAX from following which values '
+        'differ.'
+    )
+
+
+def test_an_unknown_factor() -> None:
+    misspelt = op('batch c -> batch c', lambda ctx, x: ctx.psum(x, 'bath'))
+    assert (
+        message(RuleError, lambda: misspelt(NUMBERS))
+        == "ctx: the rule has no factor 'bath' (did you mean 'batch'?)"
+    )
+
+
+def test_nothing_is_compiled_before() -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **metadata: str | int) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        forgotten = op('b c -> b', lambda ctx, x: x.sum(axis=-1), reduction_factors=('c',))
+        with pytest.raises(ScalaxError):
+            forgotten(NUMBERS)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled
+    assert not [event for event in compiled if 'backend_compile' in event]
+
+
+def test_an_array_that_depends_on_blocks() -> None:
+    def total(ctx: FactorContext, x: Array) -> Array:
+        return x + np.arange(x.shape[1], dtype=np.float32) * 2.5
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ('x',))
+    x = jax.device_put(NUMBERS, NamedSharding(mesh, PartitionSpec(None, 'x')))
+    with pytest.raises(Exception, match='outside of JAX depends on the blocks') as caught:
+        op('b c -> b c', total, depends_on_placement=True)(x)
+    assert (
+        'an array (float32[3]) that the function of a sharded_op makes outside of JAX depends on the blocks '
+        'that it is given: compute it with jax.numpy from ctx.index and ctx.size, or make it an operand'
+    ) in str(caught.value)
+
+
+# --- The gradient ----------------------------------------------------------------------------------
+
+
+def test_no_gradient_of_what_depends_on_placement() -> None:
+    placed = op('b c -> b c', lambda ctx, x: x * ctx.index('b'), depends_on_placement=True)
+    assert message(ArgumentError, lambda: jax.grad(lambda x: placed(x).sum())(NUMBERS)) == (
+        'total has no gradient: its results depend on how the operands lie (depends_on_placement=True), '
+        'those of its function on whole arrays do not. What to do: give it one with '
+        'total.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
+    )
+
+
+def test_defvjp() -> None:
+    double = op('b c, b -> b c', lambda ctx, x, n: 2 * x)
+    assert (
+        message(ArgumentError, lambda: double.defvjp(None, lambda x: x))
+        == 'total.defvjp(forward, backward): forward is a function, got NoneType'
+    )
+    labels = np.arange(4)
+    double.defvjp(double, lambda x, n, g: (2 * g, g))
+    assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
+        'total.defvjp: backward returns one cotangent for each floating-point operand (x), got 2'
+    )
+    double.defvjp(lambda x, n: (), lambda x, n, g: 2 * g)
+    assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
+        'total.defvjp: forward returns the 1 results and then what backward is to have, got 0 arrays'
+    )
+
+
+# --- check -----------------------------------------------------------------------------------------
+
+LINE = MeshShardingHelper([2], ['x'], devices=jax.devices()[:2])
+
+
+def test_check_says_which_placement_differs_first() -> None:
+    # Wrong where columns are sharded, in a way that types do not show.
+    local = op('b c -> b c', lambda ctx, x: x - x.mean(axis=-1, keepdims=True))
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    assert message(AssertionError, lambda: local.check(x, mesh=LINE)) == text(
+        """
+        total differs when it is sharded (mesh: x=2):
+          x: float32[2, 4] as P(None, 'x')
+        result 0: float32[2, 4]: 8 of 8 elements differ, the first at [0, 0]: -1.5 on one device, -0.5 sharded
+        Placements tried before, which agree: 2
+        """
+    )
+
+
+def test_check_compares_gradients() -> None:
+    square = op('b -> ', lambda ctx, x: ctx.psum((x * x).sum(), 'b'), reduction_factors=('b',))
+    square.defvjp(square, lambda x, g: 3 * g * x)
+    x = np.ones(2, np.float32)
+    assert message(AssertionError, lambda: square.check(x, mesh=LINE.mesh)) == text(
+        """
+        total differs when it is sharded (mesh: x=2):
+          x: float32[2] as P()
+        gradient of x: float32[2]: 2 of 2 elements differ, the first at [0]: 2.0 on one device, 3.0 sharded
+        Placements tried before, which agree: 0
+        """
+    )
+    assert square.check(x, mesh=LINE, gradients=False) == 2
+    square.defvjp(square, lambda x, g: 2 * g * x)
+    assert square.check(x, mesh=LINE) == 2
+
+
+def test_what_depends_on_placement_has_to_say_so() -> None:
+    index = lambda ctx, x: x + ctx.index('b')  # noqa: E731
+    x = np.ones(4, np.float32)
+    assert '2 of 4 elements differ' in message(
+        AssertionError, lambda: op('b -> b', index).check(x, mesh=LINE)
+    )
+    assert op('b -> b', index, depends_on_placement=True).check(x, mesh=LINE) == 2
+
+
+def test_check_wants_a_mesh() -> None:
+    same = op('b -> b', lambda ctx, x: x)
+    assert message(ArgumentError, lambda: same.check(np.ones(4))) == (
+        'total.check tries the operation on a mesh with devices: give mesh=, a Mesh or a MeshShardingHelper'
+    )
+    with LINE.get_context():
+        assert same.check(np.ones(4)) == 2
+    with jax.set_mesh(LINE.mesh):
+        assert same.check(np.ones(4)) == 2
+    mixed = Mesh(
+        np.array(jax.devices()[:4]).reshape(2, 2), ('x', 'y'), axis_types=(AxisType.Auto, AxisType.Explicit)
+    )
+    assert same.check(np.ones(4), mesh=mixed) == 3

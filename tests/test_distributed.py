@@ -1,0 +1,210 @@
+"""Joining processes and stopping together, in real processes; and what is said to somebody who waits."""
+
+import re
+import signal
+
+from processes import free_port, started
+
+from scalax import distributed
+
+JOIN = """
+import sys, time
+from scalax import distributed
+distributed.initialize({arguments})
+distributed.initialize()  # a second call does nothing
+import jax
+print('joined', jax.process_index(), jax.process_count(), flush=True)
+"""
+LOOP = """
+for step in range(1, 600):
+    if distributed.should_stop(step):
+        assert distributed.should_stop(step + 1), 'it stays true'
+        print('stops at', step, flush=True)
+        sys.exit(distributed.PREEMPTED)
+    print('did', step, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def join(arguments: str = '', then: str = '') -> list[str]:
+    return ['-c', JOIN.format(arguments=arguments) + then]
+
+
+def told(port: int, count: int) -> list[dict[str, str]]:
+    """The environment that the launchers of the examples give."""
+    address = f'localhost:{port}'
+    return [
+        {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count), 'JAX_PROCESS_ID': str(index)}
+        for index in range(count)
+    ]
+
+
+def said(output: str) -> list[str]:
+    return [line for line in output.splitlines() if 'waiting' in line]
+
+
+def test_alone_nothing_happens() -> None:
+    code = JOIN.format(arguments='') + 'distributed.initialize(num_processes=1)\nprint(distributed.PREEMPTED)'
+    with started(['-W', 'error', '-c', code]) as alone:
+        assert alone.wait() == (0,)
+        assert alone.output() == 'joined 0 1\n75\n'
+
+
+def test_alone_it_is_never_too_late() -> None:
+    distributed.initialize()  # the tests have used JAX long ago
+
+
+def test_who_comes_first_says_whom_it_waits_for() -> None:
+    port = free_port()
+    env = told(port, 2)
+    for early in range(2):
+        with started(join(), env=env[early : early + 1]) as one:
+            one.wait_for('waiting')
+            with started(join(), env=[env[1 - early]]) as other:
+                assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
+                first = (
+                    f'process {early} of 2: waiting for the other processes at localhost:{port} (1 of 300 s)'
+                )
+                assert said(one.output())[0] == first
+                assert f'joined {early} 2' in one.output()
+                assert f'joined {1 - early} 2' in other.output()
+
+
+def test_two_processes_under_slurm() -> None:
+    """As `srun` starts them; JAX's own detection does the rest."""
+    port = free_port()
+    job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
+    env = [{**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)} for i in '01']
+    with started(join(), env=env[1:]) as one:
+        one.wait_for('waiting')
+        with started(join(), env=env[:1]) as other:
+            assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
+            first = 'process 1 of 2: waiting for the other processes at the first of localhost (1 of 300 s)'
+            assert said(one.output())[0] == first
+            assert 'joined 1 2' in one.output()
+
+
+def test_a_peer_that_never_comes() -> None:
+    """JAX ends the process; what was said before is all there is to go by."""
+    quick = 'from scalax import distributed\ndistributed._REPEAT = 1.0\n'
+    program = ['-c', quick + JOIN.format(arguments='initialization_timeout=3')]
+    port = free_port()
+    with started(program, env=told(port, 2)[:1]) as one:
+        assert one.wait()[0] != 0
+        text = f'process 0 of 2: waiting for the other processes at localhost:{port}'
+        assert said(one.output())[:2] == [f'{text} (1 of 3 s)', f'{text} (2 of 3 s)']
+        assert 'joined' not in one.output()
+
+
+WRONG: list[tuple[tuple, dict[str, str], str]] = [
+    (
+        ('10.0.0.1:1234', 4),
+        {},
+        "initialize knows coordinator_address='10.0.0.1:1234', num_processes=4, and JAX detects no "
+        'cluster that says the rest. Missing:\n'
+        '  process_id, or the environment variable JAX_PROCESS_ID: which of them this is, from 0\n'
+        'What to do: give all three, or none for a program of one process.',
+    ),
+    (
+        (),
+        {'JAX_PROCESS_ID': '2'},
+        'initialize knows process_id=2, and JAX detects no cluster that says the rest. Missing:\n'
+        '  coordinator_address, or the environment variable JAX_COORDINATOR_ADDRESS: '
+        "'host:port' of process 0\n"
+        '  num_processes, or the environment variable JAX_NUM_PROCESSES: how many there are\n'
+        'What to do: give all three, or none for a program of one process.',
+    ),
+    (
+        ('10.0.0.1:1234', 2, 2),
+        {},
+        'process_id counts from 0 to num_processes - 1: got process_id=2 with num_processes=2',
+    ),
+    (
+        ('10.0.0.1', 2, 0),
+        {},
+        'coordinator_address is the host of process 0 and a port that is free there, as in '
+        "'10.0.0.1:1234', got '10.0.0.1'",
+    ),
+    (('a:1', '2', 0), {}, "num_processes is a whole number, at least 1, got '2'"),
+    (('a:1',), {'JAX_PROCESS_ID': '-1'}, 'JAX_PROCESS_ID is a whole number, at least 0, got -1'),
+    (('a:1',), {'JAX_NUM_PROCESSES': 'two'}, "JAX_NUM_PROCESSES is a whole number, at least 1, got 'two'"),
+    (
+        (),
+        {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'},
+        'the environment speaks of 4 processes (SLURM_NTASKS), and JAX detects no cluster: each of them '
+        'would run alone.\n'
+        'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
+        'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be '
+        'alone.',
+    ),
+]
+
+ASK = """
+import os
+from scalax import distributed
+from scalax.errors import ArgumentError
+for arguments, env in {cases!r}:
+    os.environ.update(env)
+    try:
+        distributed.initialize(*arguments)
+    except ArgumentError as error:
+        print(error, end='|')
+    for name in env:
+        del os.environ[name]
+"""
+
+
+def test_what_does_not_fit_is_an_error_before_anybody_waits() -> None:
+    code = ASK.format(cases=[case[:2] for case in WRONG])
+    with started(['-c', code]) as one:
+        assert one.wait() == (0,)
+        assert one.output().split('|')[:-1] == [message for _, _, message in WRONG]
+
+
+def test_one_process_of_a_launcher_may_be_alone() -> None:
+    env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}
+    code = 'from scalax import distributed; distributed.initialize(num_processes=1)'
+    with started(['-c', code], env=[env]) as one:
+        assert one.wait() == (0,)
+        assert one.output() == ''
+
+
+def test_sigterm_stops_all_at_one_step() -> None:
+    with started(join(then=LOOP), join(then=LOOP), env=told(free_port(), 2)) as two:
+        for index in range(2):
+            two.wait_for('did 3\n', index)
+        two.processes[1].send_signal(signal.SIGTERM)
+        assert two.wait() == (distributed.PREEMPTED, distributed.PREEMPTED)
+        steps = [re.findall(r'stops at (\d+)', two.output(index)) for index in range(2)]
+        assert steps[0] == steps[1] and len(steps[0]) == 1
+
+
+def test_sigterm_alone() -> None:
+    with started(join(then=LOOP)) as one:
+        one.wait_for('did 3\n')
+        one.processes[0].send_signal(signal.SIGTERM)
+        assert one.wait() == (distributed.PREEMPTED,)
+        assert 'stops at' in one.output()
+
+
+def test_a_second_sigterm_ends_the_process() -> None:
+    with started(join(then=LOOP.replace('sys.exit', 'time.sleep(600)\n        print'))) as one:
+        one.wait_for('did 1\n')
+        one.processes[0].send_signal(signal.SIGTERM)
+        one.wait_for('stops at')
+        one.processes[0].send_signal(signal.SIGTERM)
+        assert one.wait() == (-signal.SIGTERM,)
+
+
+def test_a_handler_of_the_program_is_left_alone() -> None:
+    code = """
+import os, signal
+from scalax import distributed
+signal.signal(signal.SIGTERM, lambda *_: print('mine', flush=True))
+assert not distributed.should_stop(1)
+os.kill(os.getpid(), signal.SIGTERM)
+assert not distributed.should_stop(2)
+"""
+    with started(['-c', code]) as one:
+        assert one.wait() == (0,), one.output()
+        assert one.output() == 'mine\n'

@@ -1,0 +1,61 @@
+"""Tracebacks of errors that the user's function raises while it is compiled."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from scalax.sharding import MeshShardingHelper
+
+HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
+X = np.ones((8, 8), np.float32)
+
+
+def files(error):
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def of_sjit(names):
+    return [name for name in names if '_sjit' in Path(name).parts]
+
+
+TRACEBACKS = {
+    'a call': lambda compiled, _: compiled(X),
+    'a call of another shape': lambda compiled, known: known(X),
+    'under grad': lambda compiled, _: jax.grad(compiled)(X),
+    'under jit': lambda compiled, _: jax.jit(compiled)(X),
+    'nested': lambda compiled, _: HELPER.sjit(lambda x: compiled(x))(X),
+    'lower': lambda compiled, _: compiled.lower(X),
+}
+
+
+def failing(x):
+    if x.ndim == 2:
+        raise KeyError('mine')
+    return x
+
+
+@pytest.mark.parametrize('call', TRACEBACKS)
+def test_tracebacks_show_the_users_lines(call):
+    compiled, known = HELPER.sjit(failing), HELPER.sjit(failing)
+    known(X[0])
+    with pytest.raises(KeyError) as error:
+        TRACEBACKS[call](compiled, known)
+    names = files(error.value)
+    assert names[-1] == __file__
+    assert len(of_sjit(names)) == (call == 'lower')
+
+
+def test_tracebacks_show_all_lines_where_jax_shows_its_own():
+    filtering = jax.config.jax_traceback_filtering
+    jax.config.update('jax_traceback_filtering', 'off')
+    try:
+        with pytest.raises(KeyError) as error:
+            HELPER.sjit(failing)(X)
+    finally:
+        jax.config.update('jax_traceback_filtering', filtering)
+    assert of_sjit(files(error.value))

@@ -1,0 +1,104 @@
+"""Topologies without a TPU: what is asked of the compiler, and what is said where it is missing or wrong."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from scalax import _mesh
+from scalax.errors import MeshError, MissingDependencyError
+from scalax.sharding import MeshShardingHelper
+
+NAMES = list(_mesh._NO_TPU_MACHINE)
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """As if the compiler were here, whatever is installed; what it is to do is set by the test."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, 'find_spec', lambda name: object() if name == 'libtpu' else find(name)
+    )
+    monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.0.1')
+    monkeypatch.setattr(_mesh.glob, 'glob', lambda pattern: [])
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def answer(function):
+        monkeypatch.setattr(topologies, 'get_topology_desc', function)
+
+    yield answer
+    for name in NAMES:
+        os.environ.pop(name, None)
+
+
+class Topology:
+    """What the compiler describes: here, the devices of this machine."""
+
+    devices = jax.devices()
+
+
+def ask():
+    return MeshShardingHelper.from_topology('v5e:2x5', [-1], ['x'])
+
+
+def test_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(MissingDependencyError) as raised:
+        ask()
+    assert str(raised.value) == (
+        'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
+    )
+
+
+def test_with_a_compiler_of_another_jax(described):
+    said = 'INTERNAL: Mismatched PJRT plugin PJRT API version (0.40) and framework PJRT API version 0.90).'
+
+    def fails(**_):
+        raise RuntimeError(said)
+
+    described(fails)
+    with pytest.raises(MissingDependencyError) as raised:
+        ask()
+    assert str(raised.value) == (
+        f'{said}\nlibtpu 0.0.1 is none that JAX {jax.__version__} can use: '
+        'pip install "jax[tpu]" brings the one that fits'
+    )
+
+
+def test_an_unknown_topology(described):
+    def fails(**_):
+        raise ValueError('no such thing')
+
+    described(fails)
+    with pytest.raises(MeshError) as raised:
+        ask()
+    assert str(raised.value) == (
+        "the TPU compiler describes no topology 'v5e:2x5': no such thing\n"
+        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n"
+        '`python -m scalax topologies` lists those that are known'
+    )
+
+
+def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
+    seen = {}
+
+    def describe(**asked):
+        seen.update(asked, environment={name: os.environ.get(name) for name in NAMES})
+        return Topology
+
+    described(describe)
+    monkeypatch.setenv('TPU_LOG_DIR', 'mine')
+    assert ask().mesh.size == len(jax.devices())
+    assert (seen['platform'], seen['topology_name']) == ('tpu', 'v5e:2x5')
+    assert seen['environment'] == {**_mesh._NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
+
+
+def test_the_settings_of_a_tpu_machine_are_left_alone(described, monkeypatch):
+    described(lambda **_: Topology)
+    monkeypatch.setattr(_mesh.glob, 'glob', lambda pattern: ['/dev/accel0'])
+    ask()
+    assert not {name for name in NAMES if name in os.environ}

@@ -1,0 +1,209 @@
+"""The examples on several processes, as a user runs them: the same losses, and the same after every fault."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Running, started
+
+from examples import grain_input
+from scalax.distributed import PREEMPTED
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    '--width=32',
+    '--layers=1',
+    '--sequence_length=32',
+    '--batch_size=8',
+    '--strategy=fsdp',
+    '--steps=30',
+]
+TEXT = 'the quick brown fox jumps over the lazy dog; ' * 100
+LAUNCH = ['-m', 'examples.launch.local', '--processes=2', '--devices=2', '--']
+IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp('text') / 'fox.txt'
+    path.write_text(TEXT)
+    return path
+
+
+def train(output: Path, text: Path, *flags: str) -> list[str]:
+    return ['-m', 'examples.llama.train', *SMALL, f'--output={output}', *flags, '--text', str(text)]
+
+
+def losses(output: Path) -> np.ndarray:
+    return np.asarray(json.loads((output / 'numbers.json').read_text())['train_losses'])
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> np.ndarray:
+    """The losses of one process, without checkpoints."""
+    output = tmp_path_factory.mktemp('one')
+    with started(train(output, text, '--devices=4')) as one:
+        assert one.wait(180) == (0,), one.output()
+    return losses(output)
+
+
+def ids(launcher: Running) -> dict[int, int]:
+    """The processes that were started last."""
+    return {int(index): int(pid) for index, pid in IDS.findall(launcher.output())[-2:]}
+
+
+def wait_for_save(steps: Path, least: int) -> None:
+    end = time.monotonic() + 120
+    while not any(int(path.name) >= least for path in steps.glob('*') if path.name.isdecimal()):
+        assert time.monotonic() < end, list(steps.glob('*'))
+        time.sleep(0.01)
+
+
+def test_two_processes_survive_kills_and_give_the_losses_of_one(
+    tmp_path: Path, text: Path, undisturbed: np.ndarray
+) -> None:
+    saved = tmp_path / 'checkpoints'
+    program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=4', '--pause=0.1')
+    with started([*LAUNCH, *program]) as launcher:
+        wait_for_save(saved / 'steps', 4)
+        os.kill(ids(launcher)[0], signal.SIGKILL)  # the coordinator
+        launcher.wait_for('resumed   after step')
+        wait_for_save(saved / 'steps', 16)
+        os.kill(ids(launcher)[1], signal.SIGKILL)
+        assert launcher.wait(240) == (0,), launcher.output()
+        text_of_it = launcher.output()
+    assert text_of_it.count('launcher: a process ended with') == 2
+    resumed = [int(step) for step in re.findall(r'resumed   after step (\d+)', text_of_it)]
+    assert len(resumed) == 2 and resumed[0] >= 4 and resumed[1] >= 16
+    assert len(losses(tmp_path)) == 30
+    np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
+
+
+def test_sigterm_saves_and_any_number_of_processes_goes_on(
+    tmp_path: Path, text: Path, undisturbed: np.ndarray
+) -> None:
+    saved = tmp_path / 'checkpoints'
+    program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=1000')
+    with started([*LAUNCH, *program, '--pause=0.1']) as launcher:
+        launcher.wait_for('1/30')
+        os.kill(ids(launcher)[1], signal.SIGTERM)  # one process hears of it; all stop
+        assert launcher.wait(120) == (PREEMPTED,), launcher.output()
+        [step] = re.findall(r'Told to end: saved after step (\d+)', launcher.output())
+        assert 'launcher: a process ended' not in launcher.output()
+    assert not (tmp_path / 'numbers.json').exists()
+    # On one process now, and on other devices.
+    with started([*program, '--devices=8']) as one:
+        assert one.wait(180) == (0,), one.output()
+        assert f'resumed   after step {step}\n' in one.output()
+    np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
+    # A run that is complete does nothing more; another run is not mixed up with it.
+    with started([*program, '--devices=8', '--seed=1']) as other:
+        assert other.wait(180) == (2,)
+        said = other.output().partition('error: ')[2]
+    assert said == (
+        f'--checkpoints {saved} holds another run:\n'
+        '  seed is 1, and was 0\n'
+        'Give the flags of that run to continue it, or another folder to start a new one.\n'
+    )
+
+
+def test_an_error_in_one_process_ends_all(tmp_path: Path, text: Path) -> None:
+    """Without the launcher's help: nobody waits for the shutdown timeout of a minute."""
+    code = """
+import os, sys
+from examples.llama import train
+from absl import app
+if os.environ['JAX_PROCESS_ID'] == '1':
+    def fails(*arguments): raise OSError('the disk is gone')
+    train.Corpus.batch = fails
+sys.argv[1:] = {arguments}
+app.run(train.main)
+"""
+    program = ['-c', code.format(arguments=train(tmp_path, text)[2:])]
+    launch = [*LAUNCH[:-1], '--restarts=0', '--', *program]
+    with started(launch) as launcher:
+        assert launcher.wait(120) == (1,), launcher.output()
+        assert 'OSError: the disk is gone' in launcher.output()
+
+
+def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -> None:
+    with started([*train(tmp_path, text), '--pause=0.1']) as one:
+        one.wait_for('1/30')
+        one.processes[0].terminate()
+        assert one.wait(120) == (PREEMPTED,), one.output()
+        assert 'Told to end: not saved (no --checkpoints) after step' in one.output()
+
+
+def test_faults() -> None:
+    """The short form of `make faults`: the coordinator and the other are killed, in a save too."""
+    with started(['scripts/faults.py', '--kills=3', '--seed=4', '--minutes=5']) as faults:
+        assert faults.wait(400) == (0,), faults.output()
+        assert re.search(r'^3 kills: ', faults.output(), re.MULTILINE), faults.output()
+        assert 'to the last bit, those of an undisturbed run' in faults.output()
+
+
+# --- Input by Grain ------------------------------------------------------------------------------
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {'label': np.asarray(index)}
+
+
+def numbers(rows: slice | np.ndarray = slice(None)) -> grain_input.grain.DatasetIterator:
+    return grain_input.own_batches(Numbers(), 8, rows, steps=6, seed=3)
+
+
+def test_grain_gives_each_process_its_rows_of_the_same_batches() -> None:
+    whole = [batch['label'] for batch in numbers()]
+    assert len(whole) == 6 and all(batch.shape == (8,) for batch in whole)
+    epochs = np.concatenate(whole)
+    assert sorted(epochs[:20]) == sorted(epochs[20:40]) == list(range(20))  # each digit once an epoch
+    assert (epochs[:20] != epochs[20:40]).any() and (epochs[:20] != np.arange(20)).any()
+    for rows in (slice(0, 4), slice(4, 8), np.array([0, 2, 3, 7])):
+        for own, batch in zip(numbers(rows), whole, strict=True):
+            np.testing.assert_array_equal(own['label'], batch[rows])
+
+
+def test_grain_goes_on_at_the_batch_behind_its_state() -> None:
+    whole = [batch['label'] for batch in numbers(slice(0, 4))]
+    for count in range(6):
+        first, again = numbers(slice(0, 4)), numbers(slice(0, 4))
+        for _ in range(count):
+            next(first)
+        again.set_state(json.loads(json.dumps(first.get_state())))
+        for own, batch in zip(again, whole[count:], strict=True):
+            np.testing.assert_array_equal(own['label'], batch)
+
+
+def test_a_run_on_grain_goes_on_as_if_it_had_not_been_ended(tmp_path: Path) -> None:
+    straight = grain_input.main(steps=30)
+    saved = str(tmp_path / 'saved')
+    assert grain_input.main(30, saved, stop_after=13).startswith('steps 0 to 13: loss ')
+    assert grain_input.main(30, saved) == straight.replace('steps 0', 'steps 13')
+    accuracy = straight.partition(', ')[2]
+    assert grain_input.main(30, saved) == f'steps 30 to 30: nothing was left to do, {accuracy}'
+    assert float(accuracy.removeprefix('test accuracy ').rstrip('%')) > 85
+
+
+def test_grain_on_two_processes(tmp_path: Path) -> None:
+    with started(['-m', 'examples.grain_input', '--steps=30']) as one:
+        assert one.wait() == (0,), one.output()
+        straight = one.output().splitlines()[-1]
+    saved = tmp_path / 'saved'
+    program = ['-m', 'examples.grain_input', '--steps=30', f'--checkpoints={saved}']
+    for flags, wanted in (
+        (['--stop_after=13'], 'steps 0 to 13: '),
+        ([], straight.replace('steps 0', 'steps 13')),
+    ):
+        with started([*LAUNCH, *program, *flags]) as two:
+            assert two.wait() == (0,), two.output()
+            assert wanted in two.output()
