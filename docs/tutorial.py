@@ -222,7 +222,7 @@ print('all rows:', jax.typeof(one_row(explicit_x)))
 
 def steps(keep, x):
     def step(carry, _):
-        summed = carry + carry.sum(axis=0)  # the sum is cut along mp only: so it stays
+        summed = carry + carry.sum(axis=0)
         return keep(jax.reshard(summed, P('dp'))), None
 
     return jax.lax.scan(step, x, None, length=3)[0]
@@ -403,8 +403,8 @@ print(mixed_x.sharding.spec, jax.typeof(mixed_x))
 # ## auto_axes: a part for the compiler
 #
 # Inside `helper.auto_axes` Explicit axes are Auto: the compiler does what JAX has no answer for. On the way
-# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules, for which
-# results are nothing new. (`jax.sharding.auto_axes` takes specs, and needs `jax.set_mesh`.)
+# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules.
+# (`jax.sharding.auto_axes` is the same with specs, under `jax.set_mesh`.)
 
 
 # %%
