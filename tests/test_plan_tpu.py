@@ -246,6 +246,11 @@ def test_slices_talk_over_the_data_centres_network():
     parts = plan.roofline().parts
     assert set(parts) >= {'ici:fsdp'} and any(name.startswith('dcn:') for name in parts)
     assert plan.fits
+    assert {axes: networks for axes, networks in plan.networks.items() if axes != ('data',)} == {
+        axes: ('ici', 'dcn') if 'data' in axes else ('ici',) for axes in plan.totals if axes != ('data',)
+    }
+    assert plan.networks.get(('data',), ('dcn',)) == ('dcn',)
+    assert 'along fsdp (ici): ' in str(plan)
 
 
 def test_one_device():
