@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from scalax.errors import PlacementError
+from scalax.errors import MeshError, PlacementError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, NamedSharding, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -192,6 +192,31 @@ def test_outputs_that_depend_on_no_argument_lie_on_the_mesh(helper, spec):
         np.testing.assert_array_equal(out, np.full_like(X, 3))
         assert out.sharding.device_set == set(helper.mesh.devices.flat)
         assert explicit_axes(helper, out) == explicit_axes(helper, helper.shard(X, spec))
+
+
+@pytest.mark.parametrize('other', MESHES)
+def test_arrays_that_a_helper_of_other_types_has_placed(helper, other):
+    auto = MeshShardingHelper([4, 2], ['x', 'y'])
+    double = helper.sjit(lambda a: a * 2, SPEC)
+    for placed in (auto.shard(X, SPEC), MESHES[other].shard(X, SPEC), X):
+        for _ in range(2):
+            out = double(placed)
+            np.testing.assert_array_equal(out, X * 2)
+            assert lies(out, helper, SPEC)
+    with pytest.raises(PlacementError, match='committed to another sharding'):
+        double(auto.shard(X, P('y')))
+
+
+def test_functions_for_meshes_of_other_types_do_not_nest():
+    inner = MIXED.sjit(lambda tree: tree['a'] * 2)
+    with pytest.raises(MeshError) as error:
+        EXPLICIT.sjit(lambda x: inner({'a': x}), SPEC)(X)
+    assert str(error.value) == (
+        '<lambda> is compiled for the mesh (x=4, y=2) of types (Explicit, Auto), and got values of another '
+        'mesh with Explicit axes:\n'
+        '  tree/a: float32[8, 8] is of the mesh (x=4, y=2) of types (Explicit, Explicit)\n'
+        'What to do: use one helper for functions that call one another.'
+    )
 
 
 def test_an_array_off_the_mesh_that_no_rule_places():

@@ -86,6 +86,22 @@ def test_every_mesh_and_context(helper, context, placed):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
+def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
+    compiled = helper.sjit(lambda x: x * 2, P('data'))
+    if known:
+        compiled(X)
+    turned = Mesh(helper.mesh.devices[::-1], helper.axis_names, axis_types=helper.axis_types)
+    ids, others = ([device.id for device in mesh.devices.flat] for mesh in (helper.mesh, turned))
+    with jax.set_mesh(turned), pytest.raises(MeshError) as error:
+        compiled(X)
+    assert str(error.value) == (
+        f'<lambda> is compiled for the devices {ids}, and is called under jax.set_mesh of the devices '
+        f'{others}: leave that mesh for the call'
+    )
+    np.testing.assert_array_equal(compiled(X), X * 2)
+
+
 def test_numpy_and_placed_arguments_share_one_trace(helper):
     traces = []
 

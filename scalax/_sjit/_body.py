@@ -14,7 +14,7 @@ from scalax import _context
 from scalax._constrain import apply_shardings
 from scalax._sjit._boundary import Boundary
 from scalax._sjit._convention import Layout
-from scalax._sjit._placement import Shardings, as_typed
+from scalax._sjit._placement import Shardings, as_typed, reject_foreign_types
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, dynamic_leaves, placement_kinds
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
@@ -52,7 +52,7 @@ class Body:
 
     def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
         """The outputs of a call, sharded as *inside* says; without it, as they come."""
-        with _context.entered(self._contexts.get(self._names)), self._mesh_entered():
+        with _context.entered(self._contexts.get(self._names)), self._mesh_entered(layout, row):
             outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
         if inside is None:
             return outputs
@@ -78,7 +78,7 @@ class Body:
         self.recordings.user_code_ran(signature, trace, kinds)
         return self._fun(*args, **keywords)
 
-    def _mesh_entered(self) -> Any:
+    def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
         """Enters the helper's mesh where the user's code needs it, or must not see another.
 
         On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
@@ -93,6 +93,7 @@ class Body:
                 f'{self._convention.name} is compiled for a mesh of {mesh.size} devices, and is called '
                 f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
             )
+        reject_foreign_types(self._convention, layout, row, mesh)
         return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
     def warn_unused(self, layout: Layout) -> None:
@@ -117,3 +118,18 @@ class Body:
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
+
+
+def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
+    """Raises MeshError, because of *error*, under a ``jax.set_mesh`` of other devices or another order."""
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # inside of jax.jit
+        return
+    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
+        return
+    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
+    raise MeshError(
+        f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
+        f'{theirs}: leave that mesh for the call'
+    ) from error

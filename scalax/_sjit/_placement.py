@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._signature import explicit_spec, slot_path
 from scalax._spec import axis_sizes_text
-from scalax.errors import ArgumentError, PlacementError, shown
+from scalax.errors import ArgumentError, MeshError, PlacementError, shown
 
 Shardings = Sequence[NamedSharding | None]
 Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
@@ -174,7 +174,42 @@ def _moves(leaf: Any, sharding: NamedSharding, host_data: bool, mismatched: bool
         return mismatched and not is_compiled()  # an array under jax.grad or jax.vmap
     if not isinstance(leaf, jax.Array):
         return host_data
-    return _mismatched(leaf, sharding) if leaf.committed and mismatched else not leaf.committed
+    return not leaf.committed or _is_retyped(leaf, sharding) or (mismatched and _mismatched(leaf, sharding))
+
+
+def _is_retyped(leaf: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether an array lies where it should, and its type is of another mesh: then nothing moves."""
+    return (
+        AxisType.Explicit in sharding.mesh.axis_types
+        and not (isinstance(leaf.sharding, NamedSharding) and _same_types(leaf.sharding.mesh, sharding.mesh))
+        and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
+
+
+def _same_types(first: Any, second: Any) -> bool:
+    return (dict(first.shape), first.axis_types) == (dict(second.shape), second.axis_types)
+
+
+def reject_foreign_types(convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any) -> None:
+    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*."""
+    bad = []
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            theirs = jax.typeof(leaf).sharding.mesh
+            if AxisType.Explicit in theirs.axis_types and not _same_types(theirs, mesh):
+                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
+                bad.append(f'{described} is of {_axes_of(theirs)}')
+    if bad:
+        raise MeshError(
+            f'{convention.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
+            f'Explicit axes:\n{shown(bad)}\n'
+            'What to do: use one helper for functions that call one another.'
+        )
+
+
+def _axes_of(mesh: Any) -> str:
+    types = ', '.join(kind.name for kind in mesh.axis_types)
+    return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
 def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:

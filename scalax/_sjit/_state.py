@@ -13,7 +13,7 @@ import jax
 from scalax import _context, _mesh
 from scalax._recent import Recent
 from scalax._sjit import _placement
-from scalax._sjit._body import Body, Inside
+from scalax._sjit._body import Body, Inside, reject_other_devices
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
@@ -115,6 +115,7 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if _inside_manual_region():
             return True
+        self._reject_ambient_mesh(error)
         call = self._look(row)
         # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
         # the same classes: then its own error counts.
@@ -162,6 +163,7 @@ class State:
             try:
                 return program.call(*placed)
             except ValueError as error:
+                self._reject_ambient_mesh(error)
                 if self.options.on_mismatch == 'error' and not _arose_inside(error):
                     self._reject_refused(layout, row, resolved.inside.arguments, error)
                 raise
@@ -245,6 +247,11 @@ class State:
     ) -> None:
         if isinstance(error, ValueError):
             _placement.reject_refused(self.convention, layout, row, arguments, error)
+
+    def _reject_ambient_mesh(self, error: Exception) -> None:
+        """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
+        if isinstance(error, ValueError):
+            reject_other_devices(self.convention.name, self.helper.mesh, error)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
