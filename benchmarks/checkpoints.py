@@ -130,7 +130,8 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
     rule = PartitionSpec('fsdp', 'tp')
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     other = MeshShardingHelper([2, 4], ['fsdp', 'tp'])
-    shape = (mebibytes * _MIB // _LEAVES // 4 // 1024, 1024)
+    columns = 4096 if mebibytes >= 128 else 64
+    shape = (mebibytes * _MIB // _LEAVES // 4 // columns, columns)
     structs = {f'w{i}': jax.ShapeDtypeStruct(shape, np.float32) for i in range(_LEAVES)}
     whole, file = folder / 'whole', folder / 'model.safetensors'
 
