@@ -26,6 +26,7 @@ _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes; what the format allows
 _PAGE = 1 << 12  # bytes: what lies within a page of the next run is cheaper read than jumped over
 _BAND = 1 << 20  # bytes that are then read at once
+_SPARSE = 16  # where less than one byte of so many is wanted, seeking is cheaper than reading all
 _ALIGNMENT = 64  # bytes: JAX takes memory that begins at such a multiple as it is, on CPU
 
 DTYPES: Mapping[str, Any] = {
@@ -153,6 +154,26 @@ def read_box(descriptor: int, tensor: Tensor, box: Box) -> np.ndarray:
                 _fill(descriptor, buffer[:span], runs.starts[i], tensor)
                 rows[:] = buffer[: len(rows) * runs.stride].reshape(len(rows), -1)[:, : runs.size]
     return block
+
+
+def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
+    """Has the system read from the disk what will be wanted soon, in one piece, if much of that piece will.
+
+    Short runs that are far apart are read one by one otherwise, each when it is asked for.
+
+    Args:
+        descriptor: of the opened file.
+        tensor: which.
+        boxes: the blocks of it that will be read.
+    """
+    if not boxes or not tensor.shape or not hasattr(os, 'posix_fadvise'):
+        return
+    row = _bytes(tensor.shape[1:], tensor.dtype)
+    first, last = min(box[0].start for box in boxes), max(box[0].stop for box in boxes)
+    wanted = sum(_bytes([part.stop - part.start for part in box], tensor.dtype) for box in boxes)
+    if wanted * _SPARSE >= (last - first) * row:
+        start = tensor.begin + first * row
+        os.posix_fadvise(descriptor, start, (last - first) * row, os.POSIX_FADV_WILLNEED)
 
 
 @dataclasses.dataclass(frozen=True)
