@@ -26,11 +26,12 @@ def test_what_is_counted_meets_its_aims():
         lambda: groups.run(groups.all_groups(5), 'structures'),
         lambda: groups.run(groups.all_groups(5), 'shard'),
         lambda: groups.run(groups.all_groups(5), 'data'),
+        lambda: groups.run(groups.all_groups(5), 'pr'),
         lambda: decoder.first_step(1, layers=1),
         lambda: programs.plans(1, layers=1),
         lambda: programs.microbatches(1, layers=1),
     ],
-    ids=['cached', 'structures', 'shard', 'data', 'first', 'plan', 'microbatch'],
+    ids=['cached', 'structures', 'shard', 'data', 'processes', 'first', 'plan', 'microbatch'],
 )
 def test_groups_run(rows):
     measured = rows()

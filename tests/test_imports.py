@@ -35,6 +35,7 @@ LAYERS = [
     '_constrain',
     '_sjit',
     '_shard_map',
+    '_axis_modes',
     '_microbatch',
     '_processes',
     '_transfer',

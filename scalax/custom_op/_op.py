@@ -112,7 +112,7 @@ class ShardedOp:
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
         try:
-            compiled = self._compiled.get(tuple(static.items()))
+            compiled = self._compiled.get(_key(static))
         except TypeError as error:
             self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
@@ -226,7 +226,7 @@ class ShardedOp:
             return results if len(operation.fit.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
-        return self._compiled.add(tuple(static.items()), jax.jit(call))
+        return self._compiled.add(_key(static), jax.jit(call))
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
         """The operation on these operands, checked."""
@@ -273,6 +273,11 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
     if reserved:
         raise RuleError(f'{name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise')
     return tuple(names[1:])
+
+
+def _key(static: dict[str, Any]) -> tuple[Any, ...]:
+    """Static arguments as a key; with their types, for 1 and True are equal."""
+    return tuple((name, type(value), value) for name, value in static.items())
 
 
 def _static_names(fun: Callable[..., Any]) -> list[str] | None:
