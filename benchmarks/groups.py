@@ -13,7 +13,7 @@ Groups = dict[str, Callable[[], list[Row]]]
 
 def all_groups(rounds: int) -> Groups:
     """Everything that is measured of this scalax; needs eight devices."""
-    from benchmarks import calls, checkpoints, decoder, programs, trees, two_processes
+    from benchmarks import calls, checkpoints, decoder, operations, programs, trees, two_processes
     from scalax.sharding import MeshShardingHelper
 
     return {
@@ -26,6 +26,7 @@ def all_groups(rounds: int) -> Groups:
         'steps': decoder.three_steps,
         'plan': lambda: programs.plans(rounds),
         'microbatch': lambda: programs.microbatches(rounds),
+        'operations': lambda: operations.sharded_ops(rounds),
         'resolve': lambda: trees.resolving(rounds),
         'shard': lambda: trees.sharding_trees(rounds),
         'data': lambda: trees.batches(rounds),

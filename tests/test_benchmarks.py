@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import against, calls, checkpoints, decoder, groups, programs, timing
+from benchmarks import against, calls, checkpoints, decoder, groups, operations, programs, timing
 from benchmarks.timing import Row
 
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
@@ -30,8 +30,9 @@ def test_what_is_counted_meets_its_aims():
         lambda: decoder.first_step(1, layers=1),
         lambda: programs.plans(1, layers=1),
         lambda: programs.microbatches(1, layers=1),
+        lambda: operations.sharded_ops(1),
     ],
-    ids=['cached', 'structures', 'shard', 'data', 'processes', 'first', 'plan', 'microbatch'],
+    ids=['cached', 'structures', 'shard', 'data', 'processes', 'first', 'plan', 'microbatch', 'operations'],
 )
 def test_groups_run(rows):
     measured = rows()

@@ -95,7 +95,7 @@ class ShardedOp:
         self.rule = rule.text
         self.depends_on_placement = depends_on_placement
         self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
-        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+        self._forget()
 
     def __repr__(self) -> str:
         return f'<sharded_op {self._name}: {self.rule!r}>'
@@ -111,6 +111,8 @@ class ShardedOp:
             ArgumentError: the operands do not fit the rule, or a static argument cannot be hashed.
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
+        if not static:
+            return self._without_static(*operands)
         try:
             compiled = self._compiled.get(_key(static))
         except TypeError as error:
@@ -146,7 +148,7 @@ class ShardedOp:
                     f'{type(given).__name__}'
                 )
         self._gradient = self._gradient.given(forward, backward)
-        self._compiled = Recent()
+        self._forget()
 
     def check(
         self,
@@ -216,6 +218,11 @@ class ShardedOp:
                 f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
                 f'argument ({known})'
             )
+
+    def _forget(self) -> None:
+        """Starts without anything compiled."""
+        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+        self._without_static = self._compile({})
 
     def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
         self._check_static(static)
