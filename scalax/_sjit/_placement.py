@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._signature import explicit_spec, slot_path
+from scalax._sjit._signature import explicit_spec, slot_path, traced_dtype
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, shown
 
@@ -112,11 +112,15 @@ def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """What the leaves would be if they were moved: enough to trace with."""
-    avals = [jax.typeof(leaf) for leaf in leaves]
-    return [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-        for aval, sharding in zip(avals, shardings, strict=True)
-    ]
+    return [_as_moved(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+
+
+def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
+    aval = jax.typeof(leaf)
+    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    if traced_dtype(struct) == aval.dtype:
+        return struct
+    return moved([leaf], [sharding])[0]  # an array of an x64 that is off now: no struct stands for it
 
 
 def as_typed(tree: Any, shardings: Shardings) -> Any:
