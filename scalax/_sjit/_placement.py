@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -252,20 +252,11 @@ def reject_mismatched(
     if not any_mismatched(row, shardings):
         return
     bad = []
-    for slot, wanted in shardings.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
-        for (path, leaf), sharding in zip(flat, wanted, strict=True):
-            if _mismatched(leaf, sharding):
-                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
-                lies, asked = told_apart(leaf.sharding, sharding)
-                bad.append(f'{described} lies as {lies}, asked: {asked}')
+    for described, leaf, sharding in _described(layout, row, shardings, _mismatched):
+        lies, asked = told_apart(leaf.sharding, sharding)
+        bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
-        raise PlacementError(
-            f'{convention.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
-            f'they belong:\n{shown(bad)}\n'
-            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-            "on_mismatch='reshard' to sjit to have them moved at every such call."
-        )
+        raise _off_the_mesh(convention, bad)
     if bad:
         raise PlacementError(
             f'{convention.name} got arrays that are committed to another sharding than in_shardings '
@@ -273,6 +264,59 @@ def reject_mismatched(
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
         )
+
+
+def reject_elsewhere(
+    convention: Convention,
+    layout: Layout,
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    mesh: Any,
+    error: Exception,
+) -> None:
+    """Raises PlacementError, because of *error*, about arrays of other devices that no rule speaks about."""
+
+    def elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
+        return sharding is None and lies_elsewhere(leaf, mesh)
+
+    bad = []
+    for described, leaf, _ in _described(layout, row, shardings, elsewhere):
+        bad.append(f'{described} lies as {_short(leaf.sharding)}{_of_devices(leaf.sharding)}')
+    if bad:
+        raise _off_the_mesh(convention, bad) from error
+
+
+def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
+    return PlacementError(
+        f'{convention.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
+        f'they belong:\n{shown(bad)}\n'
+        'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+        "on_mismatch='reshard' to sjit to have them moved at every such call."
+    )
+
+
+def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
+    """Whether an array is committed to other devices than those of *mesh*, or in another order."""
+    if not is_concrete(leaf) or not leaf.committed:
+        return False
+    own = list(mesh.devices.flat)
+    if isinstance(leaf.sharding, NamedSharding):
+        return list(leaf.sharding.mesh.devices.flat) != own
+    return leaf.sharding.device_set != set(own)
+
+
+def _described(
+    layout: Layout,
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    wrong: Callable[[Any, NamedSharding | None], bool],
+) -> Iterator[tuple[str, Any, Any]]:
+    """The leaves that are *wrong*: how messages name them, they themselves, and their shardings."""
+    for slot, wanted in shardings.items():
+        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
+        for (path, leaf), sharding in zip(flat, wanted, strict=True):
+            if wrong(leaf, sharding):
+                yield describe_leaf(slot_path(layout, slot, path) or '', leaf), leaf, sharding
 
 
 def any_refused(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
@@ -293,13 +337,9 @@ def reject_refused(
 ) -> None:
     """Raises PlacementError about what JAX refused, with *error*, under ``jax.grad`` or ``jax.vmap``."""
     bad = []
-    for slot, wanted in shardings.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
-        for (path, leaf), sharding in zip(flat, wanted, strict=True):
-            if _refused(leaf, sharding):
-                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
-                lies, asked = told_apart(_lies(leaf), sharding)
-                bad.append(f'{described} lies as {lies}, asked: {asked}')
+    for described, leaf, sharding in _described(layout, row, shardings, _refused):
+        lies, asked = told_apart(_lies(leaf), sharding)
+        bad.append(f'{described} lies as {lies}, asked: {asked}')
     if bad:
         raise PlacementError(
             f'{convention.name} got, inside a transformation such as jax.grad or jax.vmap, values of arrays '
@@ -334,9 +374,14 @@ def told_apart(first: Any, second: Any) -> tuple[str, str]:
     texts = _short(first), _short(second)
     if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):
         # What is left to differ is the order of the devices, or which they are.
-        ids = [', '.join(str(device.id) for device in each.mesh.devices.flat) for each in (first, second)]
-        texts = f'{texts[0]} of devices {ids[0]}', f'{texts[1]} of devices {ids[1]}'
+        texts = f'{texts[0]}{_of_devices(first)}', f'{texts[1]}{_of_devices(second)}'
     return texts
+
+
+def _of_devices(sharding: Any) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return ''  # others show theirs
+    return f' of devices {", ".join(str(device.id) for device in sharding.mesh.devices.flat)}'
 
 
 def _short(sharding: Any) -> str:

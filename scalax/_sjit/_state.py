@@ -121,6 +121,7 @@ class State:
         # the same classes: then its own error counts.
         if 'deleted' in str(error):
             _placement.reject_deleted(self.convention, call.layout, row)
+        self._reject_elsewhere(call.layout, row, call.arguments, error)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -164,8 +165,10 @@ class State:
                 return program.call(*placed)
             except ValueError as error:
                 self._reject_ambient_mesh(error)
-                if self.options.on_mismatch == 'error' and not _arose_inside(error):
-                    self._reject_refused(layout, row, resolved.inside.arguments, error)
+                if not _arose_inside(error):
+                    self._reject_elsewhere(layout, row, resolved.inside.arguments, error)
+                    if self.options.on_mismatch == 'error':
+                        self._reject_refused(layout, row, resolved.inside.arguments, error)
                 raise
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,6 +250,12 @@ class State:
     ) -> None:
         if isinstance(error, ValueError):
             _placement.reject_refused(self.convention, layout, row, arguments, error)
+
+    def _reject_elsewhere(
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+    ) -> None:
+        if isinstance(error, ValueError):
+            _placement.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
 
     def _reject_ambient_mesh(self, error: Exception) -> None:
         """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
@@ -337,6 +346,6 @@ def _inside_manual_region() -> bool:
 
 
 def _arose_inside(error: Exception) -> bool:
-    """Whether *error* comes out of the trace of a program, and not from JAX on the way to it."""
-    inside = State._inside.__code__
-    return any(frame.f_code is inside for frame, _ in traceback.walk_tb(error.__traceback__))
+    """Whether *error* comes out of the user's code or its trace, and not from JAX on the way to it."""
+    inside = State._inside.__code__, Body.run.__code__  # what is not traced runs as a body alone
+    return any(frame.f_code in inside for frame, _ in traceback.walk_tb(error.__traceback__))
