@@ -22,7 +22,7 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
-from scalax._sjit._placement import lies_elsewhere
+from scalax._sjit._misplaced import lies_elsewhere
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError, did_you_mean
 from scalax.rules._base import ShardingRule, looks_at_paths_only
