@@ -13,7 +13,8 @@ Groups = dict[str, Callable[[], list[Row]]]
 
 def all_groups(rounds: int) -> Groups:
     """Everything that is measured of this scalax; needs eight devices."""
-    from benchmarks import calls, decoder, programs, trees
+    from benchmarks import calls, checkpoints, decoder, operations, programs, trees, two_processes
+    from scalax.sharding import MeshShardingHelper
 
     return {
         'cached': lambda: [row for devices in (1, 8) for row in calls.cached_calls(rounds, devices)],
@@ -25,9 +26,14 @@ def all_groups(rounds: int) -> Groups:
         'steps': decoder.three_steps,
         'plan': lambda: programs.plans(rounds),
         'microbatch': lambda: programs.microbatches(rounds),
+        'operations': lambda: operations.sharded_ops(rounds),
         'resolve': lambda: trees.resolving(rounds),
         'shard': lambda: trees.sharding_trees(rounds),
         'data': lambda: trees.batches(rounds),
+        'prefetch': lambda: two_processes.loading_ahead(MeshShardingHelper([-1], ['data']), rounds),
+        'processes': lambda: two_processes.in_processes(rounds),
+        'checkpoint': lambda: checkpoints.checkpoints(rounds),
+        'safetensors': lambda: checkpoints.safetensors(rounds),
     }
 
 

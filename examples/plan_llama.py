@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import time
 from typing import Any
 
@@ -24,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.llama.model import ModelConfig, Params, forward, init_params
+from examples.llama.model import ModelConfig, Params
 from examples.llama.strategies import FSDP_TP
+from examples.llama.training import make_init, make_train_step
 from scalax.plan import Plan, make_plan
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
@@ -88,35 +88,22 @@ def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
 
 
 def make_step(helper: MeshShardingHelper, model: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
-    """A training step over a mesh with axes fsdp and tp, and perhaps data; its abstract arguments."""
+    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments."""
     optimizer = optax.adamw(1e-4, b2=0.95)
-    batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
-
-    def train_step(params: Params, state: Any, tokens: jax.Array) -> tuple[Params, Any, jax.Array]:
-        def loss(params: Params) -> jax.Array:
-            logits = forward(params, tokens[:, :-1], model)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16),
-        jax.eval_shape(functools.partial(init_params, config=model), jax.random.key(0)),
-    )
-    state = jax.eval_shape(optimizer.init, params)
+    state = jax.eval_shape(make_init(model, optimizer), jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.params)
+    state = state._replace(params=params, opt_state=jax.eval_shape(optimizer.init, params))
     tokens = jax.ShapeDtypeStruct((helper.mesh.size, SEQUENCE + 1), 'int32')
-    rule = FSDP_TP.state
+    batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
     annotations = {name: P(batch_axes, *tuple(spec)[1:]) for name, spec in FSDP_TP.activations.items()}
     step = helper.sjit(
-        train_step,
-        in_shardings=(rule, rule, P(batch_axes)),
-        out_shardings=(rule, rule, P()),
+        make_train_step(model, optimizer),
+        in_shardings=(FSDP_TP.state, P(batch_axes)),
+        out_shardings=(FSDP_TP.state, P()),
         annotation_shardings=annotations,
-        donate_argnums=(0, 1),
+        donate_argnums=0,
     )
-    return step, (params, state, tokens)
+    return step, (state, tokens)
 
 
 def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
@@ -140,7 +127,7 @@ def plan_case(case: Case, quick: bool) -> Plan:
     )
     step, arguments = make_step(helper, case.model)
     plan = make_plan(helper, step, arguments, {}, quick=quick)
-    return plan.with_model_flops(model_flops(case.model, arguments[0], helper.mesh.size))
+    return plan.with_model_flops(model_flops(case.model, arguments[0].params, helper.mesh.size))
 
 
 def line(case: Case, plan: Plan, seconds: float) -> str:

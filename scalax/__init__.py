@@ -24,6 +24,7 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _helper                   MeshShardingHelper: a thin front of all that
     axes                      named axes: one mapping, usable everywhere
     testing                   assertions for tests of sharded programs
+    checkpoint                states of runs on the disk, restored for any mesh
     sharding, utils           what users import
 
 Importing scalax touches no device and changes no global state of JAX.

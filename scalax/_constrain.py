@@ -150,9 +150,12 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself."""
+    """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself.
+
+    Likewise where auto_axes or explicit_axes has given its axes other types.
+    """
     ambient = jax.sharding.get_abstract_mesh()
-    if ambient.empty or not ambient.manual_axes:
+    if ambient.empty or (not ambient.manual_axes and not _is_retyped(ambient, mesh)):
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
@@ -160,6 +163,11 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f'has the mesh ({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
+
+
+def _is_retyped(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+    same = list(ambient.shape.items()) == list(mesh.shape.items())
+    return same and ambient.axis_types != mesh.axis_types and is_traced()
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:

@@ -232,15 +232,15 @@ class _Task:
             return None
 
     def _is_own(self, given: Mesh | AbstractMesh | None) -> bool:
-        """Whether a NamedSharding's mesh is the one in force; shard_map makes axes of it Manual."""
+        """Whether a NamedSharding's mesh is the one in force, in which its axes may have other types."""
         if given is None or given == self.mesh:
             return True
         if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):
             return False
         other = MeshAxes.of(given)
-        manual = AxisType.Manual
+        manual, ambient = AxisType.Manual, jax.sharding.get_abstract_mesh()
         return list(other.sizes.items()) == list(self.axes.sizes.items()) and all(
-            kind is other.types[name] or manual in (kind, other.types[name])
+            kind is other.types[name] or manual in (kind, other.types[name]) or self.mesh == ambient
             for name, kind in self.axes.types.items()
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
     """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
 
     Raises:
-        ShardingError: some leaves are abstract; all of them are named.
+        ShardingError: some leaves are abstract, or unreduced and JAX cannot move them; all are named.
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
@@ -39,7 +40,37 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if isinstance(leaf, jax.ShapeDtypeStruct)
             ]
         )
-    return jax.tree.unflatten(treedef, jax.device_put(leaves, list(shardings)))
+    with _names_unreduced(pytree, leaves, shardings):
+        return jax.tree.unflatten(treedef, jax.device_put(leaves, list(shardings)))
+
+
+@contextlib.contextmanager
+def _names_unreduced(
+    pytree: Any, leaves: Sequence[Any], wanted: Sequence[Any] | None = None
+) -> Iterator[None]:
+    """Says of a transfer that JAX cannot make which leaves are unreduced, or were to be."""
+    try:
+        yield
+    except Exception:  # NotImplementedError, or what the runtime says
+        tree = NamedTree.of(pytree)
+        problems = [
+            Problem(
+                'unreduced',
+                tree.describe(index),
+                f'{fact} {", ".join(map(repr, sorted(sharding.spec.unreduced)))}',
+                hint='unreduced arrays are made and reduced inside compiled functions, by '
+                'with_sharding_constraint; move them when they are reduced.',
+            )
+            for fact, shardings in (
+                ('is held as parts of a sum over', [getattr(leaf, 'sharding', None) for leaf in leaves]),
+                ('cannot be placed as parts of a sum over', wanted or ()),
+            )
+            for index, sharding in enumerate(shardings)
+            if isinstance(sharding, NamedSharding) and sharding.spec.unreduced
+        ]
+        if problems:
+            raise ShardingError(problems) from None
+        raise
 
 
 def reject_tracers(leaves: Sequence[Any], what: str) -> None:
@@ -65,7 +96,9 @@ def to_host(pytree: Any) -> Any:
     ]
     alone = jax.process_count() == 1
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
-    for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
+    with _names_unreduced(pytree, leaves):
+        values = jax.device_get([leaves[i] for i in here])
+    for i, value in zip(here, values, strict=True):
         leaves[i] = value
     for i in arrays if not alone else ():
         if isinstance(leaves[i], jax.Array):

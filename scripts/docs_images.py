@@ -1,11 +1,13 @@
-"""Remakes the pictures of docs/images: what docs/reports.md shows, as a browser shows it.
+"""Remakes the pictures of docs/images: what docs/reports.md and docs/planning.md show, as a browser shows it.
 
-Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of that
-page in a scratch folder, and takes pictures of the report that they write there, light and dark. It needs
-Chromium. The pictures depend on its version and on the fonts at hand, so no test compares them.
+Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
+page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
+and of the page of a plan, where the TPU compiler is installed. It needs Chromium. The pictures depend on its
+version and on the fonts at hand, so no test compares them.
 """
 
 import contextlib
+import importlib.util
 import io
 import re
 import shutil
@@ -21,6 +23,10 @@ IMAGES = ROOT / 'docs' / 'images'
 PAGE = ROOT / 'docs' / 'reports.md'
 
 CHROMIUM_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
+PLAN = (
+    *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_8b', '--quick'),
+    *('--topology', 'v5p:4x4x4', '--mesh', 'fsdp=-1,tp=4'),
+)
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
 COLORS = 128
@@ -41,6 +47,11 @@ def main() -> int:
         for dark in (False, True):
             picture = IMAGES / f'llama-405b{"-dark" if dark else ""}.png'
             photograph(chromium, scratch / 'llama-405b.html', picture, scratch, dark)
+        if importlib.util.find_spec('libtpu'):
+            subprocess.run([*PLAN, '--html', scratch / 'plan.html'], cwd=ROOT, check=True, timeout=SECONDS)
+            for dark in (False, True):
+                picture = IMAGES / f'plan-llama-8b{"-dark" if dark else ""}.png'
+                photograph(chromium, scratch / 'plan.html', picture, scratch, dark, height=1480)
     for picture in sorted(IMAGES.iterdir()):
         print(f'{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes')
         if picture.stat().st_size > MOST_BYTES:
@@ -59,7 +70,9 @@ def run_blocks(folder: Path) -> None:
             exec(compile(block, str(PAGE), 'exec', dont_inherit=True), names)
 
 
-def photograph(chromium: str, page: Path, picture: Path, scratch: Path, dark: bool) -> None:
+def photograph(
+    chromium: str, page: Path, picture: Path, scratch: Path, dark: bool, height: int = SIZE[1]
+) -> None:
     shot = scratch / 'shot.png'
     command = [
         chromium,
@@ -67,7 +80,7 @@ def photograph(chromium: str, page: Path, picture: Path, scratch: Path, dark: bo
         *('--disable-background-networking', '--no-first-run'),
         f'--user-data-dir={scratch / f"profile-{dark}"}',
         f'--blink-settings=preferredColorScheme={0 if dark else 1}',
-        f'--window-size={SIZE[0]},{SIZE[1]}',
+        f'--window-size={SIZE[0]},{height}',
         f'--force-device-scale-factor={SCALE}',
         f'--screenshot={shot}',
         page.as_uri(),

@@ -14,12 +14,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from scalax.checkpoint import Checkpointer
+from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
 Moments = collections.namedtuple('Moments', 'mu nu')
+
+
+def wide() -> np.ndarray:
+    """An array whose rows lie far from one another in a file."""
+    return np.random.default_rng(8).integers(0, 256, (16, 8192), np.uint8)
 
 
 def values() -> dict[str, Any]:
@@ -115,6 +120,25 @@ def check_saving_and_restoring() -> None:
     assert checkpointer.restored_step == 2
     assert checkpointer.data() == {'position': 20 + me}
     assert checkpointer.data(1) == {'position': 10 + me}
+
+
+def check_safetensors() -> None:
+    """Every process reads the bytes of its own devices, and no others."""
+    wanted = wide()
+    # Each process has a row of the mesh, and so all rows of some columns.
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    grid = np.asarray(devices, dtype=object).reshape(jax.process_count(), -1)
+    helper = MeshShardingHelper.from_mesh(jax.sharding.Mesh(grid, ('process', 'device')))
+    read: list[int] = []
+    preadv = os.preadv
+    os.preadv = lambda *args: read.append(preadv(*args)) or read[-1]
+    try:
+        tree = load_safetensors(helper, folder('w.safetensors'), P('device', 'process'))
+    finally:
+        os.preadv = preadv
+    assert sum(read) == wanted.nbytes // jax.process_count()
+    for shard in tree['w'].addressable_shards:
+        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
 
 
 def check_damage_is_found_by_all() -> None:

@@ -56,6 +56,10 @@ def helpers() -> Iterator[tuple[MeshShardingHelper, Any]]:
             yield helper, 'tp'
             yield helper, ('tp', 'data')
             yield helper, []
+        # Two batch axes with one between them, in both orders.
+        three = MeshShardingHelper([2, -1, 2], ['slice', 'tp', 'data'], devices=devices)
+        yield three, ('slice', 'data')
+        yield three, ('data', 'slice')
     types = (AxisType.Explicit, AxisType.Auto)
     yield MeshShardingHelper([2, -1], ['data', 'tp'], devices=orders()['backwards'], axis_types=types), 'data'
     # Across processes and inside them: first the batch between processes, then the model.

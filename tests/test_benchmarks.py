@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from benchmarks import against, calls, decoder, groups, programs, timing
+from benchmarks import against, calls, checkpoints, decoder, groups, operations, programs, timing
 from benchmarks.timing import Row
 
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
@@ -26,17 +26,30 @@ def test_what_is_counted_meets_its_aims():
         lambda: groups.run(groups.all_groups(5), 'structures'),
         lambda: groups.run(groups.all_groups(5), 'shard'),
         lambda: groups.run(groups.all_groups(5), 'data'),
+        lambda: groups.run(groups.all_groups(5), 'pr'),
         lambda: decoder.first_step(1, layers=1),
         lambda: programs.plans(1, layers=1),
         lambda: programs.microbatches(1, layers=1),
+        lambda: operations.sharded_ops(1),
     ],
-    ids=['cached', 'structures', 'shard', 'data', 'first', 'plan', 'microbatch'],
+    ids=['cached', 'structures', 'shard', 'data', 'processes', 'first', 'plan', 'microbatch', 'operations'],
 )
 def test_groups_run(rows):
     measured = rows()
     assert measured
     assert all(math.isfinite(row.ratio) and row.ratio > 0 for row in measured)
     assert len({row.name for row in measured}) == len(measured)
+
+
+@pytest.mark.parametrize(
+    'what', ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
+)
+def test_checkpoints_are_measured(what, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / 'checkpoints'
+    if not folder.exists():
+        checkpoints.run('prepare', 4, folder)
+    measured = checkpoints.run(what, 4, folder)
+    assert measured['seconds'] > 0 and measured['peak'] >= 0
 
 
 def test_by_hand_and_with_rules_are_one_step():

@@ -127,6 +127,17 @@ def test_the_list_of_files_itself(three: Path, helper: MeshShardingHelper) -> No
         assert_restores(three, helper, 2)
 
 
+def test_a_step_that_is_empty_or_of_the_future(three: Path, helper: MeshShardingHelper) -> None:
+    (three / '3' / 'state').rename(three / '3' / 'elsewhere')
+    with pytest.warns(CheckpointWarning, match='step 3: state is missing'):
+        assert_restores(three, helper, 2)
+    leaves = three / '2' / 'state' / 'scalax' / 'leaves.json'
+    leaves.write_text(leaves.read_text().replace('"format": 1', '"format": 9'))
+    assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=2) == (
+        f'the checkpoint of step 2 in {three} was saved by a later scalax, and this one cannot read it'
+    )
+
+
 def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None:
     for step in ('2', '3'):
         (three / step / 'state' / 'manifest.ocdbt').unlink()

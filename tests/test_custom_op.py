@@ -252,6 +252,19 @@ def test_the_function_closes_over_a_traced_value() -> None:
     np.testing.assert_allclose(scaled(put(mesh_of(AUTO, AUTO), NUMBERS, 'x'), 2.0), 2 * NUMBERS)
 
 
+def test_a_key_is_an_operand(mesh: Mesh) -> None:
+    @sharded_op('keys, b c -> b c', need_replication_factors=('keys',))
+    def noisy(ctx: FactorContext, keys: Array, x: Array) -> Array:
+        return x + jax.random.uniform(keys[1])
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    expected = NUMBERS + jax.random.uniform(keys[1])
+    for noise in (noisy, lambda keys, x: jax.vmap(noisy)(keys[None], x[None])[0]):
+        np.testing.assert_allclose(jax.jit(noise)(keys, put(mesh, NUMBERS, 'x')), expected, rtol=1e-6)
+    line = Mesh(np.array(jax.devices()[:2]), ('x',))
+    assert noisy.check(keys, NUMBERS, mesh=line) == 2 * 3
+
+
 def test_it_is_compiled_once_for_each_static_argument() -> None:
     x = put(mesh_of(AUTO, AUTO), NUMBERS, 'x', 'y')
     largest(x, k=2)
@@ -259,6 +272,15 @@ def test_it_is_compiled_once_for_each_static_argument() -> None:
         largest(x, k=2)
     assert largest(x, k=1)[0].shape == (4, 1)
     assert largest(x, k=2)[0].shape == (4, 2)
+
+
+def test_static_arguments_that_are_equal_and_not_the_same() -> None:
+    @sharded_op('b -> b')
+    def named(ctx: FactorContext, x: Array, *, how: Any) -> Array:
+        return x + (10 if how is True else 0)
+
+    ones = np.ones(2, np.float32)
+    assert [named(ones, how=how)[0] for how in (1, True, 1.0, True)] == [1, 11, 1, 11]
 
 
 def test_types_alone_are_enough() -> None:
@@ -349,6 +371,34 @@ def test_gradients_over_axes_of_both_types() -> None:
     for op in (norms, norms_by_hand):
         grad = jax.jit(jax.grad(lambda x, op=op: (op(x) ** 2).sum()))(x)
         np.testing.assert_allclose(grad, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize('op', [norms, norms_by_hand], ids=['plain gradient', 'defvjp'])
+def test_second_derivatives(op: Callable[..., Any]) -> None:
+    def of(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda x: jnp.sin(jax.grad(lambda y: fun(y).sum())(x)).sum())
+
+    x = put(mesh_of(AUTO, AUTO), NUMBERS, 'x', 'y')
+    np.testing.assert_allclose(jax.jit(of(op))(x), of(reference)(NUMBERS), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mapped_dimension_that_is_sharded_in_its_type() -> None:
+    for types in ((EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)):
+        x = put(mesh_of(*types), np.stack([NUMBERS, NUMBERS]), 'x', None, 'y')
+        norm = jax.jit(jax.vmap(norms))(x)
+        np.testing.assert_allclose(np.asarray(norm)[1], reference(NUMBERS), rtol=1e-5)
+        assert jax.typeof(norm).sharding.spec[0] == 'x'
+        grad = jax.jit(jax.grad(lambda x: (jax.vmap(norms_by_hand)(x) ** 2).sum()))(x)
+        np.testing.assert_allclose(np.asarray(grad)[0], 2 * NUMBERS, rtol=1e-5)
+
+
+@pytest.mark.parametrize('types', ['auto', 'explicit'])
+def test_collectives_under_vmap(types: str) -> None:
+    pair = np.stack([NUMBERS, NUMBERS[::-1]])
+    x = put(mesh_of(*MESHES[types]), pair, None, 'x', 'y')
+    tokens = jax.jit(jax.vmap(lambda row: largest(row, k=3)[1]))(x)
+    np.testing.assert_array_equal(tokens, jax.lax.top_k(pair, 3)[1])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(exchanged))(x), np.swapaxes(pair, 1, 2))
 
 
 def test_operands_without_a_gradient(mesh: Mesh) -> None:

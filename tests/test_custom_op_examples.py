@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import importlib
 
+import jax
+import jax.numpy as jnp
 import pytest
+import tpu_compiler
+from jax.sharding import AxisType, PartitionSpec
+
+from examples.ops.cross_entropy import cross_entropy
+from scalax.errors import PlanError
+from scalax.plan import Plan
+from scalax.sharding import MeshShardingHelper
+
+P = PartitionSpec
 
 PRINTED = {
     'scalar_parameters': """
@@ -58,3 +69,36 @@ def test_what_it_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f'examples.ops.{name}').main()
     printed = [line.strip() for line in capsys.readouterr().out.strip().splitlines()]
     assert printed == [line.strip() for line in PRINTED[name].strip().splitlines()]
+
+
+# --- The loss at full size, on TPUs that are not here ----------------------------------------------
+
+ROWS, WIDTH, VOCABULARY = 4096, 2048, 131_072
+
+
+def plan_on_tpus(kind: AxisType) -> Plan:
+    """A plan of the loss and its gradients on two by four chips."""
+    helper = MeshShardingHelper.from_topology('v5e:4x2', [2, 4], ['data', 'tp'], axis_types=kind)
+    step = helper.sjit(
+        jax.value_and_grad(lambda *args: cross_entropy(*args).mean(), argnums=(0, 1)),
+        in_shardings=(P('data'), P(None, 'tp'), P('data')),
+    )
+    shapes = (ROWS, WIDTH), (WIDTH, VOCABULARY), (ROWS,)
+    dtypes = jnp.float32, jnp.float32, jnp.int32
+    return helper.plan(step, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+
+
+@tpu_compiler.needed
+def test_no_device_holds_the_logits_of_its_rows() -> None:
+    plan = plan_on_tpus(AxisType.Explicit)
+    logits = ROWS // 2 * VOCABULARY * 4
+    assert plan.memory.temporaries < 0.6 * logits
+    # Behind the vocabulary: maxima, sums, labels and the gradient of the hidden state; no logits.
+    assert plan.totals['tp',]['all-reduce'] < 2 * ROWS * WIDTH * 4
+    assert set(plan.totals) == {('data',), ('tp',)}
+
+
+@tpu_compiler.needed
+def test_over_auto_axes_the_compiler_of_tpus_is_not_told() -> None:
+    with pytest.raises(PlanError, match='Custom emitter for CustomSPMDPartitioning not found'):
+        plan_on_tpus(AxisType.Auto)

@@ -266,7 +266,7 @@ OPTIONS = Options(
     output='',
     checkpoints=None,
     save_every=100,
-    step_pause=0.0,
+    pause=0.0,
 )
 
 

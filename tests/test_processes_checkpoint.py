@@ -7,6 +7,7 @@ import checkpoint_checks
 import jax
 import pytest
 from processes import Outcome, names_of_checks, run_checks
+from safetensors.numpy import save_file
 
 from scalax.checkpoint import Checkpointer
 from scalax.errors import CheckpointError
@@ -22,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     helper = MeshShardingHelper([4, 2], ['x', 'y'])
     with Checkpointer(folder / 'one') as checkpointer:
         checkpointer.save(5, checkpoint_checks.state(helper))
+    save_file({'w': checkpoint_checks.wide()}, folder / 'w.safetensors')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('CHECKPOINT_CHECKS', str(folder))
         yield folder

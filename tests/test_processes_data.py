@@ -11,8 +11,11 @@ OF_FOUR = [
     'check_processes_with_devices_of_unequal_number',
     'check_what_moves_is_the_least',
     'check_disagreement',
+    'check_replicas_that_differ',
     'check_broadcast',
+    'check_prefetch_beside_steps',
     'check_data_that_ends_early',
+    'check_loader_that_fails',
 ]
 
 

@@ -68,7 +68,7 @@ def test_two_processes_survive_kills_and_give_the_losses_of_one(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:
     saved = tmp_path / 'checkpoints'
-    program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=4', '--step_pause=0.1')
+    program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=4', '--pause=0.1')
     with started([*LAUNCH, *program]) as launcher:
         wait_for_save(saved / 'steps', 4)
         os.kill(ids(launcher)[0], signal.SIGKILL)  # the coordinator
@@ -89,7 +89,7 @@ def test_sigterm_saves_and_any_number_of_processes_goes_on(
 ) -> None:
     saved = tmp_path / 'checkpoints'
     program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=1000')
-    with started([*LAUNCH, *program, '--step_pause=0.1']) as launcher:
+    with started([*LAUNCH, *program, '--pause=0.1']) as launcher:
         launcher.wait_for('1/30')
         os.kill(ids(launcher)[1], signal.SIGTERM)  # one process hears of it; all stop
         assert launcher.wait(120) == (PREEMPTED,), launcher.output()
@@ -132,7 +132,7 @@ app.run(train.main)
 
 
 def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -> None:
-    with started([*train(tmp_path, text), '--step_pause=0.1']) as one:
+    with started([*train(tmp_path, text), '--pause=0.1']) as one:
         one.wait_for('1/30')
         one.processes[0].terminate()
         assert one.wait(120) == (PREEMPTED,), one.output()
@@ -197,7 +197,7 @@ def test_a_run_on_grain_goes_on_as_if_it_had_not_been_ended(tmp_path: Path) -> N
 def test_grain_on_two_processes(tmp_path: Path) -> None:
     with started(['-m', 'examples.grain_input', '--steps=30']) as one:
         assert one.wait() == (0,), one.output()
-        straight = one.output()
+        straight = one.output().splitlines()[-1]
     saved = tmp_path / 'saved'
     program = ['-m', 'examples.grain_input', '--steps=30', f'--checkpoints={saved}']
     for flags, wanted in (

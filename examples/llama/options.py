@@ -46,8 +46,8 @@ _CHECKPOINTS = flags.DEFINE_string(
     'checkpoints', None, 'Folder to save the run in, and to continue it from. Default: nothing is saved.'
 )
 _SAVE_EVERY = flags.DEFINE_integer('save_every', 100, 'Steps between two checkpoints.', lower_bound=1)
-_STEP_PAUSE = flags.DEFINE_float(
-    'step_pause', 0.0, 'Seconds to wait after each step, to have time to disturb a small run.', lower_bound=0
+_PAUSE = flags.DEFINE_float(
+    'pause', 0.0, 'Seconds to wait after each step, to have time to disturb a small run.', lower_bound=0
 )
 _OUTPUT = flags.DEFINE_string('output', 'runs/llama', 'Folder for the results.')
 
@@ -68,7 +68,7 @@ class Options:
     output: str
     checkpoints: str | None
     save_every: int
-    step_pause: float
+    pause: float
 
     @property
     def run(self) -> dict[str, Any]:
@@ -114,5 +114,5 @@ def read_options(arguments: Sequence[str]) -> Options:
         output=_OUTPUT.value,
         checkpoints=_CHECKPOINTS.value,
         save_every=_SAVE_EVERY.value,
-        step_pause=_STEP_PAUSE.value,
+        pause=_PAUSE.value,
     )

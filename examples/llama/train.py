@@ -194,7 +194,7 @@ def train(
                 shown += f', {rate:,.0f} tokens/s'
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
-            time.sleep(options.step_pause)
+            time.sleep(options.pause)
     return rate, False
 
 

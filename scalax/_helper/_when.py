@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jax.sharding import Mesh
 
-from scalax import _constrain, _context, _shard_map, _sjit
+from scalax import _axis_modes, _constrain, _context, _shard_map, _sjit
 from scalax._helper._where import Where
 from scalax._prefix import RuleLike
 from scalax.plan import Plan, make_plan
@@ -143,6 +143,91 @@ class When(Where):
             1.0
         """
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
+
+    def auto_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        out_sharding: RuleLike,
+    ) -> Callable[..., Any]:
+        """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
+
+        Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
+        of this helper are constraints there. For operations that have no sharding rule of their own, or
+        whose result could be sharded in several ways.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Auto inside; all of them by default.
+            out_sharding: how the outputs lie: a rule or a pytree prefix of rules. None, which leaves it to
+                the compiler, is for axes that are Auto outside too.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments that lie on other devices are copied to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: outputs that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from jax.sharding import AxisType
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=AxisType.Explicit)
+            >>> x = helper.shard(np.ones((8, 8), np.float32), PartitionSpec('data', 'model'))
+            >>> transposed_sum = helper.auto_axes(lambda x: x + x.T, out_sharding=PartitionSpec('data'))
+            >>> jax.typeof(transposed_sum(x))
+            ShapedArray(float32[8@data,8])
+        """
+        if fun is None:
+            return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
+        return _axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+
+    def explicit_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        in_sharding: RuleLike,
+    ) -> Callable[..., Any]:
+        """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
+
+        Inside, how an array lies along these axes is part of its type. Outside, what the function returns is
+        the compiler's again along axes that are Auto there.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Explicit inside; all of them by default.
+            in_sharding: how the arguments lie inside: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments that lie on other devices are moved to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: arguments that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'])
+            >>> @helper.explicit_axes(in_sharding=PartitionSpec('data', 'model'))
+            ... def total(x):
+            ...     print(jax.typeof(x), jax.typeof(x.sum(axis=0)))
+            ...     return x.sum(axis=0)
+            >>> total(np.ones((8, 8), np.float32)).shape
+            float32[8@data,8@model] float32[8@model]
+            (8,)
+        """
+        if fun is None:
+            return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
+        return _axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
         """What a function would hold, and what its devices would send one another; compiled, not run.

@@ -19,9 +19,7 @@ from scalax.checkpoint import _manifest
 from scalax.checkpoint._describe import LeafDescription
 from scalax.checkpoint._manifest import FOLDER, names_below
 from scalax.checkpoint._orbax import Path
-
-LEAVES = 'leaves.json'
-FORMAT = 1
+from scalax.checkpoint._saved import FORMAT, LEAVES
 
 
 class StateHandler(ocp.StandardCheckpointHandler):

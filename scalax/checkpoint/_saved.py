@@ -21,6 +21,7 @@ from scalax.errors import CheckpointError
 ITEM = 'state'
 _BY_HAND = 'default'  # what Orbax's CheckpointManager calls the only item of a step
 LEAVES = 'leaves.json'
+FORMAT = 1
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -47,11 +48,8 @@ class Saved:
     def root(self) -> Path:
         """Where its arrays lie."""
         folder = self.directory / str(self.step)
-        return (
-            folder / _BY_HAND
-            if not (folder / ITEM).exists() and (folder / _BY_HAND).exists()
-            else folder / ITEM
-        )
+        by_hand = folder / _BY_HAND
+        return by_hand if by_hand.exists() else folder / ITEM
 
     @property
     def where(self) -> str:
@@ -68,6 +66,8 @@ class Saved:
         Raises:
             CheckpointError: there are no checksums to compare.
         """
+        if not self.root.is_dir():
+            return [f'{self.root.name} is missing']
         manifest = _manifest.manifest_of(self.root)
         if not manifest.exists():
             if (self.root / FOLDER).exists():
@@ -96,6 +96,8 @@ class Saved:
             return Description(self.step, [_by_hand(path, leaf) for path, leaf in self._orbax_leaves()], 0)
         with self._reading():
             head = json.loads(file.read_text())
+        if head['format'] > FORMAT:
+            raise CheckpointError(f'{self.where} was saved by a later scalax, and this one cannot read it')
         leaves = [LeafDescription(**{**leaf, 'shape': tuple(leaf['shape'])}) for leaf in head['leaves']]
         return Description(self.step, leaves, head['processes'])
 

@@ -63,7 +63,7 @@ class FactorContext:
     def index(self, factor: str | tuple[str, ...]) -> jax.Array:
         """Which block along a factor this device has: an int32 scalar, 0 for the first."""
         axes = self.axis_names(factor)
-        return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+        return jax.lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
     def psum(self, x: Any, factor: str | tuple[str, ...]) -> Any:
         """The sum over the blocks of a factor, of every leaf of *x*."""

@@ -48,7 +48,7 @@ class Gradient:
         def forwards(*operands: Any) -> tuple[Results, Any]:
             if self.forward is None:
                 self._check_plain()
-                return call(*operands), (operands, ())
+                return with_gradient(*operands), (operands, ())  # it may be differentiated again
             returned = as_tuple(self.forward(*operands, **static))
             if len(returned) < results:
                 raise ArgumentError(

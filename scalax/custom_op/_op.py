@@ -95,7 +95,7 @@ class ShardedOp:
         self.rule = rule.text
         self.depends_on_placement = depends_on_placement
         self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
-        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+        self._forget()
 
     def __repr__(self) -> str:
         return f'<sharded_op {self._name}: {self.rule!r}>'
@@ -111,8 +111,10 @@ class ShardedOp:
             ArgumentError: the operands do not fit the rule, or a static argument cannot be hashed.
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
+        if not static:
+            return self._without_static(*operands)
         try:
-            compiled = self._compiled.get(tuple(static.items()))
+            compiled = self._compiled.get(_key(static))
         except TypeError as error:
             self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
@@ -146,7 +148,7 @@ class ShardedOp:
                     f'{type(given).__name__}'
                 )
         self._gradient = self._gradient.given(forward, backward)
-        self._compiled = Recent()
+        self._forget()
 
     def check(
         self,
@@ -217,6 +219,11 @@ class ShardedOp:
                 f'argument ({known})'
             )
 
+    def _forget(self) -> None:
+        """Starts without anything compiled."""
+        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+        self._without_static = self._compile({})
+
     def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
         self._check_static(static)
 
@@ -226,7 +233,7 @@ class ShardedOp:
             return results if len(operation.fit.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
-        return self._compiled.add(tuple(static.items()), jax.jit(call))
+        return self._compiled.add(_key(static), jax.jit(call))
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
         """The operation on these operands, checked."""
@@ -273,6 +280,11 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
     if reserved:
         raise RuleError(f'{name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise')
     return tuple(names[1:])
+
+
+def _key(static: dict[str, Any]) -> tuple[Any, ...]:
+    """Static arguments as a key; with their types, for 1 and True are equal."""
+    return tuple((name, type(value), value) for name, value in static.items())
 
 
 def _static_names(fun: Callable[..., Any]) -> list[str] | None:

@@ -65,6 +65,8 @@ class Operation:
 
 def run(operation: Operation, *operands: Any) -> Results:
     """Runs an operation inside a function that JAX compiles; right under ``jax.vmap``."""
+    if any(map(_is_key, operands)):
+        return run(*_with_key_data(operation, operands))
 
     @custom_vmap
     def call(*operands: Any) -> Results:
@@ -77,6 +79,30 @@ def run(operation: Operation, *operands: Any) -> Results:
 
     results: Results = call(*operands)
     return results
+
+
+def _is_key(operand: Any) -> bool:
+    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
+
+
+def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operation on the numbers behind typed PRNG keys: partitioned, a key has a dimension more."""
+    impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
+
+    def local(ctx: FactorContext, *blocks: Any) -> Results:
+        keys = [
+            block if impl is None else jax.random.wrap_key_data(block, impl=impl)
+            for block, impl in zip(blocks, impls, strict=True)
+        ]
+        return operation.local(ctx, *keys)
+
+    data = [jax.random.key_data(operand) if _is_key(operand) else operand for operand in operands]
+    factors = [
+        (*factors, *[None] * (len(numbers.shape) - len(factors)))
+        for factors, numbers in zip(operation.fit.operands, data, strict=True)
+    ]
+    fit = dataclasses.replace(operation.fit, operands=tuple(factors))
+    return dataclasses.replace(operation, fit=fit, local=local), *data
 
 
 def mesh_of(operands: Sequence[Any]) -> Any:
@@ -99,7 +125,8 @@ def _placed(operation: Operation, *operands: Any) -> Results:
 
 def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Results:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    sizes = {axis: mesh.shape[axis] for axis, kind in kinds if kind is AxisType.Explicit}
+    explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
+    sizes = {axis: mesh.shape[axis] for axis in explicit if _may_be_manual(mesh, axis)}
     fit = operation.fit
     lie = [canonical(jax.typeof(operand).sharding.spec) for operand in operands]
     layout = Layout.of_specs(fit, lie, sizes)
@@ -117,6 +144,15 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
         check_vma=operation.check_vma,
     )(*moved)
     return results
+
+
+def _may_be_manual(mesh: Any, axis: str) -> bool:
+    """Whether ``shard_map`` takes an axis: not one over which a dimension lies that ``jax.vmap`` maps."""
+    try:
+        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+    except ValueError:
+        return False
+    return True
 
 
 def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:

@@ -68,20 +68,7 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
         DataError: this is no report, or one of another version.
         ArgumentError: it is neither text nor a path.
     """
-    text, name = _text_and_name(text_or_path)
-    if not text.strip():
-        raise DataError(f'{name} is not the JSON of a report: it is empty')
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise DataError(f'{name} is not the JSON of a report: {error}') from error
-    if not isinstance(values, dict) or 'version' not in values:
-        raise DataError(f'{name} is not the JSON of a report: it has no version')
-    if values['version'] != VERSION:
-        raise DataError(
-            f'{name} is a report of version {values["version"]!r}, this scalax reads version {VERSION}: '
-            'write it anew with report.to_json()'
-        )
+    values, name = loaded(text_or_path, 'report', 'ShardingReport', VERSION)
     try:
         mesh = {
             str(axis): _of(int, size, 'a size of the mesh')
@@ -99,11 +86,43 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
     return {'rows': rows, 'mesh': mesh, **idle}
 
 
-def _text_and_name(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
+def loaded(
+    text_or_path: str | os.PathLike[str], what: str, owner: str, version: int
+) -> tuple[dict[str, Any], str]:
+    """The items of what was written, and what to call it in messages.
+
+    Args:
+        text_or_path: the JSON itself, or the path of a file of it.
+        what: what it is of, such as ``'report'``.
+        owner: the class whose ``load`` was called.
+        version: the version that is read.
+
+    Raises:
+        DataError: it is none, or one of another version.
+        ArgumentError: it is neither text nor a path.
+    """
+    text, name = _text_and_name(text_or_path, what, owner)
+    if not text.strip():
+        raise DataError(f'{name} is not the JSON of a {what}: it is empty')
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
+    if not isinstance(values, dict) or 'version' not in values:
+        raise DataError(f'{name} is not the JSON of a {what}: it has no version')
+    if values['version'] != version:
+        raise DataError(
+            f'{name} is a {what} of version {values["version"]!r}, this scalax reads version {version}: '
+            f'write it anew with {what}.to_json()'
+        )
+    return values, name
+
+
+def _text_and_name(text_or_path: str | os.PathLike[str], what: str, owner: str) -> tuple[str, str]:
     if not isinstance(text_or_path, str | os.PathLike):
         raise ArgumentError(
-            f'ShardingReport.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
-            'give it what report.to_json() returns, or where that was written'
+            f'{owner}.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
+            f'give it what {what}.to_json() returns, or where that was written'
         )
     # Text begins with a brace, or (where it is damaged) is empty, a list or of several lines; no sensible
     # path is.
@@ -116,7 +135,7 @@ def _text_and_name(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
     try:
         return Path(text_or_path).read_text(encoding='utf-8'), name
     except UnicodeDecodeError as error:
-        raise DataError(f'{name} is not the JSON of a report: {error}') from error
+        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
 
 
 def _of(kind: type[T], value: object, what: str) -> T:

@@ -93,22 +93,6 @@ def footnotes(rules: Sequence[str], width: int) -> list[str]:
     return ['', *wrapped(rules, width)] if rules else []
 
 
-def aligned(cells: Sequence[tuple[str, ...]], widths: Sequence[int], path: int, size: int) -> list[str]:
-    """The lines of a table, its heads underlined; *path* and *size* are the columns of these."""
-    lines = [_line(line, widths, path, size) for line in cells]
-    return [lines[0], '-' * (sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
-
-
-def shrink(widths: list[int], room: int, least: Sequence[int]) -> None:
-    """Takes columns from whichever is widest, until the table fits."""
-    while sum(widths) > room:
-        over = [(w - m, column) for column, (w, m) in enumerate(zip(widths, least, strict=True))]
-        spare, column = max(over)
-        if spare <= 0:
-            return
-        widths[column] -= 1
-
-
 def folded_path(item: Fold) -> str:
     """The path column of a line that may stand for several leaves."""
     return visible(item.short_name(MOST_RUNS)) or '(leaf)'
@@ -144,22 +128,6 @@ def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
     """What a line says in each column."""
     size = human_bytes(row.bytes_per_device * item.count)
     return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
-
-
-def _line(cells: tuple[str, ...], widths: Sequence[int], path: int, size: int) -> str:
-    texts = []
-    for column, (text, width) in enumerate(zip(cells, widths, strict=False)):
-        text = cut(text, width, column == path)
-        texts.append(text.rjust(width) if column == size else text.ljust(width))
-    return '  '.join(texts).rstrip()
-
-
-def cut(text: str, width: int, is_path: bool) -> str:
-    """At most *width* characters of a cell."""
-    if len(text) <= width:
-        return text
-    # The end of a path tells leaves apart; of everything else the beginning says more.
-    return f'...{text[len(text) - width + 3 :]}' if is_path else f'{text[: width - 3]}...'
 
 
 def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:

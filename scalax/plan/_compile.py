@@ -83,7 +83,8 @@ def compile_lowered(
         limit: the bytes that a program can use of a device, where that is known.
 
     Raises:
-        PlanError: the compiler failed, or did not write that program down.
+        PlanError: the compiler did not write that program down.
+        jax.errors.JaxRuntimeError: the compiler failed.
     """
     if platform == 'tpu':
         # Collectives are those of whole products, memory that of the program as it will run.
@@ -113,7 +114,8 @@ def compile_lowered(
         # That of XLA for CPUs is not one of the hardware that is meant.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    return Compiled(dump.text, devices, memory, dump.executable, buffers=_buffers(dump))
+    buffers = _buffers(dump) if platform == 'tpu' else ()
+    return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
 
 
 def _laid_out(lowered: Any, limit: int) -> _Dump:
@@ -170,9 +172,7 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
             if 'RESOURCE_EXHAUSTED' not in refusal or not _last(folder, _TABLES[0]):
-                raise PlanError(
-                    f'{refusal}\nThis is why the compiler made no program, and there is no plan'
-                ) from error
+                raise
         files = sorted(path for path in folder.iterdir() if _AFTER.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''
         tables = Tables(*(_last(folder, table) for table in _TABLES))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from scalax.errors import PlanError, did_you_mean
 
@@ -131,45 +132,36 @@ _V3 = Hardware(
     device_kinds=('TPU v3',),
     sources=_book(ring_multiple=f'{_SPECS}: a pod is 32x32; smaller ones are taken not to close'),
 )
+# What joins the chips of two kinds: cubes of v4 and v5p, squares of v5e and v6e.
+_CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': True, 'chips_per_host': 4}
+_SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
 _V4 = Hardware(
     *('v4', 2.75e14, 1.2e12, _gib(15.25), 4.5e10),
-    torus_axes=3,
-    ring_multiple=4,
-    ring_needs_all=True,
     devices_per_chip=2,
     dcn_bytes_per_second=2.5e10,
-    chips_per_host=4,
+    **_CUBE,
     device_kinds=('TPU v4',),
     sources=_book(),
 )
 _V5E = Hardware(
     *('v5e', 1.97e14, 8.1e11, _gib(15.75), 4.5e10),
-    torus_axes=2,
-    ring_multiple=16,
-    devices_per_chip=1,
     dcn_bytes_per_second=2.5e10,
-    chips_per_host=8,
+    **_SQUARE,
     device_kinds=('TPU v5 lite', 'TPU v5e'),
     sources=_book(),
 )
 _V5P = Hardware(
     *('v5p', 4.59e14, 2.8e12, _gib(95.74), 9e10),
-    torus_axes=3,
-    ring_multiple=4,
-    ring_needs_all=True,
     devices_per_chip=1,
     dcn_bytes_per_second=2.5e10,
-    chips_per_host=4,
+    **_CUBE,
     device_kinds=('TPU v5', 'TPU v5p'),
     sources=_book(),
 )
 _V6E = Hardware(
     *('v6e', 9.20e14, 1.6e12, _gib(31.25), 9e10),
-    torus_axes=2,
-    ring_multiple=16,
-    devices_per_chip=1,
     dcn_bytes_per_second=1e11,
-    chips_per_host=8,
+    **_SQUARE,
     device_kinds=('TPU v6 lite', 'TPU v6e'),
     sources=_book(),
 )

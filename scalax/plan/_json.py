@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalax.errors import DataError
 from scalax.explain import ShardingReport
+from scalax.explain._json import loaded
 from scalax.plan._collectives import Collective
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
@@ -48,20 +48,9 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         DataError: this is no plan, or one of another version.
+        ArgumentError: it is neither text nor a path.
     """
-    is_text = isinstance(text_or_path, str) and text_or_path.lstrip().startswith('{')
-    name = 'the text' if is_text else repr(os.fspath(text_or_path))
-    text = str(text_or_path) if is_text else Path(text_or_path).read_text(encoding='utf-8')
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise DataError(f'{name} is not the JSON of a plan: {error}') from error
-    version = values.get('version') if isinstance(values, dict) else None
-    if version != VERSION:
-        raise DataError(
-            f'{name} is a plan of version {version!r}, this scalax reads version {VERSION}: '
-            'write it anew with plan.to_json()'
-        )
+    values, name = loaded(text_or_path, 'plan', 'Plan', VERSION)
     try:
         return _fields(values)
     except (KeyError, TypeError, ValueError) as error:

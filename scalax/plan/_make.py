@@ -9,19 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
 from scalax._mesh import require_devices
 from scalax._paths import join
 from scalax._resolve import Use, resolve
 from scalax._sjit import names_of_arguments, sjit
-from scalax.errors import ArgumentError
+from scalax._spec import axis_sizes_text
+from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
 from scalax.plan._collectives import collectives
 from scalax.plan._compile import Compiled, compile_lowered
 from scalax.plan._flops import count_flops
 from scalax.plan._hardware import hardware_of
+from scalax.plan._memory import constants
 from scalax.plan._module import parse
 from scalax.plan._places import places_of
 from scalax.plan._plan import Plan
@@ -63,15 +65,34 @@ def make_plan(
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    traced = function.trace(*args, **kwargs)
+    name = str(getattr(fun, '__name__', type(fun).__name__))
+    try:
+        traced = function.trace(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f'Thus there is no plan of {name!r}: a plan is made without values. Make what decides a static '
+            'argument (static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+        )
+        raise
     lowered = traced.lower()
     device = mesh.devices.flat[0]
     hardware = hardware_of(device.device_kind)
     limit = hardware.hbm_bytes if hardware else None
-    compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+    try:
+        compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+    except jax.errors.JaxRuntimeError as error:
+        raise PlanError(
+            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
+            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
+        ) from error
     # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
     # write out every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    memory = dataclasses.replace(compiled.memory, limit=limit)
+    if memory.estimated:
+        # XLA for CPUs keeps them with its code, and counts them nowhere.
+        baked = constants(module)
+        memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
@@ -80,11 +101,11 @@ def make_plan(
     if names is None:
         names = [*_positions(function, len(args), len(positional))]
     return Plan(
-        name=str(getattr(fun, '__name__', type(fun).__name__)),
+        name=name,
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=dataclasses.replace(compiled.memory, limit=limit),
+        memory=memory,
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),
@@ -145,12 +166,22 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    known = treedef.unflatten([own if isinstance(own, NamedSharding) else None for own in shardings])
+    known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
     resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(
         report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
     )
+
+
+def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
+    """The sharding of a leaf, if it is one of the mesh."""
+    if not isinstance(own, NamedSharding):
+        return None
+    if len(own.spec) <= len(leaf.shape):
+        return own
+    # To the compiler a typed key has a dimension more: the numbers that it is made of.
+    return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
 
 
 def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:

@@ -12,7 +12,7 @@ from scalax._html import escape, paragraphs, still_page, table
 from scalax.explain._text import human_bytes
 from scalax.plan._bars import Bar, memory_bars, time_bars
 from scalax.plan._chips import NOBODY, Chips, chips_of
-from scalax.plan._text import HEADS, cells_of, head, verdict
+from scalax.plan._text import HEADS, MOST_BUFFERS, cells_of, head, verdict
 from scalax.visualize._colors import told_apart
 from scalax.visualize._svg import Drawn, below, document, text_lines
 
@@ -69,7 +69,7 @@ def _memory(plan: Plan) -> str:
     )
     largest = ''
     if plan.buffers:
-        rows = [(human_bytes(row.bytes), row.array, str(row.source)) for row in plan.buffers]
+        rows = [(human_bytes(row.bytes), row.array, str(row.source)) for row in plan.buffers[:MOST_BUFFERS]]
         largest = _texts(['The largest, when most is held:']) + _wide(
             table(('bytes', 'array', 'what it is'), rows, right=[0])
         )

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from scalax._spec import axis_sizes_text
-from scalax.explain._text import aligned, columns, human_bytes, shrink
+from scalax.explain._table import table
+from scalax.explain._text import columns, human_bytes
 from scalax.plan._collectives import Collective
 from scalax.plan._loops import Counted
 
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
 
 HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
-_BUFFERS = 8
+MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
-_LEAST = [10, 4, 5, 5, 16]
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
@@ -59,7 +59,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     if plan.buffers:
         yield '  the largest, when most is held:'
         yield from (
-            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}' for row in plan.buffers[:_BUFFERS]
+            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}'
+            for row in plan.buffers[:MOST_BUFFERS]
         )
 
 
@@ -81,17 +82,17 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         return
     yield 'collectives in one call (bytes: the whole array of one group, each time):'
     cells = [HEADS, *map(cells_of, plan.collectives[:_SHOWN])]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
-    shrink(widths, width - 2 * (len(widths) - 1), _LEAST)
-    yield from aligned(cells, widths, _BECAUSE, 3)
+    yield from table(cells, width, _BECAUSE, 3)
     if len(plan.collectives) > _SHOWN:
         rest = plan.collectives[_SHOWN:]
         moved = human_bytes(sum(row.count * row.bytes for row in rest))
         yield f'... and {len(rest)} more, {moved} together'
     yield ''
+    networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        yield f'along {" x ".join(axes)}: {each}'
+        over = f' ({" and ".join(networks[axes])})' if networks.get(axes) else ''
+        yield f'along {" x ".join(axes)}{over}: {each}'
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:

@@ -102,12 +102,10 @@ class NamedLeaf:
         spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen))
         number = self.named.number
         clauses = () if number is None else ((self.rule, number),)
-        reason = '; '.join(reasons) or 'no name has a mesh axis here'
-        policies = (self.rule.on_indivisible,)
-        answer = Answer(
-            spec, self.named.source, reason, policies, clauses=clauses, notes=tuple(dict.fromkeys(notes))
-        )
-        return answer, dropped
+        reason = '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here')
+        policies, unheard = (self.rule.on_indivisible,), tuple(dict.fromkeys(notes))
+        source = self.named.source
+        return Answer(spec, source, reason, policies, clauses=clauses, notes=unheard), dropped
 
     def _in_vain(self, axes: Sequence[str], dim: int, why: str) -> str:
         return f'{self.named.source} asked for {", ".join(dict.fromkeys(axes))} on dimension {dim}: {why}'

@@ -162,9 +162,10 @@ def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis], where: str) -> Parti
         names: list[str] = []
         for axis in entry_axes(entry):
             if axis not in axes:
+                near = f' ({did_you_mean(str(axis), axes)})' if near_names(str(axis), axes) else ''
                 raise RuleError(
-                    f'{where}: {spec} names {axis!r} ({did_you_mean(str(axis), axes)}); the axes of a table '
-                    f'are {", ".join(axes)}, and the arguments of these names say what each is on the mesh'
+                    f'{where}: {spec} names {axis!r}{near}; the axes of a table are {", ".join(axes)}, and '
+                    'the arguments of these names say what each is on the mesh'
                 )
             for name in entry_axes(axes[axis]):
                 if name in origin:

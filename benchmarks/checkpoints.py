@@ -1,0 +1,213 @@
+"""Checkpoints against Orbax by hand, and safetensors against reading the file: seconds, and host memory.
+
+Memory is the most that a process had at once, so each contestant has a process of its own; they take turns.
+What is written lies in a temporary folder (``TMPDIR`` says where), and is not in memory any more when it is
+read. The CPU time is that of all threads of a process; it says something on a busy machine too.
+
+``python -m benchmarks.checkpoints WHAT MEBIBYTES FOLDER`` is one such process; it prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+_LEAVES = 32
+_TIMEOUT_S = 900
+_CHUNK = 1 << 24
+_MIB = 2**20
+
+Measured = dict[str, float]
+"""``seconds``, ``cpu`` seconds, and ``peak``: by how many bytes the memory of the process grew at most."""
+
+
+def checkpoints(rounds: int, mebibytes: int = 1024) -> list[Row]:
+    """Saving and restoring, each against Orbax by hand; the checksums by themselves."""
+    times = max(rounds // 1000, 1)
+    size = f'{mebibytes / 1024:g} GiB'
+    found = _alternating(
+        ['save', 'save-by-hand', 'save-without-checksums', 'restore', 'restore-by-hand', 'verify'],
+        mebibytes,
+        times,
+    )
+    leaf = mebibytes / _LEAVES
+
+    def row(name: str, ours: str, theirs: str, aim: float | None = None, clock: str = 'seconds') -> Row:
+        return Row(name, found[ours][clock], found[theirs][clock], aim)
+
+    def memory(name: str, ours: str, theirs: str) -> Row:
+        mine, hand = (round(found[what]['peak'] / _MIB) for what in (ours, theirs))
+        return Row(f'{name}, MiB of host memory', mine, hand, round(hand + leaf), counted=True)
+
+    save = f'save {size}, against Orbax by hand'
+    restore = f'restore {size} onto another mesh, against Orbax by hand'
+    plain = 'save-without-checksums'
+    return [
+        row(f'{save}, without checksums', plain, 'save-by-hand', 1.1),
+        row(f'{save}, without checksums (CPU time)', plain, 'save-by-hand', 1.1, 'cpu'),
+        row(f'{save}, with checksums', 'save', 'save-by-hand'),
+        row(f'{save}, with checksums (CPU time)', 'save', 'save-by-hand', None, 'cpu'),
+        row(restore, 'restore', 'restore-by-hand', 1.1),
+        row(f'{restore} (CPU time)', 'restore', 'restore-by-hand', 1.1, 'cpu'),
+        row(f'{restore}, verified', 'verify', 'restore-by-hand'),
+        memory(f'save {size}', 'save', 'save-by-hand'),
+        memory(f'restore {size}', 'restore', 'restore-by-hand'),
+    ]
+
+
+def safetensors(rounds: int, mebibytes: int = 1024) -> list[Row]:
+    """Loading against reading the file from one end to the other, both from the disk."""
+    times = max(rounds // 1000, 1)
+    size = f'{mebibytes / 1024:g} GiB'
+    rows = []
+    for cut in ('rows', 'columns'):
+        found = _alternating([f'load-{cut}', 'read'], mebibytes, times)
+        name = f'load {size} of safetensors, cut by {cut}'
+        for clock, note in (('seconds', ''), ('cpu', ' (CPU time)')):
+            ours, theirs = found[f'load-{cut}'][clock], found['read'][clock]
+            rows.append(Row(f'{name}, against reading it{note}', ours, theirs, 2))
+        shard = mebibytes / _LEAVES / 8
+        beyond = found[f'load-{cut}']['peak'] / _MIB - mebibytes
+        rows.append(
+            Row(
+                f'{name}, MiB beyond the arrays (a shard)', round(beyond, 1), shard, 1.1 * shard, counted=True
+            )
+        )
+    return rows
+
+
+def _alternating(contestants: list[str], mebibytes: int, times: int) -> dict[str, Measured]:
+    """The medians of each; what is restored has been saved by the same library."""
+    found: dict[str, list[Measured]] = {name: [] for name in contestants}
+    with tempfile.TemporaryDirectory() as folder:
+        _in_a_process('prepare', mebibytes, folder)
+        for turn in range(times):
+            for name in contestants if turn % 2 else contestants[::-1]:
+                found[name].append(_in_a_process(name, mebibytes, folder))
+    return {
+        name: {key: statistics.median(one[key] for one in measured) for key in ('seconds', 'cpu', 'peak')}
+        for name, measured in found.items()
+    }
+
+
+def _in_a_process(what: str, mebibytes: int, folder: str) -> Measured:
+    command = [sys.executable, '-m', 'benchmarks.checkpoints', what, str(mebibytes), folder]
+    env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '8'}
+    env.pop('XLA_FLAGS', None)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
+    )
+    measured: Measured = json.loads(done.stdout.splitlines()[-1])
+    return measured
+
+
+# --- One process ---------------------------------------------------------------------------------
+
+
+def run(what: str, mebibytes: int, folder: Path) -> Measured:
+    """Measures one contestant, once."""
+    import orbax.checkpoint as ocp
+    from safetensors.numpy import save_file
+
+    from scalax.checkpoint import Checkpointer, load_safetensors
+    from scalax.sharding import MeshShardingHelper, PartitionSpec
+
+    rule = PartitionSpec('fsdp', 'tp')
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    other = MeshShardingHelper([2, 4], ['fsdp', 'tp'])
+    columns = 4096 if mebibytes >= 128 else 64
+    shape = (mebibytes * _MIB // _LEAVES // 4 // columns, columns)
+    structs = {f'w{i}': jax.ShapeDtypeStruct(shape, np.float32) for i in range(_LEAVES)}
+    whole, file = folder / 'whole', folder / 'model.safetensors'
+
+    def state() -> Any:
+        def make() -> Any:
+            return {name: jax.random.normal(jax.random.key(i), shape) for i, name in enumerate(structs)}
+
+        return jax.block_until_ready(helper.sjit(make, out_shardings=rule)())
+
+    def by_hand(path: Path, tree: Any) -> None:
+        with ocp.CheckpointManager(path, item_names=('state',)) as manager:
+            manager.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(tree)))
+
+    def ours(path: Path, tree: Any, **options: Any) -> None:
+        with Checkpointer(path, **options) as checkpointer:
+            checkpointer.save(1, tree)
+
+    def restored_by_hand() -> Any:
+        with ocp.CheckpointManager(whole, item_names=('state',)) as manager:
+            like = ocp.args.StandardRestore(other.abstract(structs, rule))
+            return manager.restore(1, args=ocp.args.Composite(state=like)).state
+
+    if what == 'prepare':
+        tree = state()
+        ours(whole, tree)
+        save_file({name: np.asarray(leaf) for name, leaf in tree.items()}, file)
+        return {}
+    if what.startswith('save'):
+        tree = state()
+        small = {name: jnp.zeros(8) for name in tree}
+        options = {'checksums': False} if what == 'save-without-checksums' else {}
+        with tempfile.TemporaryDirectory(dir=folder) as path:
+            save = by_hand if what == 'save-by-hand' else ours
+            save(Path(path, 'small'), small)  # what is done once in a process
+            return _measured(lambda: save(Path(path, 'large'), tree, **options))
+    if what in ('restore', 'verify'):
+        return _measured(
+            lambda: Checkpointer(whole).restore(other, rule, structs, verify=what == 'verify'), [whole]
+        )
+    if what == 'restore-by-hand':
+        return _measured(restored_by_hand, [whole])
+    if what == 'read':
+        return _measured(lambda: _read(file), [file])
+    rule = PartitionSpec(('fsdp', 'tp')) if what == 'load-rows' else PartitionSpec(None, ('fsdp', 'tp'))
+    return _measured(lambda: load_safetensors(helper, file, rule), [file])
+
+
+def _measured(action: Callable[[], Any], cold: list[Path] | None = None) -> Measured:
+    """Runs *action* once, from the disk where *cold* says which files are not to be in memory."""
+    os.sync()
+    for path in cold or []:
+        for file in path.rglob('*') if path.is_dir() else [path]:
+            if file.is_file():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+    Path('/proc/self/clear_refs').write_text('5')  # what has been most so far is forgotten
+    before = _memory('VmRSS')
+    start, cpu = time.perf_counter(), time.process_time()
+    result = jax.block_until_ready(action())
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    del result
+    return {'seconds': seconds, 'cpu': cpu, 'peak': float(_memory('VmHWM') - before)}
+
+
+def _memory(name: str) -> int:
+    [line] = [line for line in Path('/proc/self/status').read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def _read(file: Path) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    with file.open('rb', buffering=0) as opened:
+        while opened.readinto(buffer):
+            pass
+
+
+if __name__ == '__main__':
+    print(json.dumps(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))))

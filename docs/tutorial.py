@@ -1,0 +1,565 @@
+# %% [markdown]
+# # Sharding in JAX, from specs to tensor parallelism
+#
+# How an array is spread over devices, how JAX keeps track of it, and who decides: you, the types, or the
+# compiler. In four parts:
+#
+# 1. **Placing arrays**: specs, shardings, explicit axes, pictures.
+# 2. **Programs**: how shardings propagate, what `grad`, `vmap` and `scan` do to them, constraints.
+# 3. **One device's view**: `shard_map` and its collectives.
+# 4. **Mixing**: axes of several types, `auto_axes` and `explicit_axes`, and two layouts that models are
+#    trained with, with their collectives counted.
+#
+# Everything runs on eight simulated devices, and just so on eight real ones. This page is made from
+# `docs/tutorial.py` by `python scripts/make_tutorial.py`.
+
+# %%
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from scalax.errors import ScalaxError
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    NamedSharding,
+    TreePathShardingRule,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+from scalax.testing import assert_collectives
+
+jax.config.update('jax_num_cpu_devices', 8)  # before JAX looks for its devices
+
+# %% [markdown]
+# # Part 1: Placing arrays
+#
+# ## A mesh
+#
+# A mesh gives the axes of a grid of devices names. Here `dp` is for data parallelism and `mp` for model
+# parallelism; `-1` stands for what is left of the eight devices. Each axis has a *type*:
+#
+# - **Explicit**: how an array lies along the axis is part of its JAX type, and JAX works it out while
+#   tracing.
+# - **Auto**: it is not; the compiler decides, and you may constrain it.
+#
+# (`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones. A helper has Auto axes unless told
+# otherwise.)
+
+# %%
+helper = MeshShardingHelper([-1, 2], ['dp', 'mp'], axis_types=AxisType.Explicit)
+auto = MeshShardingHelper([-1, 2], ['dp', 'mp'])
+print(helper)
+print(auto)
+
+# %% [markdown]
+# ## PartitionSpec: what is cut along what
+#
+# A spec has one entry for each dimension of an array:
+#
+# | entry | the dimension is |
+# |---|---|
+# | `None` | not cut: every device has all of it |
+# | `'dp'` | cut along mesh axis `dp` |
+# | `('dp', 'mp')` | cut along both, `dp` being the outer one |
+#
+# A spec may be shorter than the array has dimensions; the rest is not cut. A mesh axis may appear once, and
+# a dimension has to divide by the axes that cut it. A spec says nothing about devices or shapes, so that
+# such mistakes show only where it meets an array:
+
+# %%
+x = np.arange(32, dtype=np.float32).reshape(8, 4)
+for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp'))):
+    try:
+        helper.match_sharding_rule(spec, x)
+    except ScalaxError as error:
+        print(str(error).splitlines()[2].strip())
+
+# %% [markdown]
+# ## NamedSharding: a spec on a mesh
+#
+# A `NamedSharding` is a spec together with a mesh, and so knows the block of each device.
+# `helper.match_sharding_rule` makes them of specs, and of the rules that scalax has for whole models.
+#
+# `P('dp')` and `P('dp', None)` mean the same, and are not equal. Compare shardings with `is_equivalent_to`.
+
+# %%
+sharding = helper.match_sharding_rule(P('dp', 'mp'), x)
+print(sharding == NamedSharding(helper.mesh, P('dp', 'mp')))
+print('each device has', sharding.shard_shape(x.shape), 'of', x.shape)
+print(P('dp') == P('dp', None))
+print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.mesh, P('dp', None)), ndim=2))
+
+# %% [markdown]
+# ## Sharded arrays, and their types
+#
+# `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
+# for one sharding). Every array then says where it lies: `.sharding`. On Explicit axes its type says so
+# too.
+
+# %%
+explicit_x = helper.shard(x, P('dp', 'mp'))
+auto_x = auto.shard(x, P('dp', 'mp'))
+for each in (explicit_x, auto_x):
+    print(each.sharding.spec, ' type:', jax.typeof(each))
+first = explicit_x.addressable_shards[0]
+print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist())
+
+# %% [markdown]
+# ## reshard
+#
+# `jax.reshard` gives an array another sharding along Explicit axes, at once or inside a program. A spec is
+# enough where a mesh is known: inside `sjit`, or under `jax.set_mesh`. Elsewhere it takes a NamedSharding.
+
+# %%
+turned = helper.sjit(lambda x: jax.reshard(x, P('mp', 'dp')))(explicit_x)
+print(jax.typeof(turned))
+with jax.set_mesh(helper.mesh):
+    print(jax.typeof(jax.reshard(explicit_x, P(None, 'mp'))))
+print(jax.typeof(jax.reshard(explicit_x, NamedSharding(helper.mesh, P('mp')))))
+
+# %% [markdown]
+# ## Pictures
+#
+# `helper.visualize` draws which device holds which block, of one array or of a tree. With a rule it draws
+# what would be, so that nothing has to be placed. (`jax.debug.visualize_array_sharding` is for one array of
+# at most two dimensions.)
+
+# %%
+helper.visualize({'both axes': explicit_x, 'turned': turned})
+
+# %%
+helper.visualize(
+    {'rows': x, 'replicated along dp': x}, {'rows': P(('dp', 'mp')), 'replicated along dp': P('mp')}
+)
+
+# %% [markdown]
+# # Part 2: Programs
+#
+# ## Propagation, in the types
+#
+# On Explicit axes, each operation works out the sharding of its result from the types of its arguments,
+# while JAX traces. So types can be printed in a program, and mistakes are errors with a line. New arrays
+# are replicated, unless `out_sharding` (or `_like`) says otherwise.
+
+
+# %%
+@helper.sjit
+def program(x, row):
+    print('x             ', jax.typeof(x))
+    print('row           ', jax.typeof(row))
+    print('sin(x)        ', jax.typeof(jnp.sin(x)))
+    print('x + row       ', jax.typeof(x + row))
+    print('x.T           ', jax.typeof(x.T))
+    print('x.sum(axis=0) ', jax.typeof(x.sum(axis=0)))
+    print('zeros_like(x) ', jax.typeof(jnp.zeros_like(x)))
+    print('zeros         ', jax.typeof(jnp.zeros((8, 4))))
+    print('zeros, sharded', jax.typeof(jnp.zeros((8, 4), out_sharding=P('dp'))))
+    return x + row
+
+
+row = helper.shard(np.ones(4, np.float32), P())
+result = program(explicit_x, row)
+
+# %% [markdown]
+# ## out_sharding, where there are several answers
+#
+# Sometimes there is no one answer. A product that contracts a sharded dimension leaves a part of the sum on
+# each device: shall the sum be replicated, or scattered? A sum of `x` and `x.T` would have one axis in two
+# dimensions. JAX does not guess: it raises an error. Products, `einsum`, `reshape`, gathers and others take
+# `out_sharding`.
+
+# %%
+w = helper.shard(np.ones((4, 8), np.float32), P('mp'))
+for name, ambiguous in {'x @ w': lambda x, w: x @ w, 'x + x.T': lambda x, w: x[:4] + x[:4].T}.items():
+    try:
+        helper.sjit(ambiguous)(explicit_x, w)
+    except Exception as error:
+        print(f'{name}: {type(error).__name__}')
+
+
+@helper.sjit
+def products(x, w):
+    replicated = jnp.einsum('ij,jk->ik', x, w, out_sharding=P('dp'))
+    scattered = jnp.einsum('ij,jk->ik', x, w, out_sharding=P('dp', 'mp'))
+    merged = jax.lax.reshape(x, (32,), out_sharding=P(('dp', 'mp')))
+    print(jax.typeof(replicated), jax.typeof(scattered), jax.typeof(merged))
+    return replicated, scattered
+
+
+for y in products(explicit_x, w):
+    np.testing.assert_array_equal(y, x @ np.ones((4, 8)))
+
+
+# %% [markdown]
+# ## grad, vmap and scan
+#
+# A gradient has the type of what it is the gradient of. Under `vmap` the mapped dimension keeps its axis,
+# though the function does not see it. The carry of `scan` has to keep its type, sharding included: if it
+# changes, reshard it.
+
+# %%
+print('gradient:', jax.typeof(helper.sjit(jax.grad(lambda x: (x**2).sum()))(explicit_x)))
+
+
+@helper.sjit
+@jax.vmap
+def one_row(row):
+    print('one row: ', jax.typeof(row))
+    return row / row.sum()
+
+
+print('all rows:', jax.typeof(one_row(explicit_x)))
+
+
+def steps(keep, x):
+    def step(carry, _):
+        summed = carry + carry.sum(axis=0)  # the sum is cut along mp only: so it stays
+        return keep(jax.reshard(summed, P('dp'))), None
+
+    return jax.lax.scan(step, x, None, length=3)[0]
+
+
+try:
+    helper.sjit(functools.partial(steps, lambda carry: carry))(explicit_x)
+except TypeError as error:
+    print('the carry changes its type:', 'float32[8@dp,4]' in str(error))
+kept = helper.sjit(functools.partial(steps, lambda carry: jax.reshard(carry, P('dp', 'mp'))))
+print('the carry is brought back: ', jax.typeof(kept(explicit_x)))
+
+# %% [markdown]
+# ## Auto axes: the compiler's choice, and constraints
+#
+# On Auto axes types say nothing, and the compiler propagates shardings through the whole program, forwards
+# and backwards. Where it has to be told, a *constraint* tells it. `jax.lax.with_sharding_constraint` is for
+# Auto axes: on Explicit axes it only asserts what the type is, and there `jax.reshard` moves. scalax's
+# `with_sharding_constraint` does what each axis needs, so that a model with constraints runs on any mesh.
+
+
+# %%
+def model(x):
+    return with_sharding_constraint(jnp.sin(x), P('mp', 'dp'))
+
+
+for each, placed in ((auto, auto_x), (helper, explicit_x)):
+    y = each.sjit(model)(placed)
+    print(each, y.sharding.spec, jax.typeof(y))
+
+try:
+    with jax.set_mesh(helper.mesh):
+        jax.jit(lambda x: jax.lax.with_sharding_constraint(x, P('mp', 'dp')))(explicit_x)
+except AssertionError as error:
+    print('AssertionError:', str(error).split('.')[0])
+
+# %% [markdown]
+# ## What a layout costs
+#
+# Where data lies otherwise than an operation needs it, the compiler inserts collectives. They are the price
+# of a layout, and should be known. `helper.plan` compiles a program without running it and lists them;
+# tests assert them with `scalax.testing.assert_collectives`.
+
+
+# %%
+def collectives(plan):
+    for row in plan.collectives:
+        print(f'  {row.count} x {row.kind} along {", ".join(row.axes)}: {row.bytes:,} bytes')
+    if not plan.collectives:
+        print('  none')
+
+
+@auto.sjit
+def product(x, w):
+    return x @ w
+
+
+a = np.ones((64, 64), np.float32)
+layouts = {
+    'rows of x, all of w': (P('dp'), P()),
+    'rows of x, columns of w': (P('dp'), P(None, 'mp')),
+    'columns of x, rows of w: each device has a part of the sum': (P(None, 'mp'), P('mp')),
+    'rows of x, columns of w, along the same axis': (P('dp'), P(None, 'dp')),
+}
+for name, specs in layouts.items():
+    print(name)
+    collectives(auto.plan(product, *auto.shard((a, a), specs)))
+
+# %% [markdown]
+# # Part 3: One device's view
+#
+# ## shard_map
+#
+# So far a program was about whole arrays. `shard_map` is the other view: a function of one device's blocks,
+# which says itself what is sent. `in_specs` say how arguments are cut, `out_specs` how the blocks of
+# results are put together. `helper.shard_map` takes rules where `jax.shard_map` takes specs, and reshards
+# arguments that lie otherwise.
+#
+# Inside, the type of a block says along which mesh axes it *varies*: `{V:dp}` differs from device to device
+# along `dp`. What varies along an axis cannot be returned as if it were replicated along it: JAX checks
+# that.
+
+
+# %%
+def block_sum(block):
+    print('a block:', jax.typeof(block))
+    total = jax.lax.psum(block.sum(axis=0), 'dp')
+    print('its sum:', jax.typeof(total))
+    return total
+
+
+mapped = helper.shard_map(block_sum, in_specs=P('dp', 'mp'), out_specs=P('mp'))
+print(mapped(x), x.sum(axis=0))
+
+try:
+    helper.shard_map(lambda block: block.sum(axis=0), in_specs=P('dp', 'mp'), out_specs=P('mp'))(x)
+except ValueError as error:
+    print('without psum:', type(error).__name__)
+
+# %% [markdown]
+# ## Collectives
+#
+# | | every device gives | and gets |
+# |---|---|---|
+# | `psum` | a block | the sum of all blocks |
+# | `all_gather(tiled=True)` | a block | all blocks, joined in one dimension (`tiled=False`: in a new one) |
+# | `psum_scatter(tiled=True)` | a block | its part of their sum; other systems say *reduce-scatter* |
+# | `all_to_all(tiled=True)` | a part of its block to each | the parts that are for it, joined |
+# | `ppermute` | a block to one other device | a block of another one |
+#
+# A `psum` is a `psum_scatter` followed by an `all_gather`. An `all_to_all` moves the cut from one dimension
+# to another.
+
+
+# %%
+def show(name, fun, out_specs):
+    mapped = auto.shard_map(fun, in_specs=P('dp'), out_specs=out_specs, axis_names='dp')
+    y = auto.sjit(mapped)(values)
+    print(f'{name:13}', np.asarray(y).astype(int).tolist())
+    collectives(auto.plan(auto.sjit(mapped), values))
+
+
+# Device d along dp has the row [10 d, 10 d + 1, 10 d + 2, 10 d + 3].
+values = auto.shard((10 * np.arange(4)[:, None] + np.arange(4)).astype(np.float32), P('dp'))
+show('psum', lambda row: jax.lax.psum(row, 'dp'), P())
+show(
+    'psum_scatter',
+    lambda row: jax.lax.psum_scatter(row, 'dp', scatter_dimension=1, tiled=True),
+    P(None, 'dp'),
+)
+show('all_to_all', lambda row: jax.lax.all_to_all(row, 'dp', 1, 0, tiled=True), P(None, 'dp'))
+show('ppermute', lambda row: jax.lax.ppermute(row, 'dp', [(i, (i + 1) % 4) for i in range(4)]), P('dp'))
+# Each device gathers all, and returns one row of what it has: the one across.
+show(
+    'all_gather',
+    lambda row: jax.lax.all_gather(row, 'dp', tiled=True)[3 - jax.lax.axis_index('dp')][None],
+    P('dp'),
+)
+
+# %% [markdown]
+# ## shard_map is a function like any other
+#
+# It can be differentiated, mapped with `vmap` and scanned, from outside or inside. The transpose of a
+# `psum_scatter` is an `all_gather`, and so on: the collectives of the backward pass follow from those of
+# the forward pass. With `axis_names` only some mesh axes are *manual*; the others stay what they are.
+
+# %%
+mean_square = helper.shard_map(
+    lambda block: jax.lax.pmean((block**2).mean(), ('dp', 'mp')), P('dp', 'mp'), P()
+)
+gradient = helper.sjit(jax.grad(mean_square))(explicit_x)
+print(jax.typeof(gradient), bool(jnp.allclose(gradient, 2 * x / x.size)))
+
+
+def half(block):
+    print('manual along dp, Explicit along mp:', jax.typeof(block))
+    return 2 * block
+
+
+print(
+    jax.typeof(helper.sjit(helper.shard_map(half, P('dp', 'mp'), P('dp', 'mp'), axis_names='dp'))(explicit_x))
+)
+
+# %% [markdown]
+# # Part 4: Mixing
+#
+# ## Axes of several types
+#
+# Each axis of a mesh has its own type. A type then mentions the Explicit axes, and the compiler keeps the
+# others. One dimension of an array may be cut along axes of one type only.
+
+# %%
+mixed = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=[AxisType.Explicit, AxisType.Auto])
+mixed_x = mixed.shard(x, P('dp', 'mp'))
+print(mixed_x.sharding.spec, jax.typeof(mixed_x))
+
+# %% [markdown]
+# ## auto_axes: a part for the compiler
+#
+# Inside `helper.auto_axes` Explicit axes are Auto: the compiler does what JAX has no answer for. On the way
+# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules, for which
+# results are nothing new. (`jax.sharding.auto_axes` takes specs, and needs `jax.set_mesh`.)
+
+
+# %%
+@helper.auto_axes(out_sharding=P('dp', 'mp'))
+def symmetric(x):
+    print('inside: ', jax.typeof(x))
+    return x + x.T
+
+
+square = helper.shard(a, P('dp', 'mp'))
+print('outside:', jax.typeof(helper.sjit(symmetric)(square)))
+
+
+@helper.auto_axes(axes='mp', out_sharding=P('dp', 'mp'))
+def half_auto(x):
+    print('mp only:', jax.typeof(x))
+    return 2 * x
+
+
+print('outside:', jax.typeof(half_auto(square)))
+
+# %% [markdown]
+# ## explicit_axes: a part with types
+#
+# The other way round, in a program over Auto axes. On the way in types need an answer, which is
+# `in_sharding`. On the way out they lose it: the compiler may do as it likes from there on.
+
+
+# %%
+@auto.explicit_axes(in_sharding=P('dp', 'mp'))
+def typed(x):
+    print('inside: ', jax.typeof(x), jax.typeof(x.sum(axis=1)))
+    return 2 * x
+
+
+y = auto.sjit(typed)(a)
+print('outside:', jax.typeof(y), y.sharding.spec)
+
+# %% [markdown]
+# ## Where an array lies, and what its type says
+#
+# `.sharding` is where an array lies: all axes, and only arrays have it, not the values of a program that is
+# being traced. `jax.typeof(x).sharding` is what is known while tracing: Explicit axes alone. On Auto axes
+# the two differ.
+
+# %%
+for name, each in {'Explicit': explicit_x, 'Auto': auto_x, 'dp Explicit, mp Auto': mixed_x}.items():
+    print(f'{name:21} lies as {each.sharding.spec!s:17} has the type {jax.typeof(each).sharding.spec}')
+
+# %% [markdown]
+# ## FSDP, for real
+#
+# *Fully sharded data parallelism*: each device has a part of every parameter and of the batch. This is the
+# network, for one device. It names a place, `hidden`, and no mesh axis.
+
+
+# %%
+def init(key, width=64, hidden=256):
+    up, down = jax.random.split(key)
+    return {
+        'up': jax.random.normal(up, (width, hidden)) / np.sqrt(width),
+        'down': jax.random.normal(down, (hidden, width)) / np.sqrt(hidden),
+    }
+
+
+def network(params, x):
+    hidden = with_sharding_annotation(jax.nn.gelu(x @ params['up']), 'hidden')
+    return hidden @ params['down']
+
+
+def loss(params, x):
+    return jnp.mean((network(params, x) - x) ** 2)
+
+
+def train_step(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+
+def same(tree, other):
+    return all(
+        np.allclose(a, b, atol=1e-5) for a, b in zip(*map(jax.tree.leaves, (tree, other)), strict=True)
+    )
+
+
+params = init(jax.random.key(0))
+batch = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+on_one_device = jax.jit(train_step)(params, batch)
+
+# %% [markdown]
+# A rule for the parameters, a spec for the batch, and it runs on eight devices. But is it FSDP? The
+# collectives say no: the parameters have 65,536 bytes each, and what is gathered here has 8,192, as the
+# batch has. Rather than the parameters, the compiler sends all rows to all devices: less for a batch as
+# small as this one, more for any real one.
+
+# %%
+fsdp = MeshShardingHelper([-1], ['fsdp'])
+rule = FSDPShardingRule(min_fsdp_size=1024)
+layout = {'in_shardings': (rule, P('fsdp')), 'out_shardings': rule}
+step = fsdp.sjit(train_step, **layout)
+collectives(fsdp.plan(step, params, batch))
+
+# %% [markdown]
+# Bind the place: the hidden values lie as the batch does. Now parameters are gathered before each layer,
+# and what comes back are sums of gradients, of which each device keeps its part. (On a CPU XLA makes an
+# all-reduce of that, and takes the part; for TPUs and GPUs it is a reduce-scatter.)
+
+# %%
+step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})
+stepped = step(params, batch)
+print({name: str(p.sharding.spec) for name, p in stepped.items()})
+print('as on one device:', same(stepped, on_one_device))
+collectives(fsdp.plan(step, params, batch))
+
+# %%
+fsdp.visualize(stepped)
+
+# %% [markdown]
+# ## Tensor parallelism, for real
+#
+# Each device computes a part of each layer. `up` is cut by columns, so that the hidden values come out cut,
+# and nothing is sent: `gelu` works on each part by itself. `down` is cut by rows, along the dimension that
+# is contracted, so that each device has a part of the sum: *one* all-reduce a layer in the forward pass,
+# none between the two products.
+
+# %%
+tensor_parallel = TreePathShardingRule(('up', P(None, 'mp')), ('down', P('mp')))
+forward = auto.sjit(network, in_shardings=(tensor_parallel, P('dp')), out_shardings=P('dp'))
+collectives(auto.plan(forward, params, batch))
+assert_collectives(forward, params, batch, all_reduce={'mp': 1}, all_gather=0, all_to_all=0)
+
+step = auto.sjit(train_step, in_shardings=(tensor_parallel, P('dp')), out_shardings=tensor_parallel)
+stepped = step(params, batch)
+print('as on one device:', same(stepped, on_one_device))
+collectives(auto.plan(step, params, batch))
+
+# %% [markdown]
+# The two go together: `tensor_parallel & FSDPShardingRule('dp')` fills the dimensions that tensor
+# parallelism left free. On Explicit axes the same program needs one `out_sharding`, at the product whose
+# sum is spread out:
+
+
+# %%
+def explicit_network(params, x):
+    hidden = jax.nn.gelu(x @ params['up'])
+    print('hidden:', jax.typeof(hidden))
+    return jnp.einsum('bh,hd->bd', hidden, params['down'], out_sharding=P('dp'))
+
+
+forward = helper.sjit(explicit_network, in_shardings=(tensor_parallel, P('dp')))
+print('result:', jax.typeof(forward(params, batch)))
+collectives(helper.plan(forward, params, batch))
+both = tensor_parallel & FSDPShardingRule('dp', min_fsdp_size=1024)
+print(jax.tree.map(lambda p: str(p.spec), auto.match_sharding_rule(both, params)))
+
+# %% [markdown]
+# ## From here
+#
+# - [The guide](guide.md) has rules, `sjit` and data; [rules.md](rules.md) the layouts that people train
+#   with.
+# - `examples/ring_attention.py` and `examples/expert_parallel.py` are written with `helper.shard_map`:
+#   attention over sequences that no device holds whole, and experts that tokens travel to.
+# - [planning.md](planning.md): the same counts for hardware that is not here.

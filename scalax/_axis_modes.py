@@ -1,0 +1,335 @@
+"""How does part of a program run with mesh axes of another type? ``jax.sharding.auto_axes`` and
+``jax.sharding.explicit_axes``, with rules in place of specs.
+
+Inside, some axes of the mesh are Auto (the compiler's) or Explicit (part of types), whatever they are
+outside. A value that crosses the border changes its type with them: along axes that are Explicit on the far
+side somebody has to say how it lies. On the way in, that are the types of the arguments or `in_sharding`; on
+the way out, `out_sharding` or the types of the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax import _mesh, _spec
+from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
+from scalax._context import ActiveHelper
+from scalax._prefix import RuleLike, check
+from scalax._resolve import Use, named_sharding, resolve
+from scalax._sjit._boundary import resolve_slots
+from scalax._sjit._convention import Convention
+from scalax._sjit._placement import is_concrete
+from scalax._spec import MeshAxes
+from scalax.errors import ArgumentError, MeshError, Problem, ShardingError, did_you_mean
+
+AnyMesh = Mesh | AbstractMesh
+EXPLICIT = AxisType.Explicit
+
+
+def auto_axes(
+    active: ActiveHelper,
+    fun: Callable[..., Any],
+    axes: str | Iterable[str] | None,
+    out_sharding: RuleLike,
+) -> Callable[..., Any]:
+    """See `MeshShardingHelper.auto_axes`, which is documented for users; *active* enters the helper."""
+    return _Auto(active, fun, axes, out_sharding).wrapper()
+
+
+def explicit_axes(
+    active: ActiveHelper,
+    fun: Callable[..., Any],
+    axes: str | Iterable[str] | None,
+    in_sharding: RuleLike,
+) -> Callable[..., Any]:
+    """See `MeshShardingHelper.explicit_axes`, which is documented for users; *active* enters the helper."""
+    return _Explicit(active, fun, axes, in_sharding).wrapper()
+
+
+class _Switched:
+    """A function whose mesh axes have another type inside."""
+
+    api: str
+    option: str
+    inside: AxisType
+
+    def __init__(
+        self,
+        active: ActiveHelper,
+        fun: Callable[..., Any],
+        axes: str | Iterable[str] | None,
+        rules: RuleLike,
+    ) -> None:
+        if not callable(fun):
+            raise ArgumentError(f'{self.api} takes a function first, got {type(fun).__name__}')
+        self._active, self._fun, self._rules = active, fun, rules
+        self._convention = Convention(fun)
+        self.name = self._convention.name
+        check(rules, f'{self.option} of {self.name}')
+        self._chosen = None if axes is None else _checked(self.api, axes, active.mesh_helper.mesh)
+
+    def wrapper(self) -> Callable[..., Any]:
+        """What users call: the function with its own name and parameters."""
+        fun, convention = self._fun, self._convention
+
+        def body(*row: Any) -> Any:
+            return self._run(row)
+
+        body.__name__ = body.__qualname__ = self.name
+        compiled = jax.jit(body)
+
+        @functools.wraps(fun)
+        def switched(*args: Any, **kwargs: Any) -> Any:
+            row = convention.row(args, kwargs)
+            # Outside of a compiled function JAX knows no other axis types than those of the mesh.
+            return self._run(row) if is_compiled() else compiled(*self._placed(row))
+
+        return switched
+
+    def _run(self, row: Sequence[Any]) -> Any:
+        """The function, traced with the other axis types."""
+        outer = mesh_in_force(self._active.mesh_helper.mesh)
+        inner = self._inner(outer)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
+        with self._active:
+            with _entered(inner):
+                leaves = self._enter(row, leaves, outer, inner)
+                args, keywords = self._convention.restore(treedef.unflatten(leaves))
+                results = self._fun(*args, **keywords)
+            with _entered(outer):
+                return self._leave(results, outer, inner)
+
+    def _inner(self, outer: AnyMesh) -> AbstractMesh:
+        types = MeshAxes.of(outer).types
+        chosen = self._chosen
+        if chosen is None:
+            chosen = frozenset(name for name, kind in types.items() if kind is not AxisType.Manual)
+        manual = sorted(name for name in chosen if types[name] is AxisType.Manual)
+        if manual:
+            raise MeshError(
+                f'{self.api} of {self.name} inside shard_map: {", ".join(map(repr, manual))} '
+                f'{"is" if len(manual) == 1 else "are"} manual there, and can be nothing else: name other '
+                'axes (axes=...)'
+            )
+        kinds = [self.inside if name in chosen else kind for name, kind in types.items()]
+        return _abstract(outer).update(axis_types=tuple(kinds))
+
+    def _placed(self, row: Sequence[Any]) -> Any:
+        """The arguments of a call outside of any compiled function, on the devices of the mesh."""
+        mesh = self._active.mesh_helper.mesh
+        _mesh.require_devices(mesh, f'a call of {self.name}')
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
+        wanted = self._wanted(row, mesh)
+        stays = [_lies_on(leaf, mesh) for leaf in leaves]
+        moved = iter(
+            jax.device_put(
+                [leaf for leaf, stay in zip(leaves, stays, strict=True) if not stay],
+                [sharding for sharding, stay in zip(wanted, stays, strict=True) if not stay],
+            )
+        )
+        return treedef.unflatten(
+            [leaf if stay else next(moved) for leaf, stay in zip(leaves, stays, strict=True)]
+        )
+
+    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+        """Where the arguments go that lie elsewhere."""
+        return [named_sharding(mesh, PartitionSpec()) for _ in jax.tree.leaves(row)]
+
+    def _enter(
+        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+    ) -> list[Any]:
+        """The arguments with their types on the way in."""
+        raise NotImplementedError
+
+    def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
+        """The results with their types on the way out."""
+        raise NotImplementedError
+
+    def _reject(
+        self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
+    ) -> None:
+        """Raises about values that cannot cross the border as asked.
+
+        Args:
+            leaves: the values, as messages show them.
+            given: what the rules say of each.
+            to: the mesh on the side that they come to.
+            changes: whether some axis has another type there.
+        """
+        names = self._chosen or to.axis_names
+        types = MeshAxes.of(to).types
+        axes = ', '.join(axis for axis, kind in types.items() if axis in names and kind is EXPLICIT)
+        side, what = ('inside', 'arguments') if self.inside is EXPLICIT else ('outside', 'outputs')
+        memory = named_sharding(to, PartitionSpec()).memory_kind
+        problems = []
+        for leaf, sharding in zip(leaves, given, strict=True):
+            if sharding is None and changes:
+                problems.append(
+                    Problem(
+                        'no-sharding',
+                        leaf,
+                        f'None leaves open how it lies along axes that are Explicit {side} ({axes})',
+                        hint='give PartitionSpec() for what is replicated: along Explicit axes every value '
+                        'has a sharding.',
+                    )
+                )
+            elif sharding is not None and sharding.memory_kind != memory:
+                problems.append(
+                    Problem(
+                        'memory-kind',
+                        leaf,
+                        f'where axis types change nothing can be asked to lie in {sharding.memory_kind!r}',
+                        hint=f'give rules without a memory kind, and move arrays outside of {self.api}.',
+                    )
+                )
+        if problems:
+            where = f'the {what} of {self.name!r} ({self.option})'
+            raise ShardingError(problems, str(MeshAxes.of(to)), where)
+
+
+class _Auto(_Switched):
+    api, option, inside = 'auto_axes', 'out_sharding', AxisType.Auto
+
+    def _enter(
+        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+    ) -> list[Any]:
+        if _abstract(outer) == inner:
+            return list(leaves)
+        return [_crossed(leaf, inner, _type_of(leaf)) for leaf in leaves]
+
+    def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
+        where = f'the outputs of {self.name!r} (out_sharding)'
+        resolution = resolve(
+            self._rules,
+            results,
+            outer,
+            use=Use.BOUNDARY,
+            where=where,
+            on_indivisible=self._active.mesh_helper.on_indivisible,
+        )
+        leaves, shardings = resolution.tree.leaves, resolution.shardings
+        changes = _abstract(outer) != inner
+        self._reject(resolution.tree.descriptions, shardings, outer, changes)
+        if changes:
+            leaves = [
+                _crossed(leaf, outer, sharding.spec if sharding else PartitionSpec())
+                for leaf, sharding in zip(leaves, shardings, strict=True)
+            ]
+        applied = [
+            leaf if sharding is None else apply_sharding(leaf, sharding)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+        return resolution.treedef.unflatten(applied)
+
+
+class _Explicit(_Switched):
+    api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
+
+    def __init__(
+        self,
+        active: ActiveHelper,
+        fun: Callable[..., Any],
+        axes: str | Iterable[str] | None,
+        rules: RuleLike,
+    ) -> None:
+        super().__init__(active, fun, axes, rules)
+        self._convention.check_names(rules, self.option)
+
+    def _enter(
+        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+    ) -> list[Any]:
+        shardings = self._resolved(row, inner, changes=_abstract(outer) != inner)
+        entered = []
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            if sharding is not None:
+                if EXPLICIT not in outer.axis_types:
+                    # On the mesh with its devices: of host data alone JAX would compute on one.
+                    with _entered(outer):
+                        leaf = apply_sharding(leaf, named_sharding(outer, sharding.spec))
+                leaf = apply_sharding(_crossed(leaf, inner, sharding.spec), sharding)
+            entered.append(leaf)
+        return entered
+
+    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+        inner = self._inner(mesh)
+        with _entered(inner):
+            shardings = self._resolved(row, inner, changes=_abstract(mesh) != inner)
+        return [
+            named_sharding(mesh, PartitionSpec() if sharding is None else sharding.spec)
+            for sharding in shardings
+        ]
+
+    def _resolved(self, row: Sequence[Any], inner: AbstractMesh, changes: bool) -> list[NamedSharding | None]:
+        """What the rules say of each argument."""
+        layout = self._convention.layout(self._convention.extras_of(row))
+        where = f'the arguments of {self.name!r} (in_sharding)'
+        by_slot = resolve_slots(
+            self._convention.rules_by_slot(self._rules, row, 'in_sharding'),
+            layout,
+            row,
+            mesh=inner,
+            use=Use.BOUNDARY,
+            where=where,
+            on_indivisible=self._active.mesh_helper.on_indivisible,
+        )
+        resolutions = [by_slot[slot] for slot in layout.dynamic]
+        shardings = [sharding for resolution in resolutions for sharding in resolution.shardings]
+        leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
+        self._reject(leaves, shardings, inner, changes)
+        return shardings
+
+    def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
+        if _abstract(outer) == inner:
+            return results
+        return jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+@contextlib.contextmanager
+def _entered(mesh: AnyMesh) -> Iterator[None]:
+    with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+        yield
+
+
+def _type_of(leaf: Any) -> PartitionSpec:
+    return jax.typeof(leaf).sharding.spec
+
+
+def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
+    """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
+    explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
+    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
+    sums = PartitionSpec(unreduced=spec.unreduced & explicit, reduced=spec.reduced & explicit)
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
+
+
+def _lies_on(leaf: Any, mesh: Mesh) -> bool:
+    """Whether an argument stays where it is: on these devices, or in the hands of a transformation."""
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    if not is_concrete(leaf) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
+        return False
+    return list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat)
+
+
+def _checked(api: str, axes: str | Iterable[str], mesh: AnyMesh) -> frozenset[str]:
+    names = [axes] if isinstance(axes, str) else list(axes)
+    known = MeshAxes.of(mesh)
+    for name in names:
+        if name not in known.sizes:
+            raise MeshError(
+                f'axes of {api}: the mesh ({known}) has no axis {name!r} '
+                f'({did_you_mean(str(name), known.sizes)})'
+            )
+    return frozenset(names)

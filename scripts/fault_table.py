@@ -1,0 +1,167 @@
+"""Measures what each fault of one of two processes does to the other: the table of docs/multihost.md.
+
+    python scripts/fault_table.py [--only NAME]
+
+No launcher is involved: it would end the other at once. Two processes run steps with a collective in each, on
+simulated devices; seconds count from the fault to the end of the other process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_S = 150
+
+TRAINING = """
+import os, sys, time
+sys.path.insert(0, ROOT)
+from scalax import distributed
+distributed.initialize(initialization_timeout=15)
+import jax, numpy as np
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+helper = MeshShardingHelper([-1], ['data'])
+step_fun = helper.sjit(lambda x: x.sum(), in_shardings=PartitionSpec('data'), out_shardings=PartitionSpec())
+batch = helper.local_data_to_global_array(np.ones(2))
+me = jax.process_index()
+for step in range(1, 10_000):
+    float(step_fun(batch))
+    if distributed.should_stop(step):
+        sys.exit(distributed.PREEMPTED)
+    if step == 5:
+        print('running', flush=True)
+    AT_STEP
+    time.sleep(0.01)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One row: what happens to which process, and in which step."""
+
+    name: str
+    whom: int
+    at_step: str = 'pass'
+    signal: int = 0
+    starts: tuple[int, ...] = (0, 1)
+
+
+FAULTS = [
+    Fault('kill -9 of a worker', 1, signal=signal.SIGKILL),
+    Fault(
+        'the same, while the other is busy outside of JAX',
+        1,
+        at_step='time.sleep(600 * (step == 5 and me == 0))',
+        signal=signal.SIGKILL,
+    ),
+    Fault('kill -9 of the coordinator', 0, signal=signal.SIGKILL),
+    Fault('a worker that hangs (SIGSTOP)', 1, signal=signal.SIGSTOP),
+    Fault('an exception in one process', 1, at_step="assert not (me == 1 and step == 50), 'wrong'"),
+    Fault(
+        'sys.exit(1) in one process',
+        1,
+        at_step="me == 1 and step == 50 and (print('Traceback', flush=True), sys.exit(1))",
+    ),
+    Fault('os._exit(1) in one process', 1, at_step='me == 1 and step == 50 and os._exit(1)'),
+    Fault('SIGTERM to one process', 1, signal=signal.SIGTERM),
+    Fault('a peer that never comes (initialization_timeout=15)', 1, starts=(0,)),
+]
+
+
+def measure(fault: Fault) -> tuple[float, str, str, str]:
+    """Returns how long the other lived on, how both ended, and what the other said last."""
+    with socket.socket() as probe:
+        probe.bind(('localhost', 0))
+        address = f'localhost:{probe.getsockname()[1]}'
+    code = f'ROOT = {str(ROOT)!r}\n' + TRAINING.replace('AT_STEP', fault.at_step)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(index)) for index in range(2)]
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for index in fault.starts:
+                env = {
+                    'JAX_COORDINATOR_ADDRESS': address,
+                    'JAX_NUM_PROCESSES': '2',
+                    'JAX_PROCESS_ID': str(index),
+                }
+                env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2'}
+                with logs[index].open('wb') as out:
+                    processes[index] = subprocess.Popen(
+                        [sys.executable, '-c', code], env={**os.environ, **env}, stdout=out, stderr=out
+                    )
+            begun = time.monotonic()
+            if fault.whom in processes:
+                await_(lambda: all('running' in log.read_text(errors='replace') for log in logs))
+                if fault.signal:
+                    time.sleep(0.5)
+                    begun = time.monotonic()
+                    processes[fault.whom].send_signal(fault.signal)
+                else:
+                    await_(lambda: reached(logs[fault.whom], processes[fault.whom]))
+                    begun = time.monotonic()
+            other = processes[1 - fault.whom]
+            try:
+                other.wait(LONGEST_S)
+            except subprocess.TimeoutExpired:
+                return time.monotonic() - begun, 'runs on', '', ''
+            seconds = time.monotonic() - begun
+            own = ''
+            if fault.whom in processes and fault.signal != signal.SIGSTOP:
+                own = describe(processes[fault.whom].wait(LONGEST_S))
+            return seconds, describe(other.returncode), own, last_words(logs[1 - fault.whom])
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+def reached(log: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has run into the fault that is its own: it says so, or is gone."""
+    return process.poll() is not None or 'Traceback' in log.read_text(errors='replace')
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONGEST_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def describe(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f'exit code {code}'
+
+
+def last_words(log: Path) -> str:
+    text = log.read_text(errors='replace')
+    errors = re.findall(r'^(?:jax\.errors\.\w+|\w+Error).*$', text, re.MULTILINE)
+    fatal = re.findall(r'^F\d+ .*?\] (.*)$|.*(Terminating process.*)$', text, re.MULTILINE)
+    found = [*errors, *(first or second for first, second in fatal)]
+    return (found[0] if found else '')[:160]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--only', default='', help='faults whose name holds this')
+    only = parser.parse_args().only
+    print(
+        '| fault | the other process ends after | with | the one itself | last words |\n|---|---|---|---|---|'
+    )
+    for fault in FAULTS:
+        if only in fault.name:
+            seconds, other, own, words = measure(fault)
+            print(f'| {fault.name} | {seconds:.1f} s | {other} | {own} | {words} |', flush=True)
+
+
+if __name__ == '__main__':
+    main()

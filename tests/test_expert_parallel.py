@@ -1,0 +1,103 @@
+"""examples/expert_parallel.py: the layer of one device, its gradients, and tokens sent there and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from examples import expert_parallel
+from examples.expert_parallel import PARAMS, TOKENS
+from scalax.sharding import MeshShardingHelper
+from scalax.testing import assert_collectives
+
+HELPERS = {
+    'auto': MeshShardingHelper([2, 4], ['dp', 'expert']),
+    'explicit': MeshShardingHelper([2, 4], ['dp', 'expert'], axis_types=AxisType.Explicit),
+    'one group of devices': MeshShardingHelper([1, 8], ['dp', 'expert']),
+}
+each_mesh = pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
+NOTHING_ELSE = dict.fromkeys(
+    ['all_gather', 'reduce_scatter', 'collective_permute', 'collective_broadcast', 'ragged_all_to_all'], 0
+)
+EXPERTS = 8
+
+
+@pytest.fixture
+def params():
+    params = expert_parallel.init_params(jax.random.key(1), EXPERTS, width=16, hidden=8)
+    return jax.tree.map(np.array, params)
+
+
+@pytest.fixture
+def tokens(rng):
+    return np.asarray(rng.normal(size=(64, 16)), np.float32)
+
+
+def loss(layer, params, tokens):
+    return jnp.sum(jnp.sin(layer(params, tokens)))
+
+
+def gradient_of(layer):
+    return jax.grad(functools.partial(loss, layer), argnums=(0, 1))
+
+
+@each_mesh
+@pytest.mark.parametrize('favour', [0.0, 3.0], ids=['balanced', 'one expert too full'])
+def test_values_and_gradients_are_those_of_one_device(helper, favour, params, tokens):
+    tokens[:, 0] = 1.0
+    params['router'][0, 5] += favour
+    on_one = functools.partial(expert_parallel.expert_layer, groups=8)
+    layer = expert_parallel.sharded_expert_layer(helper)
+    result = helper.sjit(layer, in_shardings=(PARAMS, TOKENS))(params, tokens)
+    np.testing.assert_allclose(result, on_one(params, tokens), atol=1e-5)
+    gradients = helper.sjit(gradient_of(layer), in_shardings=(PARAMS, TOKENS))(params, tokens)
+    expected = gradient_of(on_one)(params, tokens)
+    for mine, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@each_mesh
+def test_tokens_are_sent_there_and_back_and_nothing_else(helper, params, tokens):
+    layer = expert_parallel.sharded_expert_layer(helper)
+    forward = helper.sjit(layer, in_shardings=(PARAMS, TOKENS))
+    there_and_back = {'expert': 2}
+    assert_collectives(forward, params, tokens, all_to_all=there_and_back, all_reduce=0, **NOTHING_ELSE)
+    both_ways = helper.sjit(gradient_of(layer), in_shardings=(PARAMS, TOKENS), out_shardings=(PARAMS, TOKENS))
+    # The gradients of what several devices hold are sums: the router's of all, an expert's along dp.
+    sums = {('dp', 'expert'): 1, 'dp': 2} if helper.mesh.shape['dp'] > 1 else {'expert': 1}
+    assert_collectives(both_ways, params, tokens, all_to_all={'expert': 4}, all_reduce=sums, **NOTHING_ELSE)
+    assert_collectives(both_ways, params, tokens, all_to_all=4, all_reduce=sum(sums.values()))
+
+
+def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):
+    tokens[:, 0] = 1.0
+    params['router'][0, 5] += 100.0  # everybody wants expert 5 most
+    places, weights = expert_parallel.route(params['router'], tokens)
+    capacity = places.shape[-1]
+    assert capacity == 20  # 64 tokens, 2 choices, 8 experts, a quarter more than needed
+    assert places.sum(axis=0).max() == 1
+    np.testing.assert_array_equal(np.flatnonzero(places[:, 5].sum(axis=-1)), range(capacity))
+    first = weights[:, 5].sum(axis=-1)
+    np.testing.assert_allclose(first[:capacity], 1.0, atol=1e-5)
+    assert (first[capacity:] == 0).all()
+
+
+def test_a_token_without_a_place_gets_nothing(params, tokens):
+    tokens = np.tile(tokens[:1], (64, 1))  # all want the same two experts
+    result = expert_parallel.expert_layer(params, tokens, groups=1)
+    assert (np.abs(result[:20]).sum(axis=-1) > 0).all()
+    assert (np.asarray(result[20:]) == 0).all()
+
+
+def test_main_says_what_is_sent(capsys):
+    assert expert_parallel.main(tokens=64) < 1e-5
+    assert capsys.readouterr().out.splitlines() == [
+        '  2 x all-to-all along expert, 12,288 bytes',
+        '  2 x all-to-all along expert, 12,288 bytes',
+        '  1 x all-reduce along dp, 16,384 bytes',
+        '  1 x all-reduce along dp, 16,384 bytes',
+        '  1 x all-reduce along dp, expert, 1,024 bytes',
+    ]

@@ -1,0 +1,90 @@
+"""examples/ring_attention.py: as on one device, and nothing sent but around the ring."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from examples import ring_attention
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from scalax.testing import assert_collectives
+
+HELPERS = {
+    'auto': MeshShardingHelper([8], ['sp']),
+    'explicit': MeshShardingHelper([8], ['sp'], axis_types=AxisType.Explicit),
+    'two axes': MeshShardingHelper([2, 4], ['dp', 'sp']),
+    'one device': MeshShardingHelper([1], ['sp'], devices=jax.devices()[:1]),
+}
+NOTHING_ELSE = dict.fromkeys(
+    ['all_gather', 'all_reduce', 'reduce_scatter', 'all_to_all', 'collective_broadcast', 'ragged_all_to_all'],
+    0,
+)
+SEQUENCES = P(None, 'sp')
+
+
+def inputs(rng, dtype=np.float32, scale=1.0):
+    return [np.asarray(scale * rng.normal(size=(2, 32, 2, 8)), dtype) for _ in range(3)]
+
+
+def loss(attend, inputs):
+    return jnp.sum(jnp.sin(attend(*inputs)))
+
+
+@pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
+def test_values_and_gradients_are_those_of_one_device(helper, rng):
+    given = inputs(rng)
+    attend = ring_attention.sharded_attention(helper)
+    on_all = helper.sjit(lambda given: attend(*given), in_shardings=SEQUENCES)
+    np.testing.assert_allclose(on_all(given), ring_attention.attention(*given), atol=1e-5)
+    gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=SEQUENCES)
+    expected = jax.grad(functools.partial(loss, ring_attention.attention))(given)
+    for mine, theirs in zip(gradient(given), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_nothing_is_sent_but_around_the_ring(rng):
+    given = inputs(rng)
+    for helper in (HELPERS['auto'], HELPERS['explicit'], HELPERS['two axes']):
+        attend = ring_attention.sharded_attention(helper)
+        steps = helper.mesh.shape['sp'] - 1
+        forward = helper.sjit(lambda given, attend=attend: attend(*given), in_shardings=SEQUENCES)
+        permutes = {'sp': 2 * steps}  # keys, values
+        assert_collectives(forward, given, collective_permute=permutes, **NOTHING_ELSE)
+        gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=SEQUENCES)
+        permutes = {'sp': 2 * steps + 4 * steps + 2}  # and with them their gradients, which also go home
+        assert_collectives(gradient, given, collective_permute=permutes, **NOTHING_ELSE)
+
+
+def test_large_scores_do_not_overflow(rng):
+    given = inputs(rng, scale=100.0)
+    attend = ring_attention.sharded_attention(HELPERS['auto'])
+    np.testing.assert_allclose(attend(*given), ring_attention.attention(*given), atol=1e-3)
+    gradients = HELPERS['auto'].sjit(jax.grad(functools.partial(loss, attend)))(given)
+    assert all(np.isfinite(np.asarray(gradient)).all() for gradient in gradients)
+
+
+def test_narrow_floats_are_summed_in_wide_ones(rng):
+    given = inputs(rng, jnp.bfloat16)
+    result = ring_attention.sharded_attention(HELPERS['auto'])(*given)
+    assert result.dtype == jnp.bfloat16
+    wide = ring_attention.attention(*[np.asarray(x, np.float32) for x in given])
+    np.testing.assert_allclose(np.asarray(result, np.float32), wide, atol=0.02)
+
+
+def test_the_future_is_not_seen(rng):
+    query, key, value = inputs(rng)
+    attend = ring_attention.sharded_attention(HELPERS['auto'])
+    before = np.asarray(attend(query, key, value))
+    key[:, 17:], value[:, 17:] = 7.0, -7.0
+    after = np.asarray(attend(query, key, value))
+    np.testing.assert_array_equal(before[:, :17], after[:, :17])
+    assert np.abs(before[:, 17:] - after[:, 17:]).max() > 1
+
+
+def test_main_says_what_is_sent(capsys):
+    assert ring_attention.main(sequence=64) < 1e-5
+    assert capsys.readouterr().out == ' 44 x collective-permute along sp, 32,768 bytes\n'
