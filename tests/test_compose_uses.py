@@ -410,8 +410,9 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
         'd': leaf(7, 99),
         'e': leaf(64, 3),
         'f': leaf(8, 64),
+        'g': leaf(64),
     }
-    paths = TreePathShardingRule(('a', P('fsdp')), ('e', P('tp')), ('f', P('tp')), ('.*', P()))
+    paths = TreePathShardingRule(('a', P('fsdp')), ('e|g', P('tp')), ('f', P('tp')), ('.*', P()))
     assert why(helper, paths & FSDP, tree) == {
         'a': 'FSDP: fsdp in use',
         'b': '63 elements < min_fsdp_size 64',
@@ -419,6 +420,7 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
         'd': 'no dimension divides by 4',
         'e': 'no free dimension divides by 4',
         'f': 'dimension 1 of size 64 divides by 4',
+        'g': 'FSDP: no dimension is free',
     }
     stacks = {'a': leaf(8, 64, 64)}
     assert why(helper, P('fsdp') & FSDP.stacked(), stacks) == {'a': 'FSDP: fsdp in use'}
