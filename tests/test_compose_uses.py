@@ -257,6 +257,7 @@ def test_memory_kinds(helper):
         (lambda pinned: STRICT_MISS | pinned, 'pinned_host'),
         (lambda pinned: pinned.stacked(), 'pinned_host'),
         (lambda pinned: pinned.with_memory_kind('device'), 'device'),
+        (lambda pinned: TreePathShardingRule(('w', P('tp'))).with_memory_kind('device') & pinned, 'device'),
         (lambda pinned: P() & pinned.with_memory_kind('device') & pinned, 'device'),
     ],
 )
@@ -425,9 +426,20 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
     stacks = {'a': leaf(8, 64, 64)}
     assert why(helper, P('fsdp') & FSDP.stacked(), stacks) == {'a': 'FSDP: fsdp in use'}
     by_path = TreePathShardingRule(('', P('tp')))
+    assert why(helper, by_path.stacked() & P(('fsdp', 'tp')), stacks) == {
+        'a': 'the spec given asked for fsdp, tp on dimension 0: not free'
+    }
     assert why(helper, by_path.stacked() & P('fsdp', None, 'tp'), stacks) == {
         'a': 'the spec given asked for fsdp on dimension 0: not free; '
         'the spec given asked for tp on dimension 2: in use'
+    }
+
+
+def test_leaves_of_one_shape_have_reasons_of_their_own(helper):
+    sizes = [(path, FSDPShardingRule('fsdp', min_fsdp_size=size)) for path, size in (('a', 500), ('b', 600))]
+    assert why(helper, P() & TreePathShardingRule(*sizes), {'a': leaf(8, 8), 'b': leaf(8, 8)}) == {
+        'a': '64 elements < min_fsdp_size 500',
+        'b': '64 elements < min_fsdp_size 600',
     }
 
 

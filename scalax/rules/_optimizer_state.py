@@ -49,7 +49,7 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     A leaf belongs to the parameter whose whole path its own path ends with. Where several do, as ``w``
     and ``mu/w`` for the leaf ``0/mu/w``, the one counts in whose place most parameters are found; of
-    equals the longest. What it gets depends on its shape:
+    equals one of its shape, else the longest. What it gets depends on its shape:
 
     ==========================================  ====================================================
     a leaf                                      gets
