@@ -538,3 +538,10 @@ def test_unconstrained_entries(kind):
 
     assert double(np.ones((8, 8), np.float32)).sharding.spec == P('tp', 'fsdp')
     assert 'an UNCONSTRAINED dimension is not a place' in message_of(helper, rule, leaf(8, 8))
+
+
+def test_a_regex_whose_rule_had_no_answer_is_not_shadowed(helper):
+    rule = TreePathShardingRule(('w', FSDPShardingRule('fsdp'))) | P('tp')
+    report = helper.explain({'w': leaf(8, 8)}, rule)
+    assert report.rows[0].spec == P('tp')
+    assert (report.shadowed_rules, report.unused_rules) == ((), ())
