@@ -320,6 +320,16 @@ def test_memory():
     assert plan.memory.estimated
 
 
+def test_constants_of_a_program_take_memory():
+    baked = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    plain, with_constant = (
+        HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp'), out_shardings=P('fsdp')), array(16, 64)).memory
+        for fun in (lambda x: x + 1, lambda x: x @ baked)
+    )
+    assert with_constant.temporaries - plain.temporaries >= baked.nbytes
+    assert with_constant.peak == with_constant.total
+
+
 def test_text():
     assert (
         HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'

@@ -9,6 +9,7 @@ import pytest
 import test_plan
 import tpu_compiler
 
+from examples import plan_llama
 from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -246,6 +247,22 @@ def test_slices_talk_over_the_data_centres_network():
     parts = plan.roofline().parts
     assert set(parts) >= {'ici:fsdp'} and any(name.startswith('dcn:') for name in parts)
     assert plan.fits
+    assert {axes: networks for axes, networks in plan.networks.items() if axes != ('data',)} == {
+        axes: ('ici', 'dcn') if 'data' in axes else ('ici',) for axes in plan.totals if axes != ('data',)
+    }
+    assert plan.networks.get(('data',), ('dcn',)) == ('dcn',)
+    assert 'along fsdp (ici): ' in str(plan)
+
+
+def test_a_line_of_the_table_of_llama():
+    small = plan_llama.Llama3(width=256, layers=2, heads=4, kv_heads=2, vocabulary=1024, units=512)
+    case = plan_llama.Case('small', small, 'v5e:2x2', {'fsdp': -1, 'tp': 2})
+    plan = plan_llama.plan_case(case, quick=True)
+    assert (plan.mesh, plan.fits, plan.quick) == ({'fsdp': 2, 'tp': 2}, True, True)
+    # Layers are computed once more on the way back (8 for 6), attention also with the half that is masked.
+    assert 1 < plan.flops / plan.model_flops < 2 * 8 / 6
+    cells = plan_llama.line(case, plan, 1).split(' | ')
+    assert cells[:3] == ['| small', 'v5e:2x2', 'fsdp=2 tp=2']
 
 
 def test_one_device():

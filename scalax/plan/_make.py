@@ -23,6 +23,7 @@ from scalax.plan._collectives import collectives
 from scalax.plan._compile import Compiled, compile_lowered
 from scalax.plan._flops import count_flops
 from scalax.plan._hardware import hardware_of
+from scalax.plan._memory import constants
 from scalax.plan._module import parse
 from scalax.plan._places import places_of
 from scalax.plan._plan import Plan
@@ -87,6 +88,11 @@ def make_plan(
     # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
     # write out every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    memory = dataclasses.replace(compiled.memory, limit=limit)
+    if memory.estimated:
+        # XLA for CPUs keeps them with its code, and counts them nowhere.
+        baked = constants(module)
+        memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
@@ -99,7 +105,7 @@ def make_plan(
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=dataclasses.replace(compiled.memory, limit=limit),
+        memory=memory,
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes) if compiled.text else (),

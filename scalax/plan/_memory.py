@@ -114,6 +114,16 @@ def _allocations(assignment: str) -> Iterator[tuple[str, int]]:
             yield line, int(found[1])
 
 
+def constants(module: Module) -> int:
+    """The bytes of arrays that are written into a program."""
+    return sum(
+        instruction.bytes
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == 'constant' and any(array.dims for array in instruction.arrays)
+    )
+
+
 def largest_buffers(tables: Tables, module: Module) -> tuple[Buffer, ...]:
     """What takes most of the main memory when most of it is taken, the largest first.
 

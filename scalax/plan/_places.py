@@ -40,6 +40,34 @@ def _place(device: Any) -> Place:
     return Place(int(index), coords, int(getattr(device, 'core_on_chip', None) or 0))
 
 
+def networks_along(axes: Sequence[str], mesh: Mapping[str, int], places: Sequence[Place]) -> tuple[str, ...]:
+    """What joins the devices along mesh axes: ``'ici'`` inside a slice, ``'dcn'`` between slices, or both.
+
+    Args:
+        axes: the mesh axes.
+        mesh: mesh axis -> size.
+        places: where the devices of the mesh lie, in the order of the mesh.
+
+    Returns:
+        Nothing where devices do not lie in slices.
+
+    Example:
+        >>> places = [Place(slice, (x,)) for slice in range(2) for x in range(2)]
+        >>> networks_along(['data'], {'data': 2, 'tp': 2}, places)
+        ('dcn',)
+    """
+    if not all(place.coords for place in places):
+        return ()
+    own = [i for i, name in enumerate(mesh) if name in axes]
+    rest = [i for i in range(len(mesh)) if i not in own]
+    grid = np.arange(len(places)).reshape(tuple(mesh.values())).transpose([*own, *rest])
+    slices = np.array([place.slice for place in places])[grid]
+    groups = slices.reshape(math.prod(grid.shape[: len(own)]), -1)  # a group in each column
+    across = bool((groups != groups[0]).any())
+    inside = any(len(set(column.tolist())) < len(column) for column in groups.T)
+    return tuple(name for name, there in (('ici', inside), ('dcn', across)) if there)
+
+
 def places_on_torus(
     torus: Mapping[str, int | Sequence[int]], mesh: Mapping[str, int], hardware: Hardware
 ) -> tuple[Place, ...]:

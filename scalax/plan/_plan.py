@@ -18,7 +18,7 @@ from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
 from scalax.plan._page import render_fragment, render_page
-from scalax.plan._places import Place, places_on_torus
+from scalax.plan._places import Place, networks_along, places_on_torus
 from scalax.plan._png import save_png
 from scalax.plan._roofline import Roofline, make_roofline
 from scalax.plan._text import render
@@ -103,6 +103,14 @@ class Plan:
         for row in self.collectives:
             totals.setdefault(row.axes, collections.Counter())[row.kind] += row.count * row.bytes
         return {axes: dict(kinds) for axes, kinds in totals.items()}
+
+    @property
+    def networks(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """What carries that: axes as in `totals` -> ``'ici'`` in slices, ``'dcn'`` between them, or both.
+
+        Nothing where devices do not lie in slices.
+        """
+        return {axes: networks_along(axes, self.mesh, self.places) for axes in self.totals if self.places}
 
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind are executed in one call.

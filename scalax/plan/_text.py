@@ -88,9 +88,11 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         moved = human_bytes(sum(row.count * row.bytes for row in rest))
         yield f'... and {len(rest)} more, {moved} together'
     yield ''
+    networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        yield f'along {" x ".join(axes)}: {each}'
+        over = f' ({" and ".join(networks[axes])})' if networks.get(axes) else ''
+        yield f'along {" x ".join(axes)}{over}: {each}'
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:
