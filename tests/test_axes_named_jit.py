@@ -1,6 +1,7 @@
 """Named axes: functions whose arrays are data and whose everything else is part of the program."""
 
 import dataclasses
+import functools
 import threading
 import warnings
 
@@ -264,6 +265,8 @@ def test_it_looks_like_the_function(helper):
     assert (documented.__name__, documented.__doc__) == ('documented', 'What it does.')
     lowered = documented.lower(jax.ShapeDtypeStruct((8,), 'float32'))
     assert 'documented' in lowered.as_text()
+    partial = named_jit(functools.partial(documented.__wrapped__), mesh=helper)
+    assert 'documented' in partial.lower(jax.ShapeDtypeStruct((8,), 'float32')).as_text()
 
 
 def test_options_of_jit_pass_through(helper):

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
+from scalax._sjit._convention import name_of
 from scalax.axes._arrays import Rest, chosen, joined, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.errors import ArgumentError, MeshError, RuleError
@@ -174,7 +175,7 @@ class _NamedJit:
         mesh: Any,
         jit_kwargs: dict[str, Any],
     ) -> None:
-        self._name = getattr(fn, '__name__', type(fn).__name__)
+        self._name = name_of(fn)
         if inspect.ismethod(fn):
             # The arrays of what it is a method of are data; a method alone JAX compares by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
