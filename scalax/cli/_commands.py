@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from scalax.cli._load import load_function, pair
 from scalax.cli._topologies import table
-from scalax.errors import ArgumentError, did_you_mean
+from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
@@ -45,10 +45,11 @@ def search(asked: argparse.Namespace) -> bool:
         full=asked.full,
     )
     print(json.dumps(found.to_dict()) if asked.json else found)
-    fits = found.fits
-    if fits and asked.html:
+    if not any(candidate.plan for candidate in found.candidates):
+        raise PlanError('no mesh was planned: nobody knows whether the step fits')
+    if found.fits and asked.html:
         found.best.to_html(asked.html)
-    return fits
+    return found.fits
 
 
 def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
