@@ -45,7 +45,7 @@ def build_mesh(
         raise MeshError('devices is empty: a mesh needs at least one device')
     if len(set(at_hand)) != len(at_hand):
         raise MeshError('devices holds a device more than once')
-    sizes = _inferred(dims, names, len(at_hand))
+    sizes = _inferred(dims, names, len(at_hand), subset=devices is None)
     if dcn_axis_dims is None:
         _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
@@ -161,8 +161,8 @@ def checked_types(
     return types
 
 
-def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*."""
+def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
+    """The dimensions with -1 filled in; their product is *count*. *subset*: fewer devices may be advised."""
     fixed = math.prod(dim for dim in dims if dim != -1)
     asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
     if -1 in dims:
@@ -175,12 +175,12 @@ def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tupl
     if fixed != count:
         raise MeshError(
             f'mesh ({asked}) needs {fixed} {"device" if fixed == 1 else "devices"}, there '
-            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count)}'
+            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
         )
     return dims
 
 
-def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
+def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
     """Which single change would make the dimensions fit."""
     if not dims:
         return 'a mesh without axes holds one device'
@@ -192,7 +192,7 @@ def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
             listed = ', '.join(fitted) + (',' if len(fitted) == 1 else '')
             fixes.append(f'({listed}), with {name!r} changed')
     needed = math.prod(dims)
-    if needed < count:
+    if subset and needed < count:
         fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
     return (
         f'what would fit: {"; or ".join(fixes)}'
