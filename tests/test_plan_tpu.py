@@ -133,7 +133,8 @@ def test_quick_memory_is_that_of_a_full_plan():
     assert hurried.memory.donated == plan.memory.donated
     assert (hurried.collectives, hurried.flops, hurried.work) == (plan.collectives, plan.flops, plan.work)
     assert hurried.roofline() == plan.roofline()
-    assert 'memory of each device (quick, as laid out before code is made): ' in str(hurried)
+    said = 'memory of each device (quick, as laid out before code is made; of so little a guide only): '
+    assert said in str(hurried)
     assert Plan.load(hurried.to_json()) == hurried
 
 
