@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._topologies import KNOWN
+from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 
@@ -65,6 +65,11 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
+    if not topology:
+        # The compiler would take one of its own.
+        raise MeshError(
+            "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+        )
     if not _is_tpu_machine():
         for name, value in _NO_TPU_MACHINE.items():
             os.environ.setdefault(name, value)
@@ -82,7 +87,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
                 'can use: pip install "jax[tpu]" brings the one that fits'
             ) from error
         raise MeshError(
-            f'the TPU compiler describes no topology {topology!r}: {error}\n{did_you_mean(topology, KNOWN)}\n'
+            f'the TPU compiler describes no topology {topology!r}: {error}\n{meant(topology)}\n'
             '`python -m scalax topologies` lists those that are known'
         ) from error
     return list(described.devices)

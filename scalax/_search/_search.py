@@ -70,7 +70,7 @@ def search(
         >>> found.best.mesh  # doctest: +SKIP
         {'fsdp': 16, 'tp': 4}
     """
-    names = list(axis_names)
+    names, rules = list(axis_names), rules or None
     if dcn_axis is not None and dcn_axis not in names:
         raise ArgumentError(f'dcn_axis={dcn_axis!r} is no mesh axis ({did_you_mean(dcn_axis, names)})')
     if num_slices > 1 and dcn_axis is None:

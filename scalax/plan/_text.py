@@ -19,7 +19,7 @@ HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
-_LITTLE = 2**31  # bytes: a product of 1.5 GiB was the largest program of which a quick plan was 8 % off
+_LITTLE = 2**31  # bytes: of smaller programs quick plans were more than 8 % off, such as a product of 1.5 GiB
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
