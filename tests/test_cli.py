@@ -206,6 +206,8 @@ def test_arguments_that_are_none(job):
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
+        (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2', '--slices', '0'], "'0' is no positive number"),
         (
             ['--mesh', 'a=2', '--html', 'no/such/p.html'],
@@ -238,6 +240,15 @@ def test_usage(job, capsys, arguments, said):
 def test_what_cannot_be_asked(job, arguments, said):
     done = run('plan', f'{job}:make_step', *arguments)
     assert (done.returncode, done.stderr) == (2, f'error: {said}\n')
+
+
+@pytest.mark.parametrize('command', [('plan', '--mesh', 'a=8'), ('search', '--axes', 'a')])
+def test_slices_that_lie_along_no_axis(job, command):
+    name, *options = command
+    done = run(name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', 2)
+    assert (done.returncode, done.stderr) == (
+        *(2, 'error: --slices 2 needs --dcn, which says along which mesh axes slices lie\n'),
+    )
 
 
 def test_the_json_of_a_plan_is_json(job):

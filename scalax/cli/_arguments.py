@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,7 +149,7 @@ def _sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(','):
         name, _, size = part.partition('=')
-        if not name.strip() or not size.strip().lstrip('-').isdigit():
+        if not name.strip() or not re.fullmatch(r'-1|0*[1-9][0-9]*', size.strip()):
             raise argparse.ArgumentTypeError(
                 f'{text!r} is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)'
             )

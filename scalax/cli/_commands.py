@@ -33,6 +33,7 @@ def plan(asked: argparse.Namespace) -> bool | None:
 
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
+    _require_dcn(asked)
     make_step = load_function(asked.function)
     jax.config.update('jax_platforms', 'cpu')
     found = search_meshes(
@@ -94,6 +95,8 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
         )
     if not asked.topology:
         return _simulated(asked, dims, names)
+    if not asked.split:  # which takes devices in their order, over several slices too
+        _require_dcn(asked)
     slices = asked.slices or math.prod(asked.dcn.values())
     return MeshShardingHelper.from_topology(
         asked.topology,
@@ -103,6 +106,13 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
         num_slices=slices,
         dcn_axis_dims=[asked.dcn.get(name, 1) for name in names] if asked.dcn else None,
     )
+
+
+def _require_dcn(asked: argparse.Namespace) -> None:
+    if (asked.slices or 1) > 1 and not asked.dcn:
+        raise ArgumentError(
+            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices lie'
+        )
 
 
 def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:
