@@ -251,7 +251,8 @@ class When(Where):
         Raises:
             PlanError: the compiler failed, or the compiled program is written in a way that is not known.
             MeshError: the helper was made from an AbstractMesh.
-            ArgumentError: *fun* is no function, or has an argument of its own that is called ``quick``.
+            ArgumentError: *fun* is no function, or has an argument of its own that is called ``quick``; or
+                nothing says that it runs on devices that are not here.
 
         Example:
             >>> import jax, jax.numpy as jnp
