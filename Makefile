@@ -42,7 +42,7 @@ train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (f
 
 train-distributed: $(EXAMPLES_STAMP) ## the same on two processes, saved as it goes; run it again to continue
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) -m examples.launch.local --processes=2 --devices=4 -- -m examples.llama.train \
+	@$(PY) -m examples.launch.local --processes=2 --devices=2 -- -m examples.llama.train \
 	  --output=runs/llama-distributed --checkpoints=runs/llama-distributed/checkpoints $(ARGS)
 
 digits: $(EXAMPLES_STAMP) ## train on handwritten digits (flags in ARGS)

@@ -144,7 +144,7 @@ helper.visualize(
 #
 # On Explicit axes, each operation works out the sharding of its result from the types of its arguments,
 # while JAX traces. So types can be printed in a program, and mistakes are errors with a line. New arrays
-# are replicated, unless `out_sharding` (or `_like`) says otherwise.
+# are replicated, unless `out_sharding` says otherwise, or they are made like another.
 
 
 # %%
@@ -169,15 +169,19 @@ result = program(explicit_x, row)
 # ## out_sharding, where there are several answers
 #
 # Sometimes there is no one answer. A product that contracts a sharded dimension leaves a part of the sum on
-# each device: shall the sum be replicated, or scattered? A sum of `x` and `x.T` would have one axis in two
-# dimensions. JAX does not guess: it raises an error. Products, `einsum`, `reshape`, gathers and others take
-# `out_sharding`.
+# each device: shall the sum be replicated, or scattered? In `x + x.T` each dimension is cut along `dp` in
+# one array and along `mp` in the other. JAX does not guess: it raises an error. Products, `einsum`,
+# `reshape`, gathers and others take `out_sharding`.
 
 # %%
 w = helper.shard(np.ones((4, 8), np.float32), P('mp'))
-for name, ambiguous in {'x @ w': lambda x, w: x @ w, 'x + x.T': lambda x, w: x[:4] + x[:4].T}.items():
+square = helper.shard(np.ones((8, 8), np.float32), P('dp', 'mp'))
+for name, ambiguous, args in (
+    ('x @ w', lambda x, w: x @ w, (explicit_x, w)),
+    ('x + x.T', lambda x: x + x.T, (square,)),
+):
     try:
-        helper.sjit(ambiguous)(explicit_x, w)
+        helper.sjit(ambiguous)(*args)
     except Exception as error:
         print(f'{name}: {type(error).__name__}')
 
@@ -218,7 +222,7 @@ print('all rows:', jax.typeof(one_row(explicit_x)))
 
 def steps(keep, x):
     def step(carry, _):
-        summed = carry + carry.sum(axis=0)  # the sum is cut along mp only: so it stays
+        summed = carry + carry.sum(axis=0)
         return keep(jax.reshard(summed, P('dp'))), None
 
     return jax.lax.scan(step, x, None, length=3)[0]
@@ -399,8 +403,8 @@ print(mixed_x.sharding.spec, jax.typeof(mixed_x))
 # ## auto_axes: a part for the compiler
 #
 # Inside `helper.auto_axes` Explicit axes are Auto: the compiler does what JAX has no answer for. On the way
-# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules, for which
-# results are nothing new. (`jax.sharding.auto_axes` takes specs, and needs `jax.set_mesh`.)
+# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules.
+# (`jax.sharding.auto_axes` is the same with specs, under `jax.set_mesh`.)
 
 
 # %%
@@ -410,7 +414,6 @@ def symmetric(x):
     return x + x.T
 
 
-square = helper.shard(a, P('dp', 'mp'))
 print('outside:', jax.typeof(helper.sjit(symmetric)(square)))
 
 
@@ -490,22 +493,26 @@ batch = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
 on_one_device = jax.jit(train_step)(params, batch)
 
 # %% [markdown]
-# A rule for the parameters, a spec for the batch, and it runs on eight devices. But is it FSDP? The
-# collectives say no: the parameters have 65,536 bytes each, and what is gathered here has 8,192, as the
-# batch has. Rather than the parameters, the compiler sends all rows to all devices: less for a batch as
-# small as this one, more for any real one.
+# A rule for the parameters, a spec for the batch, and it runs on eight devices. Is it FSDP, where
+# parameters are gathered before each layer? Only the collectives say. Each parameter has 65,536 bytes. With
+# 32 rows, what is gathered has 8,192, as the batch has: rather than the parameters, the compiler sends all
+# rows to all devices. With 4,096 rows that would be more, and the parameters are sent. (A plan compiles and
+# does not run: shapes are enough.)
 
 # %%
 fsdp = MeshShardingHelper([-1], ['fsdp'])
 rule = FSDPShardingRule(min_fsdp_size=1024)
 layout = {'in_shardings': (rule, P('fsdp')), 'out_shardings': rule}
 step = fsdp.sjit(train_step, **layout)
-collectives(fsdp.plan(step, params, batch))
+for rows in (32, 4096):
+    print(rows, 'rows')
+    collectives(fsdp.plan(step, params, jax.ShapeDtypeStruct((rows, 64), np.float32)))
 
 # %% [markdown]
-# Bind the place: the hidden values lie as the batch does. Now parameters are gathered before each layer,
-# and what comes back are sums of gradients, of which each device keeps its part. (On a CPU XLA makes an
-# all-reduce of that, and takes the part; for TPUs and GPUs it is a reduce-scatter.)
+# So as not to depend on such a choice, bind the place: the hidden values lie as the batch does. Then
+# parameters are gathered whatever the batch is, and what comes back are sums of gradients, of which each
+# device keeps its part. (The plan shows an all-reduce for these; of an all-reduce of which only a part is
+# kept, the compilers for TPUs and GPUs make a reduce-scatter.)
 
 # %%
 step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})

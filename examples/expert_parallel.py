@@ -104,6 +104,10 @@ def main(tokens: int = 512, devices: int | None = None, seed: int = 0) -> float:
     """Compares values and gradients with those of one device; returns the largest difference."""
     found = choose_devices(devices)
     helper = MeshShardingHelper([1 if len(found) % 2 else 2, -1], ['dp', EXPERT], devices=found)
+    if tokens % len(found):
+        raise app.UsageError(
+            f'--tokens {tokens} do not divide over {len(found)} devices: take a multiple of it.'
+        )
     first, second = jax.random.split(jax.random.key(seed))
     params = init_params(first, experts=2 * helper.mesh.shape[EXPERT], width=32, hidden=64)
     batch = jax.random.normal(second, (tokens, 32))

@@ -124,6 +124,11 @@ def _to_next(tree: tuple) -> tuple:
 def main(sequence: int = 512, devices: int | None = None, seed: int = 0) -> float:
     """Compares values and gradients with those of one device; returns the largest difference."""
     helper = MeshShardingHelper([-1], [SEQUENCE], devices=choose_devices(devices))
+    size = helper.mesh.size
+    if sequence % size:
+        raise app.UsageError(
+            f'--sequence {sequence} does not divide over {size} devices: take a multiple of it.'
+        )
     keys = jax.random.split(jax.random.key(seed), 3)
     inputs = [np.asarray(jax.random.normal(key, (2, sequence, 4, 16))) for key in keys]
 

@@ -22,6 +22,7 @@ from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._prefix import RuleLike, check
 from scalax._resolve import Use, named_sharding, resolve
+from scalax._sjit import sjit
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
 from scalax._sjit._placement import is_concrete
@@ -87,8 +88,15 @@ class _Switched:
         @functools.wraps(fun)
         def switched(*args: Any, **kwargs: Any) -> Any:
             row = convention.row(args, kwargs)
+            if is_compiled():
+                return self._run(row)
             # Outside of a compiled function JAX knows no other axis types than those of the mesh.
-            return self._run(row) if is_compiled() else compiled(*self._placed(row))
+            if jax.tree.leaves(row):
+                return compiled(*self._placed(row))
+            # Nothing says on which devices to run: sjit knows.
+            out_shardings = None if self.inside is EXPLICIT else self._rules
+            helper = self._active.mesh_helper
+            return sjit(helper, lambda: self._run(row), out_shardings=out_shardings, jit_kwargs={})()
 
         return switched
 
@@ -289,7 +297,11 @@ class _Explicit(_Switched):
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         if _abstract(outer) == inner:
             return results
-        return jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
+        results = jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
+        if EXPLICIT in outer.axis_types:
+            return results
+        # As on the way in: a constraint that asks for nothing but the devices of the mesh.
+        return jax.tree.map(lambda leaf: apply_sharding(leaf, _anyhow(leaf, outer)), results)
 
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:
@@ -312,6 +324,10 @@ def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
     sums = PartitionSpec(unreduced=spec.unreduced & explicit, reduced=spec.reduced & explicit)
     return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
+
+
+def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*[_spec.UNCONSTRAINED] * len(jax.typeof(leaf).shape)))
 
 
 def _lies_on(leaf: Any, mesh: Mesh) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from scalax import _spec
 from scalax._constrain import apply_shardings, explicit_sharding
 from scalax._paths import NamedTree
+from scalax._sjit._convention import name_of
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
 
 Names = int | str | Sequence[int | str]
@@ -101,7 +102,7 @@ def microbatch(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         whole = {name: bound.arguments[name] for name in divided}
-        parts = _divided(whole, n, batch_axis, getattr(fun, '__name__', 'the function'))
+        parts = _divided(whole, n, batch_axis, name_of(fun))
 
         # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the
         # user's code only once, since it finds the trace again.
@@ -111,7 +112,7 @@ def microbatch(
             call = inspect.BoundArguments(signature, {**bound.arguments, **part, **folded})
             return fun(*call.args, **call.kwargs)
 
-        body.__name__ = body.__qualname__ = getattr(fun, '__name__', 'body')
+        body.__name__ = body.__qualname__ = name_of(fun)
         one = jax.jit(body)
 
         def step(sums: Any, item: tuple[Any, dict[str, Any]]) -> tuple[Any, None]:
@@ -149,9 +150,8 @@ def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names)
         elif item in known:
             names.append(str(item))
         else:
-            name = getattr(fun, '__name__', type(fun).__name__)
             raise ArgumentError(
-                f'microbatch: {name} has no argument {item!r} ({did_you_mean(str(item), known)})'
+                f'microbatch: {name_of(fun)} has no argument {item!r} ({did_you_mean(str(item), known)})'
             )
     return names
 

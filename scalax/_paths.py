@@ -207,6 +207,10 @@ class NamedTree:
             self.bare,
         )
 
+    def stacked(self, index: int) -> int:
+        """How many first dimensions of leaf number *index* are stacks of layers, which rules do not see."""
+        return len(leaf_shape(self.shown[index]) or ()) - len(self.shapes[index]) if self.shown else 0
+
     def root(self) -> tuple[NamedTree, list[int]]:
         """The tree of which this is a selection, perhaps of a selection, and where its leaves are there."""
         tree, indices = self, list(range(len(self)))

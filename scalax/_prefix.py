@@ -7,6 +7,7 @@ below. What counts as one rule: a ShardingRule, a PartitionSpec, a NamedSharding
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import describe_leaf, join, key_string, leaf_shape, optional_path
 from scalax.errors import StructureError, did_you_mean
-from scalax.rules._base import ShardingRule
+from scalax.rules._base import ShardingRule, short
 
 RuleLike = Any
 """A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
@@ -94,13 +95,15 @@ def _of(where: str) -> str:
 
 
 def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
-    hint, got = '', repr(value)
+    hint, got = '', short(value)
     if in_pairs:
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
     elif isinstance(value, type) and issubclass(value, ShardingRule):
         hint = f'; this is the class: write {value.__name__}(...)'
     elif isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
+    elif inspect.isfunction(value):
+        hint = '; a function of leaf path and leaf is for PolicyShardingRule(function)'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:

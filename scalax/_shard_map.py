@@ -22,7 +22,7 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
-from scalax._sjit._placement import is_concrete
+from scalax._sjit._misplaced import lies_elsewhere
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError, did_you_mean
 from scalax.rules._base import ShardingRule, looks_at_paths_only
@@ -248,13 +248,9 @@ class _Mapped:
     def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
         """An array that lies on other devices, moved: JAX would refuse it."""
         mesh = self._mesh
-        if isinstance(mesh, AbstractMesh) or not is_concrete(leaf) or not leaf.committed:
+        if isinstance(mesh, AbstractMesh) or not lies_elsewhere(leaf, mesh):
             return leaf
-        if isinstance(leaf.sharding, NamedSharding):
-            same = list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat)  # in this order
-        else:
-            same = leaf.sharding.device_set == set(mesh.devices.flat)
-        return leaf if same else jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, sharding)
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, sharded as was asked along every axis that JAX does not see to."""

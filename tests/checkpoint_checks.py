@@ -22,6 +22,11 @@ from scalax.sharding import PartitionSpec as P
 Moments = collections.namedtuple('Moments', 'mu nu')
 
 
+def wide() -> np.ndarray:
+    """An array whose rows lie far from one another in a file."""
+    return np.random.default_rng(8).integers(0, 256, (16, 8192), np.uint8)
+
+
 def values() -> dict[str, Any]:
     """A state with leaves of many kinds, as numpy arrays."""
     rng = np.random.default_rng(7)
@@ -119,7 +124,7 @@ def check_saving_and_restoring() -> None:
 
 def check_safetensors() -> None:
     """Every process reads the bytes of its own devices, and no others."""
-    wanted = values()['params']['w']
+    wanted = wide()
     # Each process has a row of the mesh, and so all rows of some columns.
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     grid = np.asarray(devices, dtype=object).reshape(jax.process_count(), -1)

@@ -121,6 +121,16 @@ def assert_lies(helper, x, spec):
     entries_of_type(jax.typeof(x), helper.axis_types, spec)
 
 
+@each_mesh
+def test_a_function_without_arguments_runs_on_the_whole_mesh(helper):
+    auto = helper.auto_axes(lambda: jnp.arange(8.0), out_sharding=P('a'))
+    explicit = helper.explicit_axes(lambda: jnp.arange(8.0, out_sharding=P('a')), in_sharding=P())
+    for result in (auto(), explicit()):
+        np.testing.assert_array_equal(result, np.arange(8))
+        assert len(result.sharding.device_set) == 8
+    assert auto().sharding.is_equivalent_to(helper.match_sharding_rule(P('a'), np.zeros(8)), 1)
+
+
 def test_as_jax_does_it():
     """The same program with jax.sharding.auto_axes and explicit_axes, on a mesh that is set."""
     helper, spec = EXPLICIT_MESH, P('b', 'a')

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax.checkpoint import Checkpointer
-from scalax.errors import ArgumentError, CheckpointError, MeshError
+from scalax.errors import ArgumentError, CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -361,6 +362,13 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as caught:
         Checkpointer(tmp_path, **options)
     assert str(caught.value) == f'Checkpointer: {name} is a positive number, got {value!r}'
+
+
+def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'orbax.checkpoint', None)
+    with pytest.raises(MissingDependencyError) as caught:
+        Checkpointer(tmp_path)
+    assert str(caught.value) == ('checkpoints are written and read by Orbax: pip install orbax-checkpoint')
 
 
 def test_a_mesh_without_devices(tmp_path: Path) -> None:

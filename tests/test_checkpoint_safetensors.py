@@ -76,22 +76,22 @@ def test_transposed(tmp_path: Path, helper: MeshShardingHelper, axes: tuple[int,
 
 
 def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = bits((16, 8, 4), 'int16')
+    x = bits((16, 8, 4096), 'int16')
     file = write(tmp_path / 'x.safetensors', {'before': bits((100,), 'int8'), 'x': x})
     [tensor] = [one for one in tensors_of(file) if one.name == 'x']
     calls: list[tuple[int, int]] = []
     preadv = os.preadv
 
     def counted(descriptor: int, buffers: list[memoryview], position: int) -> int:
-        calls.append((position, sum(map(len, buffers))))
+        calls.append((position, sum(memoryview(buffer).nbytes for buffer in buffers)))
         return preadv(descriptor, buffers, position)
 
     monkeypatch.setattr(os, 'preadv', counted)
     for box, reads in [
-        ((slice(4, 8), slice(0, 8), slice(0, 4)), 1),  # rows that follow one another
-        ((slice(4, 8), slice(2, 6), slice(0, 4)), 4),
+        ((slice(4, 8), slice(0, 8), slice(0, 4096)), 1),  # rows that follow one another
+        ((slice(4, 8), slice(2, 6), slice(0, 4096)), 4),
         ((slice(4, 8), slice(2, 6), slice(1, 3)), 16),
-        ((slice(0, 16), slice(0, 8), slice(0, 4)), 1),
+        ((slice(0, 16), slice(0, 8), slice(0, 4096)), 1),
     ]:
         calls.clear()
         with file.open('rb') as opened:
@@ -101,19 +101,51 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.
         assert all(start >= tensor.begin for start, _ in calls)
 
 
+def test_parts_within_a_page_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = bits((3, 2000, 512), 'int16')
+    file = write(tmp_path / 'x.safetensors', {'x': x})
+    [tensor] = tensors_of(file)
+    box = (slice(1, 3), slice(100, 1900), slice(64, 128))
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
+    with file.open('rb') as opened:
+        np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+    assert len(read) == 2 * 2  # no more than 1 MiB at once, whatever the tensor
+    assert max(read) <= 2**20
+
+
+def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = bits((8, 5000), 'int8')
+    file = write(tmp_path / 'x.safetensors', {'x': x})
+    [tensor] = tensors_of(file)
+    preadv = os.preadv
+
+    def short(descriptor: int, buffers: list[Any], position: int) -> int:
+        return preadv(descriptor, [memoryview(buffers[0]).cast('B')[:999]], position)
+
+    monkeypatch.setattr(os, 'preadv', short)
+    with file.open('rb') as opened:
+        box = (slice(1, 8), slice(7, 4000))
+        np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+        os.truncate(file, file.stat().st_size - 1500)
+        with pytest.raises(CheckpointError, match='became shorter while it was read: x ends early'):
+            read_box(opened.fileno(), tensor, box)
+
+
 def test_a_process_reads_the_rows_of_its_own_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: MeshShardingHelper
 ) -> None:
-    file = write(tmp_path / 'x.safetensors', {'x': bits((8, 64), 'int8'), 'y': bits((8, 64), 'int8')})
+    file = write(tmp_path / 'x.safetensors', {'x': bits((8, 8192), 'int8'), 'y': bits((8, 8192), 'int8')})
     helper = MeshShardingHelper([2], ['fsdp'], devices=jax.devices()[:2])
     read = []
     preadv = os.preadv
     monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
     load_safetensors(helper, file, P(None, 'fsdp'), {'x': 'x', 'y': None})
-    assert sum(read) == 8 * 64
+    assert sum(read) == 8 * 8192
     read.clear()
     load_safetensors(helper, file, P())  # replicated: read once, for both devices
-    assert sum(read) == 2 * 8 * 64
+    assert sum(read) == 2 * 8 * 8192
 
 
 def sharded_files(folder: Path) -> dict[str, np.ndarray]:

@@ -257,6 +257,7 @@ def test_memory_kinds(helper):
         (lambda pinned: STRICT_MISS | pinned, 'pinned_host'),
         (lambda pinned: pinned.stacked(), 'pinned_host'),
         (lambda pinned: pinned.with_memory_kind('device'), 'device'),
+        (lambda pinned: TreePathShardingRule(('w', P('tp'))).with_memory_kind('device') & pinned, 'device'),
         (lambda pinned: P() & pinned.with_memory_kind('device') & pinned, 'device'),
     ],
 )
@@ -410,8 +411,9 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
         'd': leaf(7, 99),
         'e': leaf(64, 3),
         'f': leaf(8, 64),
+        'g': leaf(64),
     }
-    paths = TreePathShardingRule(('a', P('fsdp')), ('e', P('tp')), ('f', P('tp')), ('.*', P()))
+    paths = TreePathShardingRule(('a', P('fsdp')), ('e|g', P('tp')), ('f', P('tp')), ('.*', P()))
     assert why(helper, paths & FSDP, tree) == {
         'a': 'FSDP: fsdp in use',
         'b': '63 elements < min_fsdp_size 64',
@@ -419,13 +421,25 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
         'd': 'no dimension divides by 4',
         'e': 'no free dimension divides by 4',
         'f': 'dimension 1 of size 64 divides by 4',
+        'g': 'FSDP: no dimension is free',
     }
     stacks = {'a': leaf(8, 64, 64)}
     assert why(helper, P('fsdp') & FSDP.stacked(), stacks) == {'a': 'FSDP: fsdp in use'}
     by_path = TreePathShardingRule(('', P('tp')))
+    assert why(helper, by_path.stacked() & P(('fsdp', 'tp')), stacks) == {
+        'a': 'the spec given asked for fsdp, tp on dimension 0: not free'
+    }
     assert why(helper, by_path.stacked() & P('fsdp', None, 'tp'), stacks) == {
         'a': 'the spec given asked for fsdp on dimension 0: not free; '
         'the spec given asked for tp on dimension 2: in use'
+    }
+
+
+def test_leaves_of_one_shape_have_reasons_of_their_own(helper):
+    sizes = [(path, FSDPShardingRule('fsdp', min_fsdp_size=size)) for path, size in (('a', 500), ('b', 600))]
+    assert why(helper, P() & TreePathShardingRule(*sizes), {'a': leaf(8, 8), 'b': leaf(8, 8)}) == {
+        'a': '64 elements < min_fsdp_size 500',
+        'b': '64 elements < min_fsdp_size 600',
     }
 
 
@@ -524,3 +538,10 @@ def test_unconstrained_entries(kind):
 
     assert double(np.ones((8, 8), np.float32)).sharding.spec == P('tp', 'fsdp')
     assert 'an UNCONSTRAINED dimension is not a place' in message_of(helper, rule, leaf(8, 8))
+
+
+def test_a_regex_whose_rule_had_no_answer_is_not_shadowed(helper):
+    rule = TreePathShardingRule(('w', FSDPShardingRule('fsdp'))) | P('tp')
+    report = helper.explain({'w': leaf(8, 8)}, rule)
+    assert report.rows[0].spec == P('tp')
+    assert (report.shadowed_rules, report.unused_rules) == ((), ())

@@ -301,6 +301,11 @@ def test_ten_leaves_are_shown_and_the_rest_counted():
             "('fsdp', None); write PartitionSpec('fsdp', None)",
         ),
         (
+            lambda: TreePathShardingRule(('w', ['fsdp', 'tp'])),
+            "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got "
+            "['fsdp', 'tp']; write PartitionSpec('fsdp', 'tp')",
+        ),
+        (
             lambda: TreePathShardingRule(('w', 'fsdp')),
             "TreePathShardingRule, pair 0 ('w'): the value is a PartitionSpec, a rule or None, got "
             "'fsdp'; write PartitionSpec('fsdp')",

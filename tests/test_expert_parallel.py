@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import app
 from jax.sharding import AxisType
 
 from examples import expert_parallel
@@ -101,3 +102,9 @@ def test_main_says_what_is_sent(capsys):
         '  1 x all-reduce along dp, 16,384 bytes',
         '  1 x all-reduce along dp, expert, 1,024 bytes',
     ]
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(app.UsageError) as error:
+        expert_parallel.main(tokens=97)
+    assert str(error.value) == '--tokens 97 do not divide over 8 devices: take a multiple of it.'

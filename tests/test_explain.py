@@ -569,6 +569,13 @@ def test_difference_values():
     assert (up.before.bytes_per_device, up.after.bytes_per_device) == (16384, 8192)
 
 
+def test_leaves_of_one_path_are_compared_one_by_one():
+    tree = {'a': {'b': leaf(8)}, 'a/b': leaf(8)}
+    whole = HELPER.explain(tree, P())
+    difference = whole.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()}))
+    assert [(change.path, change.after.spec) for change in difference.changed] == [('a/b', P('fsdp'))]
+
+
 def test_difference_text():
     assert (
         changed_model().to_text(100)

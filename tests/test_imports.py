@@ -137,7 +137,7 @@ def run_fresh(code: str) -> str:
     return done.stdout
 
 
-IMPORT = 'import scalax, scalax.sharding, scalax.utils'
+IMPORT = 'import scalax, scalax.checkpoint, scalax.sharding, scalax.utils'
 
 
 def test_import_touches_no_device() -> None:

@@ -101,6 +101,7 @@ def test_one_mapping_serves_the_laptop_and_the_pod(names, shape, laptop, pod):
         ('(mlp embed)', 'fsdp tp', P(('tp', 'fsdp'))),
         # What the table leaves to the text below it.
         ('embed batch', 'data fsdp', P('fsdp', 'data')),  # no pair is free: what is left of the first
+        ('mlp embed two', 'data fsdp tp pp', P('tp', 'fsdp', 'data')),  # the same, of two pairs
         ('unsharded', 'fsdp', P(None)),
         ('off embed', 'fsdp tp', P(None, 'fsdp')),  # None stops the search
         ('late', 'tp', P('tp')),  # the mesh lacks the first pair's axis
@@ -110,6 +111,7 @@ def test_precedence(names, mesh, spec):
     pairs = [
         *[('batch', ('data', 'fsdp')), ('embed', 'fsdp'), ('mlp', 'tp'), ('embed', 'tp')],
         *[('unsharded', None), ('off', None), ('off', 'fsdp'), ('late', 'replica'), ('late', 'tp')],
+        *[('two', ('fsdp', 'data')), ('two', ('tp', 'pp'))],
     ]
     rule = LogicalAxisShardingRule(pairs, [('', names)])
     shape = leaf(*[4] * len(_pattern.parse(names).dimensions))

@@ -1,5 +1,7 @@
 """`scalax.microbatch`: the gradient of a batch in parts is that of the batch, and no row moves."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +75,14 @@ def test_the_function_is_traced_once(helper, params, batch):
 
     helper.sjit(microbatch(jax.grad(counted), 4), in_shardings=(P(), P('data')))(params, batch)
     assert traces == [(16, 16)]
+
+
+def test_the_name_of_the_function_shows_in_the_program(batch):
+    def my_loss(scale, batch):
+        return scale * batch['x'].sum()
+
+    parts = microbatch(functools.partial(my_loss, 2.0), 4, batch='batch')
+    assert 'func private @my_loss' in jax.jit(lambda batch: parts(batch)).lower(batch).as_text()
 
 
 def test_rows_go_in_turn(batch):

@@ -303,6 +303,14 @@ def test_the_longest_path_counts():
     assert rule.apply(masked) == {'mu': {'inner': {'w': P('b')}}}
 
 
+@pytest.mark.parametrize(('shape', 'spec'), [((8,), P('a')), ((4,), P('b'))])
+def test_of_paths_that_count_alike_the_shape_decides(shape, spec):
+    params = {'w': struct(8), 'inner': {'w': struct(4)}}
+    rule = OptimizerStateShardingRule({'w': P('a'), 'inner': {'w': P('b')}}, params)
+    masked = {'inner': {'w': struct(*shape)}}
+    assert rule.apply(masked) == {'inner': {'w': spec}}
+
+
 @pytest.mark.parametrize(
     ('params', 'specs'),
     [

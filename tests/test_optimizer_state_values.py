@@ -85,6 +85,7 @@ def by_rank(path, leaf):
         ('w/lora_a', (8, 2), P('a'), 'keeps dimension 0 of its parameter'),
         ('w/lora_b', (2, 16), P(None, 'b'), 'keeps dimension 1 of its parameter'),
         ('mu/w/codes', (128,), P(), 'belongs to no parameter'),
+        ('table', (2**20 - 1,), P(), 'belongs to no parameter'),
     ],
 )
 def test_what_a_leaf_gets(path, shape, spec, reason):
@@ -151,6 +152,13 @@ LARGE = {'layers': [{'w': struct(64, 64)}, {'w': struct(4096, 4096)}], 'b': stru
             'mu/w/codes',
             struct(4, 32),
             "it has no shape that belongs to the parameter 'w': [8, 16]",
+        ),
+        (LARGE, '0/mu/flat', struct(2**20), 'its path ends with no parameter path'),
+        (
+            {'w': struct(1024, 1024), 'b': struct(8)},
+            'mu/w/codes',
+            struct(2**20, dtype='int8'),
+            "it has no shape that belongs to the parameter 'w': [1024, 1024]",
         ),
     ],
 )

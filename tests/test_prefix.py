@@ -20,6 +20,10 @@ X = np.zeros((8, 8), np.float32)
 Pair = collections.namedtuple('Pair', ['a', 'b'])
 
 
+def by_size(path, leaf):
+    return P('data') if leaf.size > 64 else P()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Config:
@@ -192,10 +196,16 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
             'wrong way round?',
         ),
         (
+            by_size,
+            X,
+            f'the rules hold {by_size!r} of type function, {TAKEN}; a function of leaf path and leaf is for '
+            'PolicyShardingRule(function)',
+        ),
+        (
             SingleDeviceSharding(jax.devices()[0]),
             X,
-            f'the rules hold {SingleDeviceSharding(jax.devices()[0])!r} of type SingleDeviceSharding, '
-            f"{TAKEN}; only NamedShardings of the helper's mesh are taken",
+            'the rules hold SingleDeviceSharding(device=CpuDevice(id=0), memory_kind=... of type '
+            f"SingleDeviceSharding, {TAKEN}; only NamedShardings of the helper's mesh are taken",
         ),
     ],
 )

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     helper = MeshShardingHelper([4, 2], ['x', 'y'])
     with Checkpointer(folder / 'one') as checkpointer:
         checkpointer.save(5, checkpoint_checks.state(helper))
-    save_file({'w': checkpoint_checks.values()['params']['w']}, folder / 'w.safetensors')
+    save_file({'w': checkpoint_checks.wide()}, folder / 'w.safetensors')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('CHECKPOINT_CHECKS', str(folder))
         yield folder

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import app
 from jax.sharding import AxisType
 
 from examples import ring_attention
@@ -88,3 +89,9 @@ def test_the_future_is_not_seen(rng):
 def test_main_says_what_is_sent(capsys):
     assert ring_attention.main(sequence=64) < 1e-5
     assert capsys.readouterr().out == ' 44 x collective-permute along sp, 32,768 bytes\n'
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(app.UsageError) as error:
+        ring_attention.main(sequence=97)
+    assert str(error.value) == '--sequence 97 does not divide over 8 devices: take a multiple of it.'

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 from scalax.errors import UnusedAnnotationWarning
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
+    PolicyShardingRule,
     get_global_annotation_shardings,
     get_global_mesh_helper,
     with_sharding_annotation,
@@ -241,6 +243,33 @@ def test_x64_is_another_signature():
     with jax.enable_x64(True):
         assert double(wide).dtype == np.float64
     assert double(wide).dtype == np.float32
+
+
+@pytest.mark.parametrize('committed', [True, False])
+@pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('wide_first', [True, False])
+def test_arrays_of_x64_keep_their_dtype_without_it(wide_first, kind, committed):
+    helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=kind)
+    with jax.enable_x64(True):
+        wide = helper.shard(np.ones(8), ROWS) if committed else jnp.ones(8)
+    fill = helper.sjit(jnp.zeros_like, in_shardings=ROWS, out_shardings=ROWS)
+    for x in [wide, np.ones(8), wide][not wide_first :]:
+        out = fill(x)
+        assert out.dtype == jax.typeof(x).dtype
+        assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, ROWS), 1)
+
+
+def test_arrays_of_x64_are_told_apart_by_a_look(monkeypatch):
+    with jax.enable_x64(True):
+        wide = HELPER.shard(np.ones(8), ROWS)
+    by_dtype = PolicyShardingRule(lambda path, leaf: ROWS if leaf.dtype == np.float64 else P())
+    fill = HELPER.sjit(jnp.zeros_like, out_shardings=by_dtype)
+    calls = [wide, HELPER.shard(np.ones(8), P())]
+    wanted = [fill(x).sharding for x in calls]
+    state = fill.__globals__['_scalax_state']
+    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    assert [fill(x).sharding for x in calls] == wanted
+    assert [sharding.spec for sharding in wanted] == [ROWS, P()]
 
 
 def test_weak_types_are_another_signature():

@@ -359,6 +359,16 @@ def test_bound_methods_partials_and_callable_objects():
     np.testing.assert_array_equal(HELPER.sjit(scaled, P('data'))(Y), Y * 3)
 
 
+def test_programs_have_the_name_of_the_function():
+    def my_step(k, x):
+        return x * k
+
+    twice = functools.partial(functools.partial(my_step), 2)
+    for fun, name in ((twice, 'my_step'), (Model(2), 'Model'), (lambda x: x, '_lambda')):
+        assert f'module @jit_{name} ' in HELPER.sjit(fun).lower(Y).as_text()
+    assert HELPER.sjit(twice).__name__ == 'my_step'
+
+
 @HELPER.sjit(in_shardings=P('data'))
 def module_level(x, y: float = 2.0) -> jax.Array:
     """Adds."""
@@ -440,6 +450,7 @@ AOT_CALLS = {
         8 * X + 4,
     ),
     'keywords': (((X,), {'w': 1.0, 'y': 3.0}), ((X,), {'y': 3.0, 'w': 1.0}), 9 * X + 1),
+    'a keyword with a name of ours': (((X,), {'self': 1.0}), ((X,), {'self': 1.0}), 6 * X + 1),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
 X = np.ones((8, 8), np.float32)
@@ -30,7 +31,14 @@ TRACEBACKS = {
     'under jit': lambda compiled, _: jax.jit(compiled)(X),
     'nested': lambda compiled, _: HELPER.sjit(lambda x: compiled(x))(X),
     'lower': lambda compiled, _: compiled.lower(X),
+    'not compiled': lambda compiled, _: without_jit(compiled),
+    'inline': lambda compiled, _: HELPER.shard_map(lambda x: compiled(x), P('data'), P('data'))(X),
 }
+
+
+def without_jit(compiled):
+    with jax.disable_jit():
+        return compiled(X)
 
 
 def failing(x):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from scalax.errors import ArgumentError, IndivisibleWarning, PlacementError, ShardingError, StructureError
 from scalax.sharding import (
@@ -267,6 +267,34 @@ def test_mismatched_arguments_are_moved_on_request():
         np.testing.assert_array_equal(out, X * 2)
         assert out.sharding.spec == P('data')
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize('on_mismatch', ['error', 'reshard'])
+@pytest.mark.parametrize('known', [False, True])
+def test_an_argument_of_other_devices_that_no_rule_speaks_about(known, on_mismatch):
+    add = HELPER.sjit(lambda x, y: x + y['b'], in_shardings={'x': P('data')}, on_mismatch=on_mismatch)
+    if known:
+        add(X, {'b': X})
+    four = MeshShardingHelper([4], ['data'], devices=jax.devices()[:4]).shard(X, P('data'))
+    one = jax.device_put(X, jax.devices()[3])
+    backwards = NamedSharding(Mesh(HELPER.mesh.devices[::-1], ('data', 'model')), P('data'))
+    for y, lies in (
+        (four, "P('data',) on (data=4) of devices 0, 1, 2, 3"),
+        (one, str(one.sharding)),
+        (
+            jax.device_put(X, backwards),
+            "P('data',) on (data=4, model=2) of devices 6, 7, 4, 5, 2, 3, 0, 1",
+        ),
+    ):
+        with pytest.raises(PlacementError) as error:
+            add(X, {'b': y})
+        assert str(error.value) == (
+            '<lambda> got arrays that do not lie on its mesh, and in_shardings does not say where they '
+            'belong:\n'
+            f'  y/b: float32[8, 8] lies as {lies}\n'
+            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call."
+        )
 
 
 def test_an_equivalent_sharding_of_another_mesh_object_is_no_mismatch():

@@ -4,10 +4,11 @@
 shardings, ``_boundary`` asks the rules for those, ``_program`` is one compiled set
 of shardings (the cache key is written down there), ``_state`` finds or makes the program of each call,
 ``_choice`` guesses it when there are several, ``_replay`` keeps the user's code from being traced
-twice, ``_placement`` looks at where arguments lie, ``_caller`` is the function that users call.
+twice, ``_placement`` puts arguments where they belong, ``_misplaced`` says what is wrong with where they
+lie, ``_caller`` is the function that users call.
 """
 
 from scalax._sjit._function import SjitFunction, names_of_arguments, owner_of, sjit
-from scalax._sjit._placement import told_apart
+from scalax._sjit._misplaced import told_apart
 
 __all__ = ['SjitFunction', 'names_of_arguments', 'owner_of', 'sjit', 'told_apart']

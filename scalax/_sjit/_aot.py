@@ -24,7 +24,7 @@ class _Stage:
 class LoweredCall(_Stage):
     """A ``jax.stages.Lowered`` whose executable takes the user's call."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> CompiledCall:
+    def compile(self, /, *args: Any, **kwargs: Any) -> CompiledCall:
         """See ``jax.stages.Lowered.compile``."""
         return CompiledCall(self._stage.compile(*args, **kwargs), self._convention)
 
@@ -32,6 +32,6 @@ class LoweredCall(_Stage):
 class CompiledCall(_Stage):
     """A ``jax.stages.Compiled`` that takes the user's call; static arguments are left out, as with JAX."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable."""
         return self._stage(*self._convention.dynamic_row(args, kwargs))

@@ -14,7 +14,8 @@ from scalax import _context
 from scalax._constrain import apply_shardings
 from scalax._sjit._boundary import Boundary
 from scalax._sjit._convention import Layout
-from scalax._sjit._placement import Shardings, as_typed, reject_foreign_types
+from scalax._sjit._misplaced import reject_foreign_types
+from scalax._sjit._placement import Shardings, as_typed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, dynamic_leaves, placement_kinds
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn

@@ -10,12 +10,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
-from scalax._paths import canonical_dtype
 from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._signature import explicit_spec, slot_path
+from scalax._sjit._signature import explicit_spec, slot_path, traced_dtype
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 
@@ -251,4 +250,4 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(kind, 'sharding', None)
     if explicit_spec(sharding) is None:
         sharding = None  # not part of the type: calls that lie otherwise share what rules say
-    return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
+    return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding)

@@ -181,8 +181,10 @@ def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]
 
 
 def _dtype(leaf: Any) -> Hashable:
-    """As signatures have it: float64 data is float32 without x64."""
-    return canonical_dtype(leaf.dtype if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype)
+    """As signatures have it: without x64, float64 data is float32, unless it is a jax.Array already."""
+    if isinstance(leaf, jax.Array):
+        return leaf.dtype
+    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
 def _types_by_path(signature: Signature) -> dict[tuple[Any, ...], Any]:

@@ -100,7 +100,7 @@ class Convention:
         donate_argnums: int | Iterable[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
     ) -> None:
-        self.name = str(getattr(fun, '__name__', type(fun).__name__))
+        self.name = name_of(fun)
         self.parameters = _parameters(fun)
         kinds = [parameter.kind for parameter in self.parameters]
         self.positional = [p.name for p in self.parameters if p.kind in _POSITIONAL]
@@ -332,6 +332,13 @@ class Convention:
                 raise StructureError(
                     f'{what} of {self.name}: there is no argument {name!r} ({did_you_mean(str(name), known)})'
                 )
+
+
+def name_of(fun: Callable[..., Any]) -> str:
+    """What messages and profiles call a function: a ``functools.partial`` as JAX does, by what is in it."""
+    while isinstance(fun, functools.partial) and not hasattr(fun, '__name__'):
+        fun = fun.func
+    return str(getattr(fun, '__name__', type(fun).__name__))
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:

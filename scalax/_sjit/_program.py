@@ -23,7 +23,8 @@ import jax
 from scalax._recent import Recent
 from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, moved, place, reject_deleted
+from scalax._sjit._misplaced import reject_deleted
+from scalax._sjit._placement import Shardings, moved, place
 from scalax._sjit._signature import Signature
 from scalax.errors import ArgumentError, StructureError
 

@@ -50,7 +50,12 @@ def leaf_type(leaf: Any) -> LeafType:
     """
     kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     spec = explicit_spec(getattr(kind, 'sharding', None))
-    return kind.shape, canonical_dtype(kind.dtype), bool(getattr(kind, 'weak_type', False)), spec
+    return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
+
+
+def traced_dtype(kind: Any) -> Any:
+    """The dtype with which JAX traces a type: without x64 it narrows that of a struct, of arrays never."""
+    return canonical_dtype(kind.dtype) if isinstance(kind, jax.ShapeDtypeStruct) else kind.dtype
 
 
 def explicit_spec(sharding: Any) -> PartitionSpec | None:

@@ -12,7 +12,7 @@ import jax
 
 from scalax import _context, _mesh
 from scalax._recent import Recent
-from scalax._sjit import _placement
+from scalax._sjit import _misplaced, _placement
 from scalax._sjit._body import Body, Inside, reject_other_devices
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
@@ -120,7 +120,8 @@ class State:
         # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
         # the same classes: then its own error counts.
         if 'deleted' in str(error):
-            _placement.reject_deleted(self.convention, call.layout, row)
+            _misplaced.reject_deleted(self.convention, call.layout, row)
+        self._reject_elsewhere(call.layout, row, call.arguments, error)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -130,8 +131,8 @@ class State:
             self._reject_mismatched(call)
             self._reject_refused(call.layout, row, call.arguments, error)
             return False
-        return _placement.any_mismatched(row, call.arguments) or (
-            isinstance(error, ValueError) and _placement.any_refused(row, call.arguments)
+        return _misplaced.any_mismatched(row, call.arguments) or (
+            isinstance(error, ValueError) and _misplaced.any_refused(row, call.arguments)
         )
 
     def slow(self, row: tuple[Any, ...]) -> Any:
@@ -148,7 +149,7 @@ class State:
         if _inside_manual_region():
             return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
-        _placement.reject_deleted(self.convention, layout, row)
+        _misplaced.reject_deleted(self.convention, layout, row)
         if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
             call = self._look(row)
             inside = Inside(call.arguments, self.boundary.constraints(layout, row))
@@ -164,8 +165,10 @@ class State:
                 return program.call(*placed)
             except ValueError as error:
                 self._reject_ambient_mesh(error)
-                if self.options.on_mismatch == 'error' and not _arose_inside(error):
-                    self._reject_refused(layout, row, resolved.inside.arguments, error)
+                if not _arose_inside(error):
+                    self._reject_elsewhere(layout, row, resolved.inside.arguments, error)
+                    if self.options.on_mismatch == 'error':
+                        self._reject_refused(layout, row, resolved.inside.arguments, error)
                 raise
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +241,7 @@ class State:
         return known, self._placed(row, call.layout, call.arguments, move)
 
     def _reject_mismatched(self, call: Call) -> None:
-        _placement.reject_mismatched(
+        _misplaced.reject_mismatched(
             self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
         )
 
@@ -246,7 +249,13 @@ class State:
         self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
     ) -> None:
         if isinstance(error, ValueError):
-            _placement.reject_refused(self.convention, layout, row, arguments, error)
+            _misplaced.reject_refused(self.convention, layout, row, arguments, error)
+
+    def _reject_elsewhere(
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+    ) -> None:
+        if isinstance(error, ValueError):
+            _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
 
     def _reject_ambient_mesh(self, error: Exception) -> None:
         """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
@@ -337,6 +346,6 @@ def _inside_manual_region() -> bool:
 
 
 def _arose_inside(error: Exception) -> bool:
-    """Whether *error* comes out of the trace of a program, and not from JAX on the way to it."""
-    inside = State._inside.__code__
-    return any(frame.f_code is inside for frame, _ in traceback.walk_tb(error.__traceback__))
+    """Whether *error* comes out of the user's code or its trace, and not from JAX on the way to it."""
+    inside = State._inside.__code__, Body.run.__code__  # what is not traced runs as a body alone
+    return any(frame.f_code in inside for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +15,7 @@ import jax
 
 from scalax import _mesh
 from scalax._paths import canonical_dtype
-from scalax.checkpoint._safetensors_file import Tensor, read_box, tensors_of
+from scalax.checkpoint._safetensors_file import Box, Tensor, read_ahead, read_box, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
 from scalax.errors import CheckpointError, shown
 
@@ -75,37 +78,73 @@ def load_safetensors(
         path, axes = wanted[tensor.name]
         _put(tree, path, jax.ShapeDtypeStruct(_transposed(tensor, axes), tensor.dtype))
     shardings = helper.match_sharding_rule(rules, tree)
-    opened: dict[Path, int] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(file.open('rb', buffering=0)).fileno()
+            for file in dict.fromkeys(tensor.file for tensor in tensors)
+        }
+        loads = []
         for tensor in tensors:
             path, axes = wanted[tensor.name]
-            if tensor.file not in opened:
-                opened[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-            _put(tree, path, _loaded(opened[tensor.file], tensor, axes, _get(shardings, path)))
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
+            loads.append(_Load(opened[tensor.file], tensor, path, axes, _get(shardings, path)))
+        for i, load in enumerate(loads):
+            for coming in loads[i : i + 2]:
+                coming.read_ahead()
+            _put(tree, load.path, load.array())
     return tree
 
 
-def _loaded(descriptor: int, tensor: Tensor, axes: Sequence[int], sharding: Any) -> jax.Array:
-    """One tensor as an array, block by block: the next is read when the last lies on its devices."""
-    shape = _transposed(tensor, axes)
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        holders.setdefault(bounds, []).append(device)
-    parts = []
-    for bounds in sorted(holders):
-        box = [slice(*bounds[axes.index(dim)] if axes else bounds[dim]) for dim in range(len(shape))]
-        block = read_box(descriptor, tensor, box)
-        for device in holders[bounds]:
-            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            part = jax.device_put(block, place)
-            parts.append(part.transpose(axes) if axes else part)
-        jax.block_until_ready(parts)
-        del block
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=tensor.dtype)
+@dataclasses.dataclass(frozen=True)
+class _Load:
+    """How one tensor gets onto the devices of this process.
+
+    Attributes:
+        descriptor: of its file.
+        tensor: where it lies.
+        path: its leaf path.
+        axes: how it is transposed, if it is.
+        sharding: of the transposed array.
+    """
+
+    descriptor: int
+    tensor: Tensor
+    path: str
+    axes: Sequence[int]
+    sharding: Any
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return _transposed(self.tensor, self.axes)
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple[Box, list[Any]]]:
+        """The parts of the tensor that devices of this process hold, in the order of the file."""
+        holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+            if self.axes:
+                bounds = [bounds[self.axes.index(dim)] for dim in range(len(bounds))]
+            holders.setdefault(tuple(bounds), []).append(device)
+        return [([slice(*part) for part in bounds], holders[bounds]) for bounds in sorted(holders)]
+
+    def read_ahead(self) -> None:
+        """Has the system read what is wanted next."""
+        read_ahead(self.descriptor, self.tensor, [box for box, _ in self.blocks])
+
+    def array(self) -> jax.Array:
+        """The array, block by block: the next is read when the last lies on its devices."""
+        parts = []
+        for box, devices in self.blocks:
+            block = read_box(self.descriptor, self.tensor, box)
+            for device in devices:
+                place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                part = jax.device_put(block, place)
+                parts.append(part.transpose(self.axes) if self.axes else part)
+            jax.block_until_ready(parts)
+            del block
+        dtype = self.tensor.dtype
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=dtype)
 
 
 def _transposed(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:

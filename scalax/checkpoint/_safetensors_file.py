@@ -4,7 +4,7 @@ The format: eight bytes with the length of the header, the header (JSON: name ->
 the tensors one after the other, row by row, little-endian. https://github.com/huggingface/safetensors#format
 
 The library of that name maps a file into memory: a block of columns then brings the pages of all columns with
-it, and float8 is unknown to it as NumPy. Here exactly the bytes of a block are read.
+it, and float8 is unknown to it as NumPy. Here the bytes of a block are read, and no mapping is made.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from scalax.errors import CheckpointError
 
 _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes; what the format allows
+_PAGE = 1 << 12  # bytes: what lies within a page of the next run is cheaper read than jumped over
+_BAND = 1 << 20  # bytes that are then read at once
+_SPARSE = 16  # where less than one byte of so many is wanted, seeking is cheaper than reading all
 _ALIGNMENT = 64  # bytes: JAX takes memory that begins at such a multiple as it is, on CPU
 
 DTYPES: Mapping[str, Any] = {
@@ -120,7 +123,10 @@ def _bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 
 def read_box(descriptor: int, tensor: Tensor, box: Box) -> np.ndarray:
-    """A block of a tensor, of which exactly its own bytes are read, into memory of its own.
+    """A block of a tensor, in memory of its own.
+
+    Exactly its own bytes are read; only where parts of it lie less than a page apart, what is between them is
+    read with them.
 
     Args:
         descriptor: of the opened file.
@@ -134,34 +140,80 @@ def read_box(descriptor: int, tensor: Tensor, box: Box) -> np.ndarray:
     block = _aligned(shape, tensor.dtype)
     if not block.size:
         return block
-    run, starts = _runs(tensor, box)
-    target = memoryview(block.reshape(-1).view(np.uint8))
-    for i, start in enumerate(starts):
-        _fill(descriptor, target[i * run : (i + 1) * run], start, tensor)
+    runs = _runs(tensor, box)
+    target = block.reshape(-1).view(np.uint8).reshape(len(runs.starts), runs.size)
+    at_once = max(_BAND // runs.stride, 1) if runs.stride <= _PAGE else 1
+    buffer = np.empty(at_once * runs.stride if at_once > 1 else 0, np.uint8)
+    for first in range(0, len(runs.starts), runs.count):
+        for i in range(first, first + runs.count, at_once):
+            rows = target[i : min(i + at_once, first + runs.count)]
+            if len(rows) == 1:
+                _fill(descriptor, rows, runs.starts[i], tensor)
+            else:
+                span = (len(rows) - 1) * runs.stride + runs.size
+                _fill(descriptor, buffer[:span], runs.starts[i], tensor)
+                rows[:] = buffer[: len(rows) * runs.stride].reshape(len(rows), -1)[:, : runs.size]
     return block
 
 
-def _runs(tensor: Tensor, box: Box) -> tuple[int, list[int]]:
-    """How many bytes of a block follow one another in the file, and where each such run begins."""
+def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
+    """Has the system read from the disk what will be wanted soon, in one piece, if much of that piece will.
+
+    Short runs that are far apart are read one by one otherwise, each when it is asked for.
+
+    Args:
+        descriptor: of the opened file.
+        tensor: which.
+        boxes: the blocks of it that will be read.
+    """
+    if not boxes or not tensor.shape or not hasattr(os, 'posix_fadvise'):
+        return
+    row = _bytes(tensor.shape[1:], tensor.dtype)
+    first, last = min(box[0].start for box in boxes), max(box[0].stop for box in boxes)
+    wanted = sum(_bytes([part.stop - part.start for part in box], tensor.dtype) for box in boxes)
+    if wanted * _SPARSE >= (last - first) * row:
+        start = tensor.begin + first * row
+        os.posix_fadvise(descriptor, start, (last - first) * row, os.POSIX_FADV_WILLNEED)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """The parts of a block whose bytes follow one another in the file.
+
+    Attributes:
+        size: how many bytes each has.
+        starts: where each begins, in the file.
+        count: so many of them lie at equal distances, again and again.
+        stride: that distance.
+    """
+
+    size: int
+    starts: list[int]
+    count: int
+    stride: int
+
+
+def _runs(tensor: Tensor, box: Box) -> _Runs:
     strides = [tensor.dtype.itemsize * math.prod(tensor.shape[dim + 1 :]) for dim in range(len(box))]
     inner = max(len(box) - 1, 0)  # the dimension whose rows follow one another
     while inner and box[inner] == slice(0, tensor.shape[inner]):
         inner -= 1
-    run = tensor.dtype.itemsize * math.prod(part.stop - part.start for part in box[inner:])
+    size = tensor.dtype.itemsize * math.prod(part.stop - part.start for part in box[inner:])
     starts = [tensor.begin + (box[inner].start * strides[inner] if box else 0)]
     for part, stride in zip(box[:inner], strides, strict=False):
         starts = [start + row * stride for start in starts for row in range(part.start, part.stop)]
-    return run, starts
+    if not inner:
+        return _Runs(size, starts, 1, size)
+    return _Runs(size, starts, box[inner - 1].stop - box[inner - 1].start, strides[inner - 1])
 
 
-def _fill(descriptor: int, target: memoryview, start: int, tensor: Tensor) -> None:
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], start + done)
+def _fill(descriptor: int, target: np.ndarray, start: int, tensor: Tensor) -> None:
+    """Reads as many bytes as *target* has."""
+    done = os.preadv(descriptor, [target], start)
+    while done < target.nbytes:
+        count = os.preadv(descriptor, [memoryview(target.reshape(-1))[done:]], start + done)
         if not count:
-            raise CheckpointError(
-                f'{tensor.file} has become shorter while it was read: {tensor.name} ends early'
-            )
+            raise CheckpointError(f'{tensor.file} became shorter while it was read: {tensor.name} ends early')
         done += count
 
 

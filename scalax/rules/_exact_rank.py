@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -11,6 +12,11 @@ from scalax._spec import entries, no_axis, spec_axes
 from scalax.errors import Problem
 from scalax.rules._base import Answer, AxisSizes, Said
 from scalax.rules._tree_path import TreePathShardingRule
+
+_STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"
+_NOT_STACKED = (
+    'layers that are not stacked take the rule without .stacked(), and a stacked= that does not match'
+)
 
 
 class ExactRankRule(TreePathShardingRule):
@@ -33,6 +39,11 @@ class ExactRankRule(TreePathShardingRule):
         {'kernel': P(None, 'fsdp')}
     """
 
+    _unmatched_hint: ClassVar[str] = (
+        'put a row for these leaves in front, as in catalogue.rule((row, *table)), or replicate what no row '
+        'matches with rule | PartitionSpec().'
+    )
+
     def __repr__(self) -> str:
         return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
 
@@ -40,18 +51,18 @@ class ExactRankRule(TreePathShardingRule):
         """See `ShardingRule.answers`."""
         said = super().answers(tree, axis_sizes)
         # One answer serves all leaves of a clause, and is looked at once for each rank of these.
-        wrong: dict[tuple[int, int], Problem | None] = {}
+        wrong: dict[tuple[int, int, int], Problem | None] = {}
         for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
-            key = id(answer), len(shape)
+            key = id(answer), len(shape), tree.stacked(index)
             if key not in wrong:
-                wrong[key] = self._wrong(answer, len(shape), axis_sizes)
+                wrong[key] = self._wrong(answer, *key[1:], axis_sizes)
             problem = wrong[key]
             if problem is not None:
                 said[index] = dataclasses.replace(problem, leaf=tree.describe(index))
         return said
 
-    def _wrong(self, said: Said, rank: int, axis_sizes: AxisSizes | None) -> Problem | None:
-        """What is wrong with an answer of this rule about a leaf of that rank."""
+    def _wrong(self, said: Said, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
+        """What is wrong with an answer of this rule about a leaf of that rank, without its stack."""
         # Answers about arrays of one element have no clauses, and those of other rules are their own affair.
         if not isinstance(said, Answer) or not said.clauses or said.clauses[0][0] is not self:
             return None
@@ -64,9 +75,10 @@ class ExactRankRule(TreePathShardingRule):
             return _problem(
                 'rank',
                 said,
-                f'the spec is for an array of rank {expected}, and this one is of rank {rank}',
-                "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/'); heads "
-                'that are a dimension take catalogue.SPLIT_HEADS in front; others a row of your own.',
+                f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
+                + (' without its stack of layers' if stacked else ''),
+                f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
+                'catalogue.SPLIT_HEADS in front; others a row of your own.',
             )
         absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
         # Axes by other names are no tables' of the catalogue.

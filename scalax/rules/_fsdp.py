@@ -86,6 +86,8 @@ class FSDPShardingRule(BuiltinRule):
             reason = f'{elements} element{"" if elements == 1 else "s"} < min_fsdp_size {self.min_fsdp_size}'
         elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
             reason = f'FSDP: {", ".join(used)} in use'
+        elif entries(taken) and None not in entries(taken)[: len(tree.shapes[index])]:
+            reason = 'FSDP: no dimension is free'
         else:
             size = self._axis_size(axis_sizes) or 'a power of two'
             reason = f'no{" free" if any(entries(taken)) else ""} dimension divides by {size}'

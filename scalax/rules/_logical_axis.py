@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._paths import NamedTree, leaf_shape
+from scalax._paths import NamedTree
 from scalax._spec import Fault, OnIndivisible, checked_policy, entry_axes
 from scalax.errors import IndivisibleWarning, Problem, RuleError, did_you_mean, shown, warn
 from scalax.interop import DimensionNames
@@ -142,7 +142,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             if math.prod(shape) == 1:
                 answers.append(_ONE)
                 continue
-            stacked = len(leaf_shape(tree.shown[i]) or ()) - len(shape) if tree.shown else 0
+            stacked = tree.stacked(i)
             named = self._named(tree.paths[i], own[i], len(shape), stacked)
             if named is None:
                 answers.append(None)

@@ -49,7 +49,7 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     A leaf belongs to the parameter whose whole path its own path ends with. Where several do, as ``w``
     and ``mu/w`` for the leaf ``0/mu/w``, the one counts in whose place most parameters are found; of
-    equals the longest. What it gets depends on its shape:
+    equals one of its shape, else the longest. What it gets depends on its shape:
 
     ==========================================  ====================================================
     a leaf                                      gets
@@ -64,9 +64,9 @@ class OptimizerStateShardingRule(BuiltinRule):
     with at most one element (counters)         replicated
     below a parameter (``w/q``, ``w/scale``,    the same; and where the rank is the parameter's, the
     ``w/lora_a``)                               specs of the dimensions whose sizes agree
-    any other below or beside the parameters    no answer; alone: an error if it is a matrix, or more,
-                                                of floats (or of anything, below a parameter), of more
-                                                than 32 elements; else replicated
+    any other below or beside the parameters    no answer; alone: an error for floats (for anything,
+                                                below a parameter) in a matrix, or more, of over 32
+                                                elements or a vector of 2**20 or more; else replicated
     of any other shape at a parameter's path    an error that names the leaf
     ==========================================  ====================================================
 
@@ -150,7 +150,7 @@ class OptimizerStateShardingRule(BuiltinRule):
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
         """What belongs to no parameter is replicated, but for what must be meant to belong to one."""
         shape = tree.shapes[index]
-        if len(shape) < 2:
+        if len(shape) < 2 and math.prod(shape) < _MANY:
             return _NO_PARAMETER
         known = self._known
         places = list(_ending(tree.paths[index], known))
@@ -166,6 +166,7 @@ class OptimizerStateShardingRule(BuiltinRule):
 
 
 _FEW = 32  # elements: tables of coefficients, as muon has
+_MANY = 2**20  # elements of a vector: below that it is a table or scales
 _NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
 _FEW_ELEMENTS = dataclasses.replace(
     _NO_PARAMETER, reason=f'{_NO_PARAMETER.reason}; with more than {_FEW} elements it would be an error'
@@ -359,8 +360,7 @@ def _derived(
     specs = dict.fromkeys(
         _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
     )
-    if len(specs) > 1:
-        # Any of them would be a guess.
+    if len(specs) > 1:  # any of them would be a guess
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
             said,

@@ -10,7 +10,7 @@ import jax
 
 from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, leaf_shape, optional_path
 from scalax.errors import RuleError, StructureError
-from scalax.rules._base import ShardingRule
+from scalax.rules._base import ShardingRule, short
 from scalax.rules._compose import as_rule
 
 
@@ -56,7 +56,7 @@ def sections(param_rule: Any, params: Any, name: str) -> Iterator[Section]:
         at = optional_path(path)
         rule = as_rule(value)
         if rule is None:
-            got = repr(value) if leaf_shape(value) is None else describe_leaf('', value).partition(': ')[2]
+            got = short(value) if leaf_shape(value) is None else describe_leaf('', value).partition(': ')[2]
             raise RuleError(
                 f'{name}: param_rule holds {got} of type {type(value).__name__}'
                 f'{"" if at is None else f" at {at!r}"}, which is not a rule: give a ShardingRule, a '

@@ -58,6 +58,10 @@ class TreePathShardingRule(BuiltinRule):
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
     by_path: ClassVar[bool] = True
+    _unmatched_hint: ClassVar[str] = (
+        "add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate "
+        'what nothing matches.'
+    )
 
     def __init__(
         self,
@@ -145,8 +149,7 @@ class TreePathShardingRule(BuiltinRule):
             f'no regex of the rule matches the path {tree.path_seen(index)}'
             + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
-            hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
-            'to replicate what nothing matches.',
+            hint=self._unmatched_hint,
         )
 
     def _near_pattern(self, path: str) -> str:
@@ -194,7 +197,7 @@ def regex_text(pattern: str | re.Pattern[str]) -> str:
 
 def _axes(value: Any) -> tuple[Any, ...]:
     """The entries of what somebody wrote in place of a PartitionSpec; empty for anything else."""
-    return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, tuple | list) else ()
 
 
 _SPREAD = 'pairs are arguments of their own: TreePathShardingRule(*pairs)'
