@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._topologies import KNOWN
+from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 
@@ -45,7 +45,7 @@ def build_mesh(
         raise MeshError('devices is empty: a mesh needs at least one device')
     if len(set(at_hand)) != len(at_hand):
         raise MeshError('devices holds a device more than once')
-    sizes = _inferred(dims, names, len(at_hand))
+    sizes = _inferred(dims, names, len(at_hand), subset=devices is None)
     if dcn_axis_dims is None:
         _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
@@ -65,6 +65,11 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
+    if not topology:
+        # The compiler would take one of its own.
+        raise MeshError(
+            "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+        )
     if not _is_tpu_machine():
         for name, value in _NO_TPU_MACHINE.items():
             os.environ.setdefault(name, value)
@@ -82,7 +87,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
                 'can use: pip install "jax[tpu]" brings the one that fits'
             ) from error
         raise MeshError(
-            f'the TPU compiler describes no topology {topology!r}: {error}\n{did_you_mean(topology, KNOWN)}\n'
+            f'the TPU compiler describes no topology {topology!r}: {error}\n{meant(topology)}\n'
             '`python -m scalax topologies` lists those that are known'
         ) from error
     return list(described.devices)
@@ -161,8 +166,8 @@ def checked_types(
     return types
 
 
-def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*."""
+def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
+    """The dimensions with -1 filled in; their product is *count*. *subset*: fewer devices may be advised."""
     fixed = math.prod(dim for dim in dims if dim != -1)
     asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
     if -1 in dims:
@@ -175,12 +180,12 @@ def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tupl
     if fixed != count:
         raise MeshError(
             f'mesh ({asked}) needs {fixed} {"device" if fixed == 1 else "devices"}, there '
-            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count)}'
+            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
         )
     return dims
 
 
-def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
+def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
     """Which single change would make the dimensions fit."""
     if not dims:
         return 'a mesh without axes holds one device'
@@ -192,7 +197,7 @@ def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> str:
             listed = ', '.join(fitted) + (',' if len(fitted) == 1 else '')
             fixes.append(f'({listed}), with {name!r} changed')
     needed = math.prod(dims)
-    if needed < count:
+    if subset and needed < count:
         fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
     return (
         f'what would fit: {"; or ".join(fixes)}'

@@ -37,6 +37,9 @@ def make_large(helper):
 def make_nothing(helper):
     return None
 
+def make_trouble(helper):
+    raise ValueError('no such model')
+
 def make_one(helper):
     return make_step, 3
 """
@@ -139,11 +142,28 @@ def test_explain_needs_no_devices(job, capsys):
     assert (row.path, row.bytes_per_device) == ('w', 64 * 32 * 4 // 64)
 
 
-def test_usage_of_search(job, capsys):
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
+        (['--full', '-1'], "'-1' is no number from 0 on"),
+    ],
+)
+def test_usage_of_search(job, capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
-        main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=x'])
+        main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', *arguments])
     assert ended.value.code == 2
-    assert "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+@tpu_compiler.needed
+def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job):
+    done = run('search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')
+    assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
+    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2, 0 of them planned'
+    assert (done.returncode, done.stderr) == (
+        *(1, 'error: no mesh was planned: nobody knows whether the step fits\n'),
+    )
 
 
 def test_topologies(capsys):
@@ -186,7 +206,13 @@ def test_arguments_that_are_none(job):
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
+        (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2', '--slices', '0'], "'0' is no positive number"),
+        (
+            ['--mesh', 'a=2', '--html', 'no/such/p.html'],
+            "'no/such/p.html' is no file in a folder that there is",
+        ),
         ([], 'the following arguments are required: --mesh'),
     ],
 )
@@ -214,6 +240,15 @@ def test_usage(job, capsys, arguments, said):
 def test_what_cannot_be_asked(job, arguments, said):
     done = run('plan', f'{job}:make_step', *arguments)
     assert (done.returncode, done.stderr) == (2, f'error: {said}\n')
+
+
+@pytest.mark.parametrize('command', [('plan', '--mesh', 'a=8'), ('search', '--axes', 'a')])
+def test_slices_that_lie_along_no_axis(job, command):
+    name, *options = command
+    done = run(name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', 2)
+    assert (done.returncode, done.stderr) == (
+        *(2, 'error: --slices 2 needs --dcn, which says along which mesh axes slices lie\n'),
+    )
 
 
 def test_the_json_of_a_plan_is_json(job):

@@ -345,6 +345,14 @@ def test_dimensions_that_do_not_fit(dims, names, message):
     assert str(error.value) == message
 
 
+def test_fewer_devices_are_not_advised_of_devices_that_were_given():
+    with pytest.raises(MeshError) as error:
+        MeshShardingHelper([3], ['data'], devices=jax.devices())
+    assert str(error.value) == (
+        "mesh (data=3) needs 3 devices, there are 8; what would fit: (8,), with 'data' changed"
+    )
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [

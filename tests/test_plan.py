@@ -1,5 +1,6 @@
 """`helper.plan`: the collectives of programs whose collectives are known, counted and weighed by hand."""
 
+import dataclasses
 import functools
 import json
 
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax.errors import ArgumentError, MeshError
-from scalax.plan import Counted
+from scalax.plan import Counted, Memory
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -346,6 +347,23 @@ def test_text():
     ]
     assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  test_plan.py:')
     assert all(len(line) <= 60 for line in lines[8:11])
+
+
+def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    memory = Memory(2**20, outputs=0, temporaries=0, estimated=False, limit=2**34, peak=2**22)
+    full = dataclasses.replace(plan, platform='tpu', memory=memory)
+    assert full.to_text(100).splitlines()[2:7] == [
+        'memory of each device: 4.0 MiB of 16.0 GiB: it fits',
+        '  arguments       1.0 MiB',
+        '  outputs             0 B',
+        '  temporaries         0 B',
+        '  vector memory   3.0 MiB, at least',
+    ]
+    for peak, said in {2**31 - 1: '; of so little a guide only', 2**31: ''}.items():
+        known = f'(quick, as laid out before code is made{said})'
+        memory = dataclasses.replace(memory, peak=peak)
+        assert known in str(dataclasses.replace(full, quick=True, memory=memory))
 
 
 def test_a_program_that_nothing_places_runs_on_one_device():

@@ -95,6 +95,15 @@ def test_impossible_numbers_are_named():
     assert Hardware('mine', torus_axes=0, ring_multiple=0, hop_seconds=0).torus_axes == 0
 
 
+def test_numbers_that_are_none_are_named():
+    with pytest.raises(PlanError) as error:
+        Hardware('mine', flops_per_second='1e15', torus_axes=True)
+    assert str(error.value) == (
+        "the hardware 'mine' cannot be: flops_per_second has to be a number, got '1e15'; "
+        'torus_axes has to be a number, got True'
+    )
+
+
 def test_entries_are_values():
     changed = dataclasses.replace(HARDWARE['v5p'], ici_bytes_per_second=8e10)
     assert changed != HARDWARE['v5p']
@@ -107,7 +116,11 @@ def test_the_table_of_the_documentation():
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')]
     [names] = [row[1:-1] for row in rows if 'v5p' in row]
     assert names == list(HARDWARE)
-    shown = {row[0].split('`')[1]: row[1:-1] for row in rows if row[0].startswith('`')}
+    shown = {
+        row[0].split('`')[1]: row[1:-1]
+        for row in rows
+        if row[0].startswith('`') and len(row) == len(names) + 2
+    }
     assert set(shown) == {*NUMBERS, 'ring_needs_all'}
     for field, cells in shown.items():
         for entry, cell in zip(HARDWARE.values(), cells, strict=True):

@@ -50,7 +50,10 @@ def test_groups(text, groups):
     ('text', 'message'),
     [
         ('{{0,1},{2}}', 'the groups of a collective are of several sizes: {{0,1},{2}}'),
-        ('[2,4]<=8', 'the groups of a collective are written in a way that is not known: [2,4]<=8'),
+        *(
+            (text, f'the groups of a collective are written in a way that is not known: {text}')
+            for text in ('[2,4]<=8', '[2,4]<=[16]', '[2,2,2]<=[8]', '[2,4]<=[4,2]T(0)', 'V3:[2,4]')
+        ),
         (
             "mesh['a'=8] {'b'}",
             "the groups of a collective name an axis that their mesh lacks: mesh['a'=8] {'b'}",

@@ -304,6 +304,7 @@ def test_an_all_reduce_of_which_each_keeps_its_part():
     plan = ALONG.plan(fun, array(8192, 4096), array(8192, 4096))
     assert [(row.kind, row.scattered) for row in plan.collectives] == [('all-reduce', True)]
     assert plan.to_dict()['collectives'][0]['scattered'] is True
+    assert '\nall-reduce, scattered  X ' in str(plan)
     assert plan.roofline(RINGS, torus={'X': 8}).parts['ici:X'] == pytest.approx(4096**2 * BF16 / 1.8e11)
     whole = ALONG.plan(ALONG.sjit(step, in_shardings=P('X'), out_shardings=P()), *(array(8192, 4096),) * 2)
     assert [(row.kind, row.scattered) for row in whole.collectives] == [('all-reduce', False)]
@@ -370,8 +371,20 @@ def test_model_flops():
     assert str(error.value) == 'model_flops has to be a positive number, got -1'
 
 
+def test_a_plan_tells_what_the_roofline_of_its_devices_does():
+    places = places_on_torus({'X': 8}, {'X': 8}, RINGS)
+    plan = dataclasses.replace(fsdp(8), device_kind='TPU v5p', places=places).with_model_flops(1e9)
+    roofline = plan.roofline()
+    assert (plan.bound, plan.mfu, plan.step_seconds) == (
+        *(roofline.bound, roofline.mfu, roofline.step_seconds),
+    )
+
+
 def test_what_a_roofline_needs():
     plan = fsdp(8)
+    with pytest.raises(PlanError) as error:
+        _ = plan.bound
+    assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")
     with pytest.raises(PlanError) as error:
         plan.roofline()
     assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")

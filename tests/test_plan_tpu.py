@@ -10,6 +10,7 @@ import test_plan
 import tpu_compiler
 
 from examples import plan_llama
+from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -133,7 +134,8 @@ def test_quick_memory_is_that_of_a_full_plan():
     assert hurried.memory.donated == plan.memory.donated
     assert (hurried.collectives, hurried.flops, hurried.work) == (plan.collectives, plan.flops, plan.work)
     assert hurried.roofline() == plan.roofline()
-    assert 'memory of each device (quick, as laid out before code is made): ' in str(hurried)
+    said = 'memory of each device (quick, as laid out before code is made; of so little a guide only): '
+    assert said in str(hurried)
     assert Plan.load(hurried.to_json()) == hurried
 
 
@@ -279,3 +281,16 @@ def test_a_plan_comes_back_from_its_json(tmp_path):
     assert not refused().diff(Plan.load(path))
     fitting = dataclasses.replace(refused(), refusal='', buffers=())
     assert '  fits          no -> yes' in str(refused().diff(fitting)).splitlines()
+
+
+@pytest.mark.parametrize('wrapped', [lambda fun: fun, jax.jit])
+def test_what_nothing_places_is_told_so(wrapped):
+    def product(x):
+        return x @ x
+
+    with pytest.raises(ArgumentError) as raised:
+        v5e().plan(wrapped(product), array(256, 256), quick=True)
+    assert str(raised.value) == (
+        "nothing says that 'product' runs on this mesh, whose devices are not here: say where its arguments "
+        'or outputs lie: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
+    )

@@ -142,6 +142,8 @@ def test_sets_of_rules():
     }
     held = {candidate.rules: candidate.plan.memory.arguments for candidate in found.candidates}
     assert held['replicated'] > held['both']
+    [only] = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], {}, constraints={'tp': 2}, full=0).candidates
+    assert (only.name, only.lost) == ('fsdp=2, tp=2', '')
 
 
 @tpu_compiler.needed

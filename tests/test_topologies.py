@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import topologies
 
 from scalax import _mesh
+from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.sharding import MeshShardingHelper
 
@@ -81,6 +82,26 @@ def test_an_unknown_topology(described):
         "did you mean 'v5e:2x4' or 'v5e:2x2'?\n"
         '`python -m scalax topologies` lists those that are known'
     )
+
+
+def test_a_topology_without_a_name(described):
+    described(lambda **_: Topology)
+    with pytest.raises(MeshError) as raised:
+        MeshShardingHelper.from_topology('', [-1], ['x'])
+    assert str(raised.value) == (
+        "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+    )
+
+
+@pytest.mark.parametrize(
+    ('asked', 'slice_'),
+    [
+        *(('v4-8', 'v4:2x2x1'), ('v5litepod-16', 'v5e:4x4'), ('v5p-128', 'v5p:4x4x4')),
+        *(('v6e-256', 'v6e:16x16'), ('v5p:4x4x44', 'v5p:4x4x4')),
+    ],
+)
+def test_what_was_meant(asked, slice_):
+    assert meant(asked).startswith(f'did you mean {slice_!r}')
 
 
 def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):

@@ -103,7 +103,8 @@ class Search:
     def _head(self) -> str:
         planned = sum(candidate.plan is not None for candidate in self.candidates)
         stopped = '; stopped before its end' if self.interrupted else ''
-        return f'{len(self.candidates)} meshes on {self.topology}, {planned} of them planned{stopped}'
+        meshes = 'mesh' if len(self.candidates) == 1 else 'meshes'
+        return f'{len(self.candidates)} {meshes} on {self.topology}, {planned} of them planned{stopped}'
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]

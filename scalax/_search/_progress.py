@@ -1,4 +1,4 @@
-"""How far is a search? A bar in a terminal, if rich or tqdm is installed; else nothing is said."""
+"""How far is a search? A bar in a terminal, if rich or tqdm is installed; else a line for each step."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def search(
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
         full: how many of the best to compile in full: minutes for each.
-        show_progress: whether to show a bar; by default in a terminal. It needs rich or tqdm.
+        show_progress: whether to show a bar; by default in a terminal. Without rich and tqdm it is lines.
 
     Returns:
         A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
@@ -70,7 +70,7 @@ def search(
         >>> found.best.mesh  # doctest: +SKIP
         {'fsdp': 16, 'tp': 4}
     """
-    names = list(axis_names)
+    names, rules = list(axis_names), rules or None
     if dcn_axis is not None and dcn_axis not in names:
         raise ArgumentError(f'dcn_axis={dcn_axis!r} is no mesh axis ({did_you_mean(dcn_axis, names)})')
     if num_slices > 1 and dcn_axis is None:

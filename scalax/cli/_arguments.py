@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from scalax.cli import _commands
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help='seconds instead of minutes: no code is made, and memory is what is laid out',
     )
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
-    plan.add_argument('--html', metavar='OUT.html', help='also write the plan as a page')
+    plan.add_argument('--html', type=_page, metavar='OUT.html', help='also write the plan as a page')
     plan.set_defaults(answer=_commands.plan)
 
     search = _command(commands.add_parser, 'search', 'which mesh is best for a step', _SEARCH)
@@ -90,9 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
     search.add_argument(
-        '--full', type=int, default=2, metavar='N', help='how many of the best to compile in full (2)'
+        '--full', type=_count, default=2, metavar='N', help='how many of the best to compile in full (2)'
     )
-    search.add_argument('--html', metavar='OUT.html', help='write the plan of the best mesh as a page')
+    search.add_argument(
+        '--html', type=_page, metavar='OUT.html', help='write the plan of the best mesh as a page'
+    )
     search.add_argument('--json', action='store_true', help='print what was found as JSON')
     search.set_defaults(answer=_commands.search)
 
@@ -145,7 +149,7 @@ def _sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(','):
         name, _, size = part.partition('=')
-        if not name.strip() or not size.strip().lstrip('-').isdigit():
+        if not name.strip() or not re.fullmatch(r'-1|0*[1-9][0-9]*', size.strip()):
             raise argparse.ArgumentTypeError(
                 f'{text!r} is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)'
             )
@@ -167,3 +171,17 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is no positive number')
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f'{text!r} is no number from 0 on')
+    return int(text)
+
+
+def _page(text: str) -> Path:
+    """A file that can be written: to say that it cannot is too late after minutes of compiling."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f'{text!r} is no file in a folder that there is')
+    return path

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from scalax.cli._load import load_function, pair
 from scalax.cli._topologies import table
-from scalax.errors import ArgumentError, did_you_mean
+from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
@@ -33,6 +33,7 @@ def plan(asked: argparse.Namespace) -> bool | None:
 
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
+    _require_dcn(asked)
     make_step = load_function(asked.function)
     jax.config.update('jax_platforms', 'cpu')
     found = search_meshes(
@@ -45,10 +46,11 @@ def search(asked: argparse.Namespace) -> bool:
         full=asked.full,
     )
     print(json.dumps(found.to_dict()) if asked.json else found)
-    fits = found.fits
-    if fits and asked.html:
+    if not any(candidate.plan for candidate in found.candidates):
+        raise PlanError('no mesh was planned: nobody knows whether the step fits')
+    if found.fits and asked.html:
         found.best.to_html(asked.html)
-    return fits
+    return found.fits
 
 
 def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
@@ -93,6 +95,8 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
         )
     if not asked.topology:
         return _simulated(asked, dims, names)
+    if not asked.split:  # which takes devices in their order, over several slices too
+        _require_dcn(asked)
     slices = asked.slices or math.prod(asked.dcn.values())
     return MeshShardingHelper.from_topology(
         asked.topology,
@@ -102,6 +106,13 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
         num_slices=slices,
         dcn_axis_dims=[asked.dcn.get(name, 1) for name in names] if asked.dcn else None,
     )
+
+
+def _require_dcn(asked: argparse.Namespace) -> None:
+    if (asked.slices or 1) > 1 and not asked.dcn:
+        raise ArgumentError(
+            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices lie'
+        )
 
 
 def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:

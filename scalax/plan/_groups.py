@@ -66,8 +66,10 @@ def replica_groups(text: str, devices: int) -> Groups:
             raise PlanError(f'the groups of a collective are of several sizes: {text}')
         return np.array(rows, np.int64)
     if found := _IOTA.match(text):
-        shape, ids = _numbers(found[1]), _order(_numbers(found[2]), found[3])
-        return ids.reshape(shape[0], -1) if len(shape) == 2 else ids.reshape(1, -1)
+        shape, size = _numbers(found[1]), _numbers(found[2])
+        order = _numbers(found[3] or '') or [*range(len(size))]
+        if len(shape) == 2 and math.prod(shape) == math.prod(size) and sorted(order) == [*range(len(size))]:
+            return _order(size, found[3]).reshape(shape)
     if found := _MESH.match(text):
         return _along_axes(found[1], found[2], found[3], text)
     raise PlanError(f'the groups of a collective are written in a way that is not known: {text}')

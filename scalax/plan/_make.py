@@ -51,7 +51,7 @@ def make_plan(
     Raises:
         PlanError: the compiler failed, or the compiled program is written in a way that is not known.
         MeshError: the helper was made from an AbstractMesh.
-        ArgumentError: *fun* is no function.
+        ArgumentError: *fun* is no function, or nothing says that it runs on devices that are not here.
     """
     if not callable(fun):
         raise ArgumentError(
@@ -81,6 +81,13 @@ def make_plan(
     try:
         compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
     except jax.errors.JaxRuntimeError as error:
+        # JAX asked the compiler of the devices at hand, which does not know the options of the other.
+        if device.platform == 'tpu' and 'No such compile option' in str(error):
+            raise ArgumentError(
+                f'nothing says that {name!r} runs on this mesh, whose devices are not here: say where '
+                'its arguments or outputs lie: helper.sjit(fun, in_shardings=...), or '
+                'helper.abstract(tree, rules)'
+            ) from error
         raise PlanError(
             f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
             f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'

@@ -20,7 +20,7 @@ from scalax.plan._memory import Buffer, Memory
 from scalax.plan._page import render_fragment, render_page
 from scalax.plan._places import Place, networks_along, places_on_torus
 from scalax.plan._png import save_png
-from scalax.plan._roofline import Roofline, make_roofline
+from scalax.plan._roofline import Roofline, Seconds, make_roofline
 from scalax.plan._text import render
 from scalax.plan._work import Work
 
@@ -182,6 +182,21 @@ class Plan:
             return make_roofline(self, found, self.places)
         places = places_on_torus(torus, self.mesh, found)
         return make_roofline(self, found, places)
+
+    @property
+    def step_seconds(self) -> Seconds:
+        """`Roofline.step_seconds` of the devices that the plan is for; raises as `roofline` does."""
+        return self.roofline().step_seconds
+
+    @property
+    def bound(self) -> str:
+        """`Roofline.bound` of the devices that the plan is for; raises as `roofline` does."""
+        return self.roofline().bound
+
+    @property
+    def mfu(self) -> float | None:
+        """`Roofline.mfu` of the devices that the plan is for; raises as `roofline` does."""
+        return self.roofline().mfu
 
     def __str__(self) -> str:
         return self.to_text()

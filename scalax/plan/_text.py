@@ -19,6 +19,7 @@ HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
+_LITTLE = 2**31  # bytes: of smaller programs quick plans were more than 8 % off, such as a product of 1.5 GiB
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
@@ -56,6 +57,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
     yield f'  temporaries  {human_bytes(memory.temporaries):>10}'
+    if memory.peak > memory.total:
+        yield f'  vector memory{human_bytes(memory.peak - memory.total):>10}, at least'
     if plan.buffers:
         yield '  the largest, when most is held:'
         yield from (
@@ -67,7 +70,10 @@ def _memory(plan: Plan) -> Iterable[str]:
 def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
-    return ' (quick, as laid out before code is made)' if plan.quick else ''
+    if not plan.quick:
+        return ''
+    guide = '; of so little a guide only' if plan.memory.peak < _LITTLE else ''
+    return f' (quick, as laid out before code is made{guide})'
 
 
 def _taken(plan: Plan) -> str:
@@ -98,7 +104,7 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
 def cells_of(row: Collective) -> tuple[str, ...]:
     """What a row of the table of collectives says in each column."""
     return (
-        row.kind,
+        f'{row.kind}, scattered' if row.scattered else row.kind,
         ' x '.join(row.axes),
         f'{_SIGNS[row.counted]}{row.count}',
         human_bytes(row.bytes),
