@@ -54,6 +54,7 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
+        ArgumentError: the mapping is none of these, or holds what is no regex or no replacement.
         ShardingError: the rules do not fit the tree.
 
     Example:
