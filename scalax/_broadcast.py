@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalax import _agree, _processes
+from scalax._keys import is_key
 from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax._rows import is_key
 from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
 from scalax.errors import DataError, ScalaxError, shown

@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax import _agree, _processes, _replicas
 from scalax._exchange import Exchange, exchange_for
-from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape
+from scalax._keys import is_key, keys_of
+from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape, overflowed_dtype
 from scalax._resolve import named_sharding
-from scalax._rows import Layout, checked_axis, is_key, layout_of
+from scalax._rows import Layout, checked_axis, layout_of
 from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
 from scalax.errors import DataError, ScalaxError, shown
@@ -173,6 +174,8 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: R
     shape = leaf_shape(leaf)
     if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
+    if dtype := overflowed_dtype(leaf):
+        return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return f'{tree.describe(index)} is a global array already, with rows on other processes'
     if not shape:
@@ -299,16 +302,6 @@ def _finish(part: Part, placed: Sequence[_Placed]) -> list[jax.Array]:
             shape[axis] = part.shapes[i][axis]
             arrays[i] = jax.make_array_from_single_device_arrays(tuple(shape), part.shardings[i], mine)
     return [
-        _wrap(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
+        keys_of(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
         for i, leaf in enumerate(part.tree.leaves)
     ]
-
-
-def _wrap(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Keys of their data."""
-    return _processes.without_context(_wrapping(jax.random.key_impl(like), sharding), data)
-
-
-@functools.lru_cache(maxsize=64)
-def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)

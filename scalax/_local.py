@@ -9,9 +9,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from scalax._keys import is_key
 from scalax._paths import NamedTree
 from scalax._processes import without_context
-from scalax._rows import checked_axis, is_key
+from scalax._rows import checked_axis
 from scalax._transfer import fetch, reject_tracers
 from scalax.errors import DataError, shown
 

@@ -90,6 +90,15 @@ def has_foreign_dtype(leaf: Any) -> bool:
     return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
 
 
+def overflowed_dtype(leaf: Any) -> Any:
+    """The dtype that JAX would make of a Python int which does not fit into it; None for other leaves."""
+    if not isinstance(leaf, int) or isinstance(leaf, bool):
+        return None
+    dtype = canonical_dtype(int)
+    limits = np.iinfo(dtype)
+    return None if limits.min <= leaf <= limits.max else dtype
+
+
 def canonical_dtype(dtype: Any) -> Any:
     """The dtype that an array of *dtype* has on the devices: without x64, float64 is float32."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

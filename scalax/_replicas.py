@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from scalax import _processes
+from scalax._keys import is_key
 from scalax._paths import NamedTree
-from scalax._rows import Layout, is_key
+from scalax._rows import Layout
 from scalax.errors import DataError, shown
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -108,8 +107,3 @@ def checked_axis(batch_axis: Any) -> int:
             f'batch_axis is a whole number, got {batch_axis!r} (mesh axes go to mesh_axis_subset)'
         )
     return int(batch_axis)
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys, which numpy does not know."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

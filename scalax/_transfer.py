@@ -12,7 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from scalax._paths import NamedTree
+from scalax._keys import is_key, keys_of
+from scalax._paths import NamedTree, overflowed_dtype
 from scalax._processes import without_context
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
@@ -40,37 +41,72 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if isinstance(leaf, jax.ShapeDtypeStruct)
             ]
         )
-    with _names_unreduced(pytree, leaves, shardings):
-        return jax.tree.unflatten(treedef, jax.device_put(leaves, list(shardings)))
+    with naming(pytree, shardings):
+        return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
+
+
+def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """``jax.device_put``; typed keys, which it does not send to other processes, go as their data."""
+    keys = [
+        i
+        for i, sharding in enumerate(shardings)
+        if not sharding.is_fully_addressable and is_key(leaves[i]) and leaves[i].sharding != sharding
+    ]
+    sent = list(leaves)
+    for i in keys:
+        sent[i] = without_context(jax.random.key_data, leaves[i])
+    placed = jax.device_put(sent, list(shardings))
+    for i in keys:
+        placed[i] = keys_of(placed[i], leaves[i], shardings[i])
+    return placed
 
 
 @contextlib.contextmanager
-def _names_unreduced(
-    pytree: Any, leaves: Sequence[Any], wanted: Sequence[Any] | None = None
-) -> Iterator[None]:
-    """Says of a transfer that JAX cannot make which leaves are unreduced, or were to be."""
+def naming(pytree: Any, wanted: Sequence[Any] = ()) -> Iterator[None]:
+    """Names the leaves that JAX cannot take: parts of sums, and integers of more bits than it has.
+
+    Args:
+        pytree: what is taken.
+        wanted: the shardings that its leaves are to have.
+
+    Raises:
+        ShardingError: in place of what JAX says, where there are such leaves.
+    """
     try:
         yield
-    except Exception:  # NotImplementedError, or what the runtime says
+    except Exception:  # NotImplementedError, OverflowError, or what the runtime says
         tree = NamedTree.of(pytree)
-        problems = [
-            Problem(
-                'unreduced',
-                tree.describe(index),
-                f'{fact} {", ".join(map(repr, sorted(sharding.spec.unreduced)))}',
-                hint='unreduced arrays are made and reduced inside compiled functions, by '
-                'with_sharding_constraint; move them when they are reduced.',
-            )
-            for fact, shardings in (
-                ('is held as parts of a sum over', [getattr(leaf, 'sharding', None) for leaf in leaves]),
-                ('cannot be placed as parts of a sum over', wanted or ()),
-            )
-            for index, sharding in enumerate(shardings)
-            if isinstance(sharding, NamedSharding) and sharding.spec.unreduced
-        ]
-        if problems:
+        if problems := [*_unreduced(tree, wanted), *_too_large(tree)]:
             raise ShardingError(problems) from None
         raise
+
+
+def _unreduced(tree: NamedTree, wanted: Sequence[Any]) -> Iterator[Problem]:
+    for fact, shardings in (
+        ('is held as parts of a sum over', [getattr(leaf, 'sharding', None) for leaf in tree.leaves]),
+        ('cannot be placed as parts of a sum over', wanted),
+    ):
+        for index, sharding in enumerate(shardings):
+            if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
+                yield Problem(
+                    'unreduced',
+                    tree.describe(index),
+                    f'{fact} {", ".join(map(repr, sorted(sharding.spec.unreduced)))}',
+                    hint='unreduced arrays are made and reduced inside compiled functions, by '
+                    'with_sharding_constraint; move them when they are reduced.',
+                )
+
+
+def _too_large(tree: NamedTree) -> Iterator[Problem]:
+    for index, leaf in enumerate(tree.leaves):
+        if dtype := overflowed_dtype(leaf):
+            yield Problem(
+                'too-large',
+                tree.describe(index),
+                f'{leaf} does not fit in {dtype}, which JAX makes of a Python int',
+                hint='keep such a number out of the tree, or split it into several; jax_enable_x64 '
+                'allows 64 bits.',
+            )
 
 
 def reject_tracers(leaves: Sequence[Any], what: str) -> None:
@@ -96,7 +132,7 @@ def to_host(pytree: Any) -> Any:
     ]
     alone = jax.process_count() == 1
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
-    with _names_unreduced(pytree, leaves):
+    with naming(pytree):
         values = jax.device_get([leaves[i] for i in here])
     for i, value in zip(here, values, strict=True):
         leaves[i] = value
@@ -117,7 +153,7 @@ def shard_functions(shardings: Any) -> Any:
     """For each sharding of a tree a function that places an array so."""
 
     def shard_function(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-        return lambda leaf: jax.device_put(leaf, sharding)
+        return lambda leaf: put(leaf, [sharding])
 
     return jax.tree.map(shard_function, shardings)
 

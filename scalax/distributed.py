@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ __all__ = ['PREEMPTED', 'initialize', 'should_stop']
 PREEMPTED = 75
 """The exit code of a program that was told to end, and has saved (EX_TEMPFAIL of sysexits.h)."""
 
+_ADDRESS = re.compile(r'[^/\s]+:\d+')  # of a host, and no URL: JAX would wait for that in vain
 _FIRST, _REPEAT = 1.0, 15.0  # seconds before the first word about who is waited for, and between two
 
 
@@ -141,7 +143,7 @@ def initialize(
             raise
         if not given.nothing:
             raise ArgumentError(_half(given)) from None
-        if (launcher := _launcher()) and int(os.environ.get(launcher.count) or 1) > 1:
+        if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
             raise ArgumentError(_not_a_step(launcher)) from None
     except RuntimeError:
         # It is too late to join anybody. A TPU may be a part of a pod although no variable says so.
@@ -205,7 +207,7 @@ def _read(address: str | None, count: int | None, index: int | None) -> _Given:
             f'process_id counts from 0 to num_processes - 1: got process_id={given.index} with '
             f'num_processes={given.count}'
         )
-    if given.address is not None and not given.address.rpartition(':')[2].isdecimal():
+    if given.address is not None and not _ADDRESS.fullmatch(str(given.address)):
         raise ArgumentError(
             'coordinator_address is the host of process 0 and a port that is free there, as in '
             f"'10.0.0.1:1234', got {given.address!r}"

@@ -434,6 +434,28 @@ def check_gather() -> None:
         assert helper.gather({'keys': keys, 'text': 'x'}) == {'keys': keys, 'text': 'x'}
 
 
+def check_shard_of_keys() -> None:
+    # JAX does not put typed keys on devices of other processes.
+    whole = {
+        'many': jax.random.split(jax.random.key(7), 4 * jax.device_count()),
+        'one': jax.random.key(1, impl='rbg'),
+        'plain': np.arange(4 * jax.device_count()),
+    }
+    for helper, _ in itertools.islice(helpers(), 4):
+        rules = {'many': P('data'), 'one': P(), 'plain': P('data')}
+        placed = helper.shard(whole, rules)
+        assert_global(placed, whole)
+        assert jax.tree.map(lambda leaf: leaf.sharding, placed) == helper.match_sharding_rule(rules, whole)
+        assert placed['one'].dtype == whole['one'].dtype
+        moved = helper.shard(placed, {'many': P('tp'), 'one': P(), 'plain': P('tp')})
+        assert_global(moved, whole)
+        assert moved['many'].sharding.spec == P('tp')
+        functions, _ = helper.make_shard_and_gather_fns(whole, rules)
+        assert_global(helper.apply_shard_and_gather_fns(functions, whole), whole)
+        with jax.set_mesh(MeshShardingHelper([-1], ['other']).mesh):
+            assert_global(helper.shard(whole, rules), whole)
+
+
 def check_rows_of_arrays_sharded_along_other_axes() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     whole = np.arange(8 * 4 * jax.device_count()).reshape(-1, 8)

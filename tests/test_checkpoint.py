@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax.checkpoint import Checkpointer
-from scalax.errors import ArgumentError, CheckpointError, MeshError, MissingDependencyError
+from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -354,14 +354,6 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
             jax.jit(lambda x: checkpointer.save(1, {'x': x})), jnp.ones(2)
         )
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize('options', [{'keep': 0}, {'save_every': 0}, {'save_every': 2.0}, {'timeout': -1}])
-def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
-    [(name, value)] = options.items()
-    with pytest.raises(ArgumentError) as caught:
-        Checkpointer(tmp_path, **options)
-    assert str(caught.value) == f'Checkpointer: {name} is a positive number, got {value!r}'
 
 
 def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,8 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert text.startswith('the files do not fit together:\n  model.layers.2.mlp.up_proj.weight is not in ')
     second.unlink()
     assert error_of(helper, index, P()) == (f'files that {index.name} names are not there:\n  {second}')
+    for files in (second, [second]):
+        assert error_of(helper, files, P()) == f'files are not there:\n  {second}'
     first = tmp_path / 'model-00001-of-00002.safetensors'
     write(second, {'model.layers.0.mlp.up_proj.weight': bits((4,), 'int8')})
     assert error_of(helper, [first, second], P()) == (

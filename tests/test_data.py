@@ -145,6 +145,7 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over m
         ),
         (
             {
+                'count': 2**31,
                 'name': 'train',
                 'text': np.array(['a'] * 8),
                 'shape': jax.ShapeDtypeStruct((8,), 'float32'),
@@ -153,6 +154,7 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over m
             {},
             f"""\
 local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
+  count: Python int: 2147483648 does not fit in int32, which JAX makes of a Python int
   name: str is not an array
   objects: object[8] is not an array
   shape: float32[8] is not an array

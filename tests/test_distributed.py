@@ -125,6 +125,18 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
         'coordinator_address is the host of process 0 and a port that is free there, as in '
         "'10.0.0.1:1234', got '10.0.0.1'",
     ),
+    (
+        ('http://10.0.0.1:1234', 2, 0),
+        {},
+        'coordinator_address is the host of process 0 and a port that is free there, as in '
+        "'10.0.0.1:1234', got 'http://10.0.0.1:1234'",
+    ),
+    (
+        (1234, 2, 0),
+        {},
+        'coordinator_address is the host of process 0 and a port that is free there, as in '
+        "'10.0.0.1:1234', got 1234",
+    ),
     (('a:1', '2', 0), {}, "num_processes is a whole number, at least 1, got '2'"),
     (('a:1',), {'JAX_PROCESS_ID': '-1'}, 'JAX_PROCESS_ID is a whole number, at least 0, got -1'),
     (('a:1',), {'JAX_NUM_PROCESSES': 'two'}, "JAX_NUM_PROCESSES is a whole number, at least 1, got 'two'"),
@@ -132,6 +144,15 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
         (),
         {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'},
         'the environment speaks of 4 processes (SLURM_NTASKS), and JAX detects no cluster: each of them '
+        'would run alone.\n'
+        'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
+        'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be '
+        'alone.',
+    ),
+    (
+        (),
+        {'SLURM_PROCID': '0', 'SLURM_NTASKS': '2x'},
+        'the environment speaks of 2x processes (SLURM_NTASKS), and JAX detects no cluster: each of them '
         'would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be '

@@ -121,6 +121,24 @@ def test_shapes_cannot_be_placed():
     )
 
 
+@pytest.mark.parametrize('call', [HELPER.shard, HELPER.abstract], ids=['shard', 'abstract'])
+def test_integers_of_more_bits_than_jax_has(call):
+    tree = {'a': 2**31, 'b': 2**31 - 1, 'c': -(2**31), 'd': -(2**31) - 1, 'e': True}
+    with pytest.raises(ShardingError) as error:
+        call(tree, P())
+    assert str(error.value) == (
+        '2 leaves cannot be sharded as asked:\n'
+        '  a: Python int\n'
+        '    2147483648 does not fit in int32, which JAX makes of a Python int\n'
+        '  d: Python int\n'
+        '    -2147483649 does not fit in int32, which JAX makes of a Python int\n'
+        'What to do: keep such a number out of the tree, or split it into several; jax_enable_x64 allows '
+        '64 bits.'
+    )
+    with jax.enable_x64(True):
+        assert call(tree, P())['a'].dtype == 'int64'
+
+
 def test_memory_kinds():
     tree = {'w': np.ones(8, np.float32)}
     host = NamedSharding(HELPER.mesh, P('fsdp'), memory_kind='pinned_host')

@@ -38,6 +38,7 @@ LAYERS = [
     '_axis_modes',
     '_microbatch',
     '_processes',
+    '_keys',
     '_transfer',
     '_rows',
     '_schedule',

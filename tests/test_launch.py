@@ -91,6 +91,17 @@ def test_a_signal_reaches_all_and_nothing_starts_again(number: signal.Signals, t
         assert_all_gone(launcher)
 
 
+def test_a_signal_that_ends_programs_that_do_not_catch_it(tmp_path: Path) -> None:
+    code = 'print("ready", me, flush=True)\ntime.sleep(600)'
+    with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for index in range(2):
+            launcher.wait_for(f'ready {index}')
+        launcher.processes[0].terminate()
+        assert launcher.wait() == (128 + signal.SIGTERM,)
+        assert starts(tmp_path) == [1, 1]
+        assert_all_gone(launcher)
+
+
 def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
     code = 'signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint("ready", me, flush=True)\ntime.sleep(600)'
     with started(launch(code, '--grace=1'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:

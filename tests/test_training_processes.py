@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from absl import app
+from etils import epath
 from processes import Running, started
 
 from examples import grain_input
+from examples.llama import progress
 from scalax.distributed import PREEMPTED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,6 +113,26 @@ def test_sigterm_saves_and_any_number_of_processes_goes_on(
         '  seed is 1, and was 0\n'
         'Give the flags of that run to continue it, or another folder to start a new one.\n'
     )
+
+
+def test_a_kill_before_it_is_written_down_which_run_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = epath.Path(tmp_path) / 'saved' / 'run.json'
+    with monkeypatch.context() as patch:
+
+        def half(path: epath.Path, text: str) -> None:
+            path.write_bytes(text[: len(text) // 2].encode())
+            raise KeyboardInterrupt
+
+        patch.setattr(type(file), 'write_text', half)
+        with pytest.raises(KeyboardInterrupt):
+            progress.require_same(file, {'seed': 1})
+    progress.require_same(file, {'seed': 1})
+    assert json.loads(file.read_text()) == {'seed': 1}
+    assert [path.name for path in file.parent.iterdir()] == ['run.json']
+    with pytest.raises(app.UsageError):
+        progress.require_same(file, {'seed': 2})
 
 
 def test_an_error_in_one_process_ends_all(tmp_path: Path, text: Path) -> None:

@@ -6,6 +6,9 @@ What stands behind `--` is what would stand behind `python`. Each process learns
 which one it is, and `scalax.distributed.initialize()` reads them. The processes of a program depend on one
 another: where one is lost the others cannot go on, so all are started anew, and continue from what they
 have saved.
+
+SIGTERM and Ctrl-C end all of them. Nothing can end them with the launcher itself where that is killed with
+SIGKILL: they go on, and have to be ended by the ids that it has printed.
 """
 
 from __future__ import annotations
@@ -46,15 +49,15 @@ class Launcher:
         self.running: list[subprocess.Popen[bytes]] = []
 
     def run(self, restarts: int) -> int:
-        """Returns the exit code: that of the first process which failed, or 0."""
+        """Returns the exit code: that of the first process which failed (128 + n after signal n), or 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.pass_on)
         for attempt in range(restarts + 1):
             code = self.run_once()
             if code in FINAL or self.deadline is not None:
-                return code
+                break
             say(f'a process ended with {describe(code)}; {restarts - attempt} more starts')
-        return code if code > 0 else 128 - code
+        return code if code >= 0 else 128 - code
 
     def run_once(self) -> int:
         """Starts all processes; returns once all have ended, or one has failed and the others are ended."""

@@ -40,8 +40,7 @@ class Checkpoints:
 
     def __init__(self, folder: str, trainer: Trainer, options: Options) -> None:
         self._trainer, self._steps, self._every = trainer, options.optimizer.steps, options.save_every
-        self._identity = epath.Path(folder) / 'run.json'
-        self._require_same(options.run)
+        require_same(epath.Path(folder) / 'run.json', options.run)
         self._checkpointer = Checkpointer(epath.Path(folder) / 'steps')
 
     def restore(self) -> Progress | None:
@@ -75,23 +74,27 @@ class Checkpoints:
         """Waits until all is written."""
         self._checkpointer.close()
 
-    def _require_same(self, run: dict[str, Any]) -> None:
-        """Refuses to continue another run; remembers which one this is."""
-        try:
-            before = json.loads(self._identity.read_text())
-        except FileNotFoundError:
-            if jax.process_index() == 0:
-                self._identity.parent.mkdir(parents=True, exist_ok=True)
-                self._identity.write_text(json.dumps(run, indent=2) + '\n')
-            return
-        if differing := [name for name in run if run[name] != before.get(name)]:
-            changes = [f'  {name} is {run[name]}, and was {before.get(name)}' for name in differing]
-            raise app.UsageError(
-                '\n'.join(
-                    [
-                        f'--checkpoints {self._identity.parent} holds another run:',
-                        *changes,
-                        'Give the flags of that run to continue it, or another folder to start a new one.',
-                    ]
-                )
+
+def require_same(file: epath.Path, run: dict[str, Any]) -> None:
+    """Refuses to continue another run than the one in a file; writes down which one it is where none is."""
+    try:
+        before = json.loads(file.read_text())
+    except FileNotFoundError:
+        if jax.process_index() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Under another name first: who reads it finds all of it or nothing, also after a kill.
+            unfinished = file.with_suffix('.unfinished')
+            unfinished.write_text(json.dumps(run, indent=2) + '\n')
+            unfinished.replace(file)
+        return
+    if differing := [name for name in run if run[name] != before.get(name)]:
+        changes = [f'  {name} is {run[name]}, and was {before.get(name)}' for name in differing]
+        raise app.UsageError(
+            '\n'.join(
+                [
+                    f'--checkpoints {file.parent} holds another run:',
+                    *changes,
+                    'Give the flags of that run to continue it, or another folder to start a new one.',
+                ]
             )
+        )

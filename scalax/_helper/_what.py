@@ -52,7 +52,9 @@ class What(Where):
             kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
             return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
 
-        return jax.tree.map(struct, pytree, self.match_sharding_rule(rules, pytree))
+        shardings = self.match_sharding_rule(rules, pytree)
+        with _transfer.naming(pytree):
+            return jax.tree.map(struct, pytree, shardings)
 
     def explain(self, pytree: Any, rules: RuleLike) -> ShardingReport:
         """What each leaf gets, which rule says so, and what it costs; prints as a table.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import types
 from collections.abc import Iterator, Sequence
@@ -98,9 +99,11 @@ class Checkpointer:
             has just saved or restored.
 
         Raises:
+            ArgumentError: *step* is no number of a step.
             CheckpointError: the last save failed; some leaves cannot be saved; the directory holds
                 later steps of another run.
         """
+        step = _number(step)
         if (step % self._save_every and not force) or step == self._reached:
             return False
         tree = NamedTree.of(state)
@@ -154,11 +157,13 @@ class Checkpointer:
             The tree, with the structure of *like*. Python numbers are Python numbers again.
 
         Raises:
+            ArgumentError: *step*, *only* or *rename* is none.
             CheckpointError: no such checkpoint; it is damaged; leaves are missing, extra, or of another shape
                 or dtype, all of which are named.
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
+        step = None if step is None else _number(step)
         self.wait()
         target = target_of(helper, rules, like, only)
         saved = self._choose(helper, step, verify)
@@ -280,7 +285,7 @@ class Checkpointer:
             ) from error
 
     def _saved(self, step: int | None) -> Saved:
-        latest = self.latest_step() if step is None else step
+        latest = self.latest_step() if step is None else _number(step)
         if latest is None:
             raise CheckpointError(f'{self._directory} has no checkpoint')
         return found(self._directory, latest)
@@ -307,6 +312,15 @@ class Checkpointer:
                 CheckpointWarning,
             )
         return saved
+
+
+def _number(step: Any) -> int:
+    """A step, also of numpy or JAX, as a Python number: what folders are called by."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(step)
+        if number >= 0 and not isinstance(step, bool):
+            return number
+    raise ArgumentError(f'step is a whole number, at least 0, got {step!r}')
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from scalax.errors import CheckpointError
+from scalax.errors import ArgumentError, CheckpointError
+from scalax.rules._tree_path import checked_regex
 
 
 def renamed(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str) -> dict[str, str]:
@@ -13,16 +15,19 @@ def renamed(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str)
 
     Raises:
         CheckpointError: two leaves get one path.
+        ArgumentError: *rename* is no list of pairs, or holds what is no regex or no replacement.
 
     Example:
         >>> renamed(['model/w', 'step'], [('^model/', 'params/')], '')
         {'model/w': 'params/w', 'step': 'step'}
     """
-    patterns = [(re.compile(regex), replacement) for regex, replacement in rename]
+    pairs = checked_pairs('rename', rename)
     names: dict[str, str] = {}
     old: dict[str, str] = {}
     for path in paths:
-        new = next((regex.sub(to, path) for regex, to in patterns if regex.search(path)), path)
+        new = next(
+            (substituted('rename', regex, to, path) for regex, to in pairs if regex.search(path)), path
+        )
         if new in old:
             raise CheckpointError(
                 f'rename gives two leaves of {where} one path: {old[new]!r} and {path!r} are both {new!r}'
@@ -30,3 +35,28 @@ def renamed(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str)
         names[path] = new
         old[new] = path
     return names
+
+
+def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
+    """Tuples (regex, replacement, ...) with the regexes compiled; the message begins with *where*.
+
+    Raises:
+        ArgumentError: one is no tuple of two to *most* values, or its regex is none.
+    """
+    found = []
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= most:
+            raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
+        checked_regex(where, pair[0], ArgumentError)
+        found.append((re.compile(pair[0]), *pair[1:]))
+    return found
+
+
+def substituted(where: str, regex: re.Pattern[str], replacement: Any, text: str) -> str:
+    """``regex.sub``, with an error that says which replacement does not fit its regex."""
+    try:
+        return regex.sub(replacement, text)
+    except (re.error, IndexError) as error:  # IndexError: a group by a name that the regex does not give
+        raise ArgumentError(
+            f'{where}: the replacement {replacement!r} does not fit {regex.pattern!r}: {error}'
+        ) from None

@@ -54,6 +54,7 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
+        ArgumentError: the mapping is none of these, or holds what is no regex or no replacement.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -175,7 +176,7 @@ def _listed(files: Files) -> dict[Path, list[str] | None]:
     """The files, each with the tensors that an index says are in it."""
     if not isinstance(files, str | os.PathLike):
         listed = [Path(file) for file in files]
-        _require_files(listed, 'the list')
+        _require_files(listed)
         return dict.fromkeys(listed)
     path = Path(files)
     if path.is_dir():
@@ -187,7 +188,7 @@ def _listed(files: Files) -> dict[Path, list[str] | None]:
         return _indexed(indices[0]) if indices else dict.fromkeys(found)
     if path.name.endswith(_INDEX):
         return _indexed(path)
-    _require_files([path], 'files')
+    _require_files([path])
     return {path: None}
 
 
@@ -201,14 +202,14 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
         names = listed.setdefault(index.parent / file, [])
         assert names is not None
         names.append(name)
-    _require_files(listed, index.name)
+    _require_files(listed, f' that {index.name} names')
     return listed
 
 
-def _require_files(listed: Iterable[Path], where: str) -> None:
+def _require_files(listed: Iterable[Path], which: str = '') -> None:
     missing = [str(file) for file in listed if not file.is_file()]
     if missing:
-        raise CheckpointError(f'files that {where} names are not there:\n{shown(missing)}')
+        raise CheckpointError(f'files{which} are not there:\n{shown(missing)}')
 
 
 def _all_tensors(files: Mapping[Path, list[str] | None]) -> list[Tensor]:

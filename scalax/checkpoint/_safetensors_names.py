@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from scalax.checkpoint._rename import checked_pairs, substituted
 from scalax.errors import CheckpointError, near_names, shown
 
 Goal = str | tuple[str, tuple[int, ...]] | None
@@ -52,14 +52,14 @@ def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
         return mapping.__getitem__
     if callable(mapping):
         return mapping
-    pairs = [(re.compile(regex), rest) for regex, *rest in mapping]
+    pairs = checked_pairs('mapping', mapping, most=3)
 
     def by_regex(name: str) -> Goal:
-        for regex, (replacement, *axes) in pairs:
+        for regex, replacement, *axes in pairs:
             if regex.search(name):
                 if replacement is None:
                     return None
-                path = regex.sub(replacement, name).replace('.', '/')
+                path = substituted('mapping', regex, replacement, name).replace('.', '/')
                 return (path, tuple(axes[0])) if axes else path
         raise KeyError(name)
 

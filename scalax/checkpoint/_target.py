@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._paths import NamedTree, canonical_dtype
-from scalax.errors import CheckpointError
+from scalax.errors import ArgumentError, CheckpointError, shown
+from scalax.rules._tree_path import checked_regex
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -43,7 +44,8 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
     """Resolves rules for the tree that *like* is, or makes; nothing is computed.
 
     Raises:
-        CheckpointError: two leaves have one path.
+        CheckpointError: two leaves have one path, or *only* chooses none.
+        ArgumentError: *only* is no regex.
         ShardingError: some leaves cannot be sharded as asked.
     """
     made = is_function(like)
@@ -51,6 +53,13 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
     tree = NamedTree.of(pytree)
     require_distinct(tree.paths, 'like')
     shardings = jax.tree.leaves(helper.match_sharding_rule(rules, pytree))
+    if only is not None:
+        checked_regex('only', only, ArgumentError)
+        if tree.paths and not any(re.search(only, path) for path in tree.paths):
+            raise CheckpointError(
+                f'only={only!r} is found in no leaf path of like, so that nothing would be restored:\n'
+                f'{shown(tree.paths)}'
+            )
     wanted: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for path, leaf, sharding in zip(tree.paths, tree.leaves, shardings, strict=True):

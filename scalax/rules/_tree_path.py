@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError, near_names
+from scalax.errors import Problem, RuleError, ScalaxError, near_names
 from scalax.rules._base import (
     ONE_ELEMENT,
     REPLICATED,
@@ -226,11 +226,11 @@ def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[s
     return pattern, value
 
 
-def checked_regex(where: str, pattern: Any) -> None:
-    """Raises RuleError if *pattern* is no regex; the message begins with *where*."""
+def checked_regex(where: str, pattern: Any, kind: type[ScalaxError] = RuleError) -> None:
+    """Raises RuleError, or an error of another *kind*, if *pattern* is no regex; it begins with *where*."""
     if not isinstance(getattr(pattern, 'pattern', pattern), str):
-        raise RuleError(f'{where}: the regex is a string, got {pattern!r}')
+        raise kind(f'{where}: the regex is a string, got {pattern!r}')
     try:
         re.compile(pattern)
     except re.error as error:
-        raise RuleError(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
+        raise kind(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
