@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / 'examples' / 'launch'
 IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
 
-# Counts its starts in a file; says which process it is.
+# Counts its starts in a file; says which process it is. The programs print one text at a time: what print()
+# is given piece by piece, processes that share an output write in between one another.
 HEAD = """
 import os, signal, sys, time
 me, path = int(os.environ['JAX_PROCESS_ID']), os.environ['COUNT'] + os.environ['JAX_PROCESS_ID']
@@ -63,7 +64,7 @@ def test_exit_codes_and_starts(code: str, flags: list, expected: int, times: int
 
 
 def test_each_start_has_a_port_of_its_own(tmp_path: Path) -> None:
-    code = 'print("port", os.environ["JAX_COORDINATOR_ADDRESS"], flush=True); sys.exit(start < 3)'
+    code = 'print("port " + os.environ["JAX_COORDINATOR_ADDRESS"], flush=True); sys.exit(start < 3)'
     with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
         launcher.wait()
         assert len(set(re.findall(r'port localhost:(\d+)', launcher.output()))) == 3
@@ -71,10 +72,10 @@ def test_each_start_has_a_port_of_its_own(tmp_path: Path) -> None:
 
 SAVES = f"""
 def save(*_):
-    print('saves', me, flush=True)
+    print('saves %d' % me, flush=True)
     sys.exit({PREEMPTED})
 signal.signal(signal.SIGTERM, save)
-print('ready', me, flush=True)
+print('ready %d' % me, flush=True)
 time.sleep(600)
 """
 
@@ -92,7 +93,7 @@ def test_a_signal_reaches_all_and_nothing_starts_again(number: signal.Signals, t
 
 
 def test_a_signal_that_ends_programs_that_do_not_catch_it(tmp_path: Path) -> None:
-    code = 'print("ready", me, flush=True)\ntime.sleep(600)'
+    code = 'print(f"ready {me}", flush=True)\ntime.sleep(600)'
     with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
         for index in range(2):
             launcher.wait_for(f'ready {index}')
@@ -103,7 +104,7 @@ def test_a_signal_that_ends_programs_that_do_not_catch_it(tmp_path: Path) -> Non
 
 
 def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
-    code = 'signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint("ready", me, flush=True)\ntime.sleep(600)'
+    code = 'signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(f"ready {me}", flush=True)\ntime.sleep(600)'
     with started(launch(code, '--grace=1'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
         for index in range(2):
             launcher.wait_for(f'ready {index}')
@@ -111,7 +112,21 @@ def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
         launcher.processes[0].terminate()
         assert launcher.wait() == (130,)
         assert time.monotonic() - begun < 60  # not the 600 seconds of the program
-        assert 'launcher: still there 1 s after they were asked to end: ended now' in launcher.output()
+        assert 'launcher: still there after they were asked to end: ended now' in launcher.output()
+        assert_all_gone(launcher)
+
+
+def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
+    code = (
+        'signal.signal(signal.SIGTERM, lambda *_: print(f"asked {me}", flush=True))\n'
+        'print(f"ready {me}", flush=True)\ntime.sleep(600)'
+    )
+    with started(launch(code, '--grace=600'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for said in ('ready', 'asked'):
+            for index in range(2):
+                launcher.wait_for(f'{said} {index}')
+            launcher.processes[0].send_signal(signal.SIGINT)
+        assert launcher.wait(60) == (130,)
         assert_all_gone(launcher)
 
 

@@ -7,8 +7,8 @@ which one it is, and `scalax.distributed.initialize()` reads them. The processes
 another: where one is lost the others cannot go on, so all are started anew, and continue from what they
 have saved.
 
-SIGTERM and Ctrl-C end all of them. Nothing can end them with the launcher itself where that is killed with
-SIGKILL: they go on, and have to be ended by the ids that it has printed.
+SIGTERM and Ctrl-C ask all of them to end, and a second Ctrl-C ends them at once. Where the launcher itself is
+killed with SIGKILL they go on, and have to be ended by the ids that it has printed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Launcher:
     def __init__(self, command: Sequence[str], processes: int, devices: int | None, grace: float) -> None:
         self.command, self.processes, self.devices, self.grace = command, processes, devices, grace
         self.deadline: float | None = None  # set once a signal asks for the end
+        self.interrupted = False  # by Ctrl-C
         self.running: list[subprocess.Popen[bytes]] = []
 
     def run(self, restarts: int) -> int:
@@ -102,12 +103,15 @@ class Launcher:
             if None not in codes:
                 return failed[0] if failed else 0
             if self.deadline is not None and time.monotonic() > self.deadline:
-                say(f'still there {self.grace:g} s after they were asked to end: ended now')
+                say('still there after they were asked to end: ended now')
                 return failed[0] if failed else INTERRUPTED
             time.sleep(POLL_S)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Passes a signal on. Ctrl-C becomes SIGTERM, at which all processes stop at the same step."""
+        """Passes a signal on, as SIGTERM: all processes stop at the same step. A second Ctrl-C ends all."""
+        if number == signal.SIGINT and self.interrupted:
+            self.deadline = time.monotonic()
+        self.interrupted = self.interrupted or number == signal.SIGINT
         self.deadline = self.deadline or time.monotonic() + self.grace
         for process in self.running:
             if process.poll() is None:
