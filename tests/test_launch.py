@@ -25,6 +25,12 @@ me, path = int(os.environ['JAX_PROCESS_ID']), os.environ['COUNT'] + os.environ['
 with open(path, 'a') as file:
     file.write('x')
 start = os.path.getsize(path)
+other = os.environ['COUNT'] + str(1 - me)
+end = time.monotonic() + 60
+# Who fails ends the others: not before they have counted this start too.
+while not os.path.exists(other) or os.path.getsize(other) < start:
+    assert time.monotonic() < end
+    time.sleep(0.01)
 assert os.environ['JAX_NUM_PROCESSES'] == '2'
 assert os.environ['JAX_NUM_CPU_DEVICES'] == '3'
 """
