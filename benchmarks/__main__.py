@@ -26,7 +26,7 @@ def main() -> None:
 
         print(against.table(options.against, options.rounds, options.only, options.repeats))
         return
-    if not any(flag in os.environ for flag in ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
+    if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
 
     # Imported here: they build meshes, and the devices must be there first.
