@@ -9,6 +9,7 @@ the way out, `out_sharding` or the types of the results.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +54,7 @@ def explicit_axes(
     return _Explicit(active, fun, axes, in_sharding).wrapper()
 
 
-class _Switched:
+class _Switched(abc.ABC):
     """A function whose mesh axes have another type inside."""
 
     api: str
@@ -151,15 +152,15 @@ class _Switched:
         """Where the arguments go that lie elsewhere."""
         return [named_sharding(mesh, PartitionSpec()) for _ in jax.tree.leaves(row)]
 
+    @abc.abstractmethod
     def _enter(
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
         """The arguments with their types on the way in."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         """The results with their types on the way out."""
-        raise NotImplementedError
 
     def _reject(
         self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
