@@ -532,7 +532,7 @@ def test_cotangents_of_another_shape() -> None:
 
 
 def test_what_depends_on_placement_has_to_say_so() -> None:
-    index = lambda ctx, x: x + ctx.index('b')  # noqa: E731
+    index = lambda ctx, x: x + ctx.index('b')  # noqa: E731 (one function for several operations)
     x = np.ones(4, np.float32)
     assert '2 of 4 elements differ' in message(
         AssertionError, lambda: op('b -> b', index).check(x, mesh=LINE)

@@ -94,6 +94,7 @@ def named_jit(
             raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
     compiled = _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
     call = functools.wraps(fn, updated=())(lambda *args, **kwargs: compiled.call(args, kwargs))
+    # As with jax.jit, a function that has methods; its type knows of none.
     call.lower = lambda *args, **kwargs: compiled.lower(args, kwargs)  # type: ignore[attr-defined]
     return call
 
