@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -100,10 +101,11 @@ class Running:
         end = time.monotonic() + timeout
         return tuple(process.wait(max(end - time.monotonic(), 0)) for process in self.processes)
 
-    def wait_for(self, said: str, index: int = 0, timeout: float = 120) -> None:
-        """Until one of them says something."""
+    def wait_for(self, said: str | re.Pattern[str], index: int = 0, timeout: float = 120) -> None:
+        """Until one of them says something: a text, or what a pattern finds."""
+        pattern = re.compile(re.escape(said)) if isinstance(said, str) else said
         end = time.monotonic() + timeout
-        while said not in self.output(index):
+        while not pattern.search(self.output(index)):
             assert self.processes[index].poll() is None, self.output(index)
             assert time.monotonic() < end, self.output(index)
             time.sleep(0.02)

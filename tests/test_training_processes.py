@@ -28,6 +28,9 @@ SMALL = [
 ]
 TEXT = 'the quick brown fox jumps over the lazy dog; ' * 100
 LAUNCH = ['-m', 'examples.launch.local', '--processes=2', '--devices=2', '--']
+# The bar of a log file is drawn every two seconds: which step it shows first depends on the machine. A pause
+# of half a second makes the 30 steps last long enough for whoever waits for it.
+A_STEP_WAS_DONE = re.compile(r' [1-9]\d*/30 ')
 IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
 
 
@@ -92,8 +95,8 @@ def test_sigterm_saves_and_any_number_of_processes_goes_on(
 ) -> None:
     saved = tmp_path / 'checkpoints'
     program = train(tmp_path, text, f'--checkpoints={saved}', '--save_every=1000')
-    with started([*LAUNCH, *program, '--pause=0.1']) as launcher:
-        launcher.wait_for('1/30')
+    with started([*LAUNCH, *program, '--pause=0.5']) as launcher:
+        launcher.wait_for(A_STEP_WAS_DONE)
         os.kill(ids(launcher)[1], signal.SIGTERM)  # one process hears of it; all stop
         assert launcher.wait(120) == (PREEMPTED,), launcher.output()
         [step] = re.findall(r'Told to end: saved after step (\d+)', launcher.output())
@@ -155,8 +158,8 @@ app.run(train.main)
 
 
 def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -> None:
-    with started([*train(tmp_path, text), '--pause=0.1']) as one:
-        one.wait_for('1/30')
+    with started([*train(tmp_path, text), '--pause=0.5']) as one:
+        one.wait_for(A_STEP_WAS_DONE)
         one.processes[0].terminate()
         assert one.wait(120) == (PREEMPTED,), one.output()
         assert 'Told to end: not saved (no --checkpoints) after step' in one.output()
