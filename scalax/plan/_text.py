@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from scalax._spec import axis_sizes_text
@@ -97,16 +97,21 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
     networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        over = f' ({" and ".join(networks[axes])})' if networks.get(axes) else ''
-        yield f'along {" x ".join(axes)}{over}: {each}'
+        yield f'along {_along(axes, networks[axes])}: {each}'
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:
     """What a row of the table of collectives says in each column."""
     return (
         f'{row.kind}, scattered' if row.scattered else row.kind,
-        ' x '.join(row.axes),
+        _along(row.axes, row.networks),
         f'{_SIGNS[row.counted]}{row.count}',
         human_bytes(row.bytes),
         str(row.source),
     )
+
+
+def _along(axes: Sequence[str], networks: Sequence[str]) -> str:
+    """``'data x fsdp (ici and dcn)'``."""
+    over = f' ({" and ".join(networks)})' if networks else ''
+    return f'{" x ".join(axes)}{over}'
