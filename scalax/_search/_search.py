@@ -51,7 +51,7 @@ def search(
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
         full: how many of the best to compile in full: minutes for each.
-        show_progress: whether to show a bar; by default in a terminal. Without rich and tqdm it is lines.
+        show_progress: whether to show a bar; by default in a terminal. Without rich it is lines.
 
     Returns:
         A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
