@@ -192,6 +192,17 @@ def test_a_file_that_is_none(capsys, tmp_path):
     assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is no Python file\n"
 
 
+def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    job = tmp_path / 'json.py'
+    # A dataclass looks for its own module.
+    job.write_text('from __future__ import annotations\nimport dataclasses\n' + JOB)
+    job.write_text(job.read_text() + '\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 64\n')
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['rows']
+    assert sys.modules['json'] is json
+
+
 def test_arguments_that_are_none(job):
     done = run('plan', f'{job}:make_one', '--mesh', 'fsdp=2')
     assert done.returncode == 2
