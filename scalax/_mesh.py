@@ -225,18 +225,21 @@ def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bo
         )
 
 
-def _one_slice(sizes: tuple[int, ...], devices: list[Any], split: bool) -> np.ndarray:
+def _one_slice(
+    sizes: tuple[int, ...], devices: list[Any], split: bool, where: str = 'of these devices'
+) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
     except NotImplementedError as error:
         raise MeshError(
-            f'mesh {sizes} does not map onto whole physical axes of these devices; '
+            f'mesh {sizes} does not map onto whole physical axes {where}; '
             f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
             f'(it may cost bandwidth). JAX says: {error}'
         ) from error
     except AssertionError:
-        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as
-        # the first three of a TPU slice. The given order is then the only one there is.
+        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
+        # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
+        # describes them. The given order is then the only one there is.
         return np.asarray(devices, dtype=object).reshape(sizes)
 
 
@@ -256,8 +259,10 @@ def _many_slices(
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
-    granules = len({getattr(device, attribute) for device in devices})
-    dcn = _inferred_dcn(dcn, names, granules, what)
+    granules: dict[int, list[Any]] = {}
+    for device in devices:
+        granules.setdefault(getattr(device, attribute), []).append(device)
+    dcn = _inferred_dcn(dcn, names, len(granules), what)
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
             raise MeshError(
@@ -265,24 +270,20 @@ def _many_slices(
                 f'is a multiple of its entry in dcn_axis_dims'
             )
     inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
-    try:
-        return mesh_utils.create_hybrid_device_mesh(
-            inside,
-            dcn,
-            devices,
-            process_is_granule=by_process,
-            allow_split_physical_axes=split,
+    counts = [len(granules[number]) for number in sorted(granules)]
+    if set(counts) != {math.prod(inside)}:
+        raise MeshError(
+            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
+            f'{math.prod(inside)} devices of each, which have {_listed(counts)}'
         )
-    except NotImplementedError as error:
-        raise MeshError(
-            f'mesh {inside} inside each slice does not map onto whole physical axes; pass '
-            f'mesh_axis_splitting=True. JAX says: {error}'
-        ) from error
-    except (ValueError, AssertionError) as error:
-        raise MeshError(
-            f'mesh {sizes} over {granules} {what} ({dcn} across, {inside} inside each) does not '
-            f'fit these devices: {error}'
-        ) from error
+    laid = [
+        _one_slice(inside, granules[number], split, f'inside each of the {what}')
+        for number in sorted(granules)
+    ]
+    # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> their products
+    count = len(sizes)
+    order = [part + axis for axis in range(count) for part in (0, count)]
+    return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
 
 
 def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:
