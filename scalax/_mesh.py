@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,11 +66,14 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
-    if not topology:
-        # The compiler would take one of its own.
+    if not topology or not isinstance(topology, str):
+        # For none the compiler would take one of its own.
         raise MeshError(
-            "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
+            'lists them'
         )
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
     if not _is_tpu_machine():
         for name, value in _NO_TPU_MACHINE.items():
             os.environ.setdefault(name, value)
@@ -78,6 +82,8 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
 
     options = {'num_slices': num_slices} if num_slices > 1 else {}
     try:
+        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
+            raise ValueError('a side of 0 chips')
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
     # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
     except (RuntimeError, ValueError) as error:
@@ -92,6 +98,8 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         ) from error
     return list(described.devices)
 
+
+_WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 # Away from TPUs the compiler would ask the network where it runs, take a lock for itself, and write logs.
 _NO_TPU_MACHINE = {
