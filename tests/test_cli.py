@@ -69,6 +69,20 @@ def test_plan_on_simulated_devices(job):
     assert done.stdout.splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
 
 
+USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
+
+
+@pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
+def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
+    command, function = asked
+    job.write_text(USES_DEVICES + JOB)
+    monkeypatch.delenv('JAX_PLATFORMS')
+    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # else it may wait for another process, quietly
+    done = run(command, f'{job}:{function}', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'fsdp=4, tp=2' in done.stdout
+
+
 def test_plan_as_json(job):
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
     plan = Plan.load(done.stdout)
