@@ -141,10 +141,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default={},
         metavar='NAME=N,...',
-        help='how many slices lie along which axes: data=4',
-    )
-    parser.add_argument(
-        '--split', action='store_true', help='let one axis of the torus serve several mesh axes'
+        help='how many slices lie along which axes: data=4; one that --mesh does not name is only that',
     )
 
 
