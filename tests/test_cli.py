@@ -198,6 +198,12 @@ def test_topologies(capsys):
     assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
 
 
+@pytest.mark.parametrize('wrong', [('--slices', '2'), ('--dcn', 'fsdp=2')])
+def test_explain_takes_no_slices_without_a_topology(job, capsys, wrong):
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', *wrong]) == 2
+    assert capsys.readouterr().err == 'error: --slices and --dcn are for TPUs: give --topology\n'
+
+
 WRONG = {
     'make_stap': "'FILE' has no function 'make_stap' (did you mean 'make_step' or 'make_state'?)",
     'make_nothing': "'FILE:make_nothing' has to return a tree and the rules for it; it returned NoneType",

@@ -79,6 +79,7 @@ def topologies(asked: argparse.Namespace) -> None:
 
 
 def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
+    _reject_slices(asked)
     names = tuple(asked.mesh)
     return MeshShardingHelper.from_mesh(AbstractMesh(tuple(asked.mesh.values()), names))
 
@@ -114,9 +115,13 @@ def _require_dcn(asked: argparse.Namespace) -> None:
         )
 
 
-def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:
+def _reject_slices(asked: argparse.Namespace) -> None:
     if asked.slices or asked.dcn:
         raise ArgumentError('--slices and --dcn are for TPUs: give --topology')
+
+
+def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:
+    _reject_slices(asked)
     if -1 in dims:
         raise ArgumentError(
             'without --topology nothing says how many devices there are: give every axis of --mesh a size'
