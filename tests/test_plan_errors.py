@@ -1,10 +1,14 @@
 """What `helper.plan` says of what it cannot plan, word by word."""
 
+import signal
+import threading
+
 import jax
 import pytest
 import tpu_compiler
 
 from scalax.errors import ArgumentError, MeshError, PlanError
+from scalax.plan._compile import compile_lowered
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -25,6 +29,23 @@ def test_the_compiler_speaks_first_and_then_we():
         'and there is no plan'
     )
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_a_compiler_is_left_at_once():
+    """Python hears nothing of Ctrl-C while a compiler runs in its main thread."""
+    released, threads = threading.Event(), []
+
+    class Endless:
+        def compile(self, compiler_options):
+            threads.append(threading.current_thread())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            released.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_lowered(Endless(), 'cpu')
+    released.set()
+    assert threads[0] is not threading.main_thread()
+    threads[0].join(60)
 
 
 def test_a_function_that_needs_values():

@@ -27,8 +27,7 @@ the step (such as helper.sjit makes) and the tuple of its arguments; jax.ShapeDt
 """
 _SEARCH = """\
 Plans a step on every mesh that a slice can hold, quickly, and the best of them in full; ranks
-them, and says of each other one why it lost. Ctrl-C ranks what was planned until then, once the
-compiler is done with the mesh that it is at.
+them, and says of each other one why it lost. Ctrl-C ranks what was planned until then.
 
 FILE.py:make_step as in `plan`.
 """

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import re
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +166,12 @@ def _partitions(text: str) -> int:
 
 def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
     """The executable, and the program behind the partitioner; empty where nothing was partitioned."""
-    with tempfile.TemporaryDirectory(prefix='scalax-plan-') as name:
+    # A compiler that is left behind, as Ctrl-C does, may still write.
+    with tempfile.TemporaryDirectory(prefix='scalax-plan-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
         executable, refusal = None, ''
         try:
-            executable = lowered.compile(compiler_options={'xla_dump_to': name, **_DUMP, **options})
+            executable = _interruptibly(lowered.compile, {'xla_dump_to': name, **_DUMP, **options})
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
             if 'RESOURCE_EXHAUSTED' not in refusal or not _last(folder, _TABLES[0]):
@@ -179,6 +182,28 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
         return _Dump(
             executable, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables
         )
+
+
+def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Compiles in a thread of its own, as Python hears nothing of Ctrl-C while a compiler runs in its thread.
+
+    The thread is left behind then; it keeps no process alive.
+    """
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(compile_(compiler_options=options))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name='scalax-plan', daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
 
 
 def _last(folder: Path, what: str) -> str:
