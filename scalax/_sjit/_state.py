@@ -115,13 +115,16 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if _inside_manual_region():
             return True
-        self._reject_ambient_mesh(error)
+        refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
+        if refusal:
+            reject_other_devices(self.convention.name, self.helper.mesh, refusal)
         call = self._look(row)
         # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
         # the same classes: then its own error counts.
         if 'deleted' in str(error):
             _misplaced.reject_deleted(self.convention, call.layout, row)
-        self._reject_elsewhere(call.layout, row, call.arguments, error)
+        if refusal:
+            self._reject_elsewhere(call.layout, row, call.arguments, refusal)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -129,10 +132,11 @@ class State:
             return True  # JAX refused the call before tracing it
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
-            self._reject_refused(call.layout, row, call.arguments, error)
+            if refusal:
+                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments, refusal)
             return False
         return _misplaced.any_mismatched(row, call.arguments) or (
-            isinstance(error, ValueError) and _misplaced.any_refused(row, call.arguments)
+            refusal is not None and _misplaced.any_refused(row, call.arguments)
         )
 
     def slow(self, row: tuple[Any, ...]) -> Any:
@@ -164,11 +168,12 @@ class State:
             try:
                 return program.call(*placed)
             except ValueError as error:
-                self._reject_ambient_mesh(error)
+                reject_other_devices(self.convention.name, self.helper.mesh, error)
                 if not _arose_inside(error):
-                    self._reject_elsewhere(layout, row, resolved.inside.arguments, error)
+                    arguments = resolved.inside.arguments
+                    self._reject_elsewhere(layout, row, arguments, error)
                     if self.options.on_mismatch == 'error':
-                        self._reject_refused(layout, row, resolved.inside.arguments, error)
+                        _misplaced.reject_refused(self.convention, layout, row, arguments, error)
                 raise
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,22 +250,10 @@ class State:
             self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
         )
 
-    def _reject_refused(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
-    ) -> None:
-        if isinstance(error, ValueError):
-            _misplaced.reject_refused(self.convention, layout, row, arguments, error)
-
     def _reject_elsewhere(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: ValueError
     ) -> None:
-        if isinstance(error, ValueError):
-            _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
-
-    def _reject_ambient_mesh(self, error: Exception) -> None:
-        """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
-        if isinstance(error, ValueError):
-            reject_other_devices(self.convention.name, self.helper.mesh, error)
+        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
