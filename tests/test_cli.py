@@ -69,6 +69,20 @@ def test_plan_on_simulated_devices(job):
     assert done.stdout.splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
 
 
+USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
+
+
+@pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
+def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
+    command, function = asked
+    job.write_text(USES_DEVICES + JOB)
+    monkeypatch.delenv('JAX_PLATFORMS')
+    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # else it may wait for another process, quietly
+    done = run(command, f'{job}:{function}', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'fsdp=4, tp=2' in done.stdout
+
+
 def test_plan_as_json(job):
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
     plan = Plan.load(done.stdout)
@@ -190,6 +204,17 @@ def test_a_function_that_is_none(job, capsys, name):
 def test_a_file_that_is_none(capsys, tmp_path):
     assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
     assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is no Python file\n"
+
+
+def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    job = tmp_path / 'json.py'
+    # A dataclass looks for its own module.
+    job.write_text('from __future__ import annotations\nimport dataclasses\n' + JOB)
+    job.write_text(job.read_text() + '\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 64\n')
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['rows']
+    assert sys.modules['json'] is json
 
 
 def test_arguments_that_are_none(job):

@@ -383,6 +383,7 @@ def test_dict():
         'count': 1,
         'counted': 'exactly',
         'bytes': F32,
+        'networks': [],
         'source': {
             'annotation': '',
             'file': __file__,

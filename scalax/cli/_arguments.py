@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
 from scalax.cli import _commands
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 3 if a step does not fit; 2 for what cannot be asked; 1 for other failures.
     """
     asked = _parser().parse_args(arguments)
+    # Nothing is run: accelerators that are here are left alone, also by what the user's file does.
+    jax.config.update('jax_platforms', 'cpu')
     try:
         fits = asked.answer(asked)
     except (PlanError, MissingDependencyError) as error:

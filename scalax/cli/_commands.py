@@ -21,8 +21,8 @@ from scalax.sharding import MeshShardingHelper
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
-    make_step = load_function(asked.function)
     helper = _helper(asked)
+    make_step = load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick)
     if asked.html:
@@ -35,7 +35,6 @@ def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
     make_step = load_function(asked.function)
-    jax.config.update('jax_platforms', 'cpu')
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
@@ -66,9 +65,9 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 def explain(asked: argparse.Namespace) -> None:
     """Prints what each leaf of a tree gets."""
-    make_state = load_function(asked.function)
     known = -1 not in asked.mesh.values()
     helper = _abstract_helper(asked) if known and not asked.topology else _helper(asked)
+    make_state = load_function(asked.function)
     tree, rules = pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     print(report.to_json() if asked.json else report)
@@ -85,8 +84,7 @@ def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
 
 
 def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
-    """A helper over the hardware that is asked for. Accelerators that are here are left alone."""
-    jax.config.update('jax_platforms', 'cpu')
+    """A helper over the hardware that is asked for; made before the user's file may use any devices."""
     names, dims = list(asked.mesh), list(asked.mesh.values())
     unknown = [name for name in asked.dcn if name not in names]
     if unknown:

@@ -101,6 +101,7 @@ def make_plan(
         baked = constants(module)
         memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
+    places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
     positional, by_name = lowered.args_info
@@ -115,12 +116,12 @@ def make_plan(
         memory=memory,
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
-        collectives=collectives(module, sizes) if compiled.text else (),
+        collectives=collectives(module, sizes, places) if compiled.text else (),
         flops=flops.count,
         flops_counted=flops.counted,
         work=work_of(module),
         device_kind=device.device_kind,
-        places=places_of(mesh.devices.flat),
+        places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
         buffers=compiled.buffers,

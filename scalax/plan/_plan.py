@@ -18,7 +18,7 @@ from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
 from scalax.plan._page import render_fragment, render_page
-from scalax.plan._places import Place, networks_along, places_on_torus
+from scalax.plan._places import NETWORKS, Network, Place, places_on_torus
 from scalax.plan._png import save_png
 from scalax.plan._roofline import Roofline, Seconds, make_roofline
 from scalax.plan._text import render
@@ -105,12 +105,12 @@ class Plan:
         return {axes: dict(kinds) for axes, kinds in totals.items()}
 
     @property
-    def networks(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """What carries that: axes as in `totals` -> ``'ici'`` in slices, ``'dcn'`` between them, or both.
-
-        Nothing where devices do not lie in slices.
-        """
-        return {axes: networks_along(axes, self.mesh, self.places) for axes in self.totals if self.places}
+    def networks(self) -> dict[tuple[str, ...], tuple[Network, ...]]:
+        """What carries that: axes as in `totals` -> the `Collective.networks` of all that run along them."""
+        used: dict[tuple[str, ...], set[Network]] = {}
+        for row in self.collectives:
+            used.setdefault(row.axes, set()).update(row.networks)
+        return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
 
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind are executed in one call.
@@ -261,6 +261,7 @@ class Plan:
                     'counted': row.counted.value,
                     'bytes': row.bytes,
                     'source': row.source._asdict(),
+                    'networks': list(row.networks),
                     **({'part': list(row.part)} if row.part else {}),
                     **({'scattered': True} if row.scattered else {}),
                 }
