@@ -172,8 +172,10 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: R
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
-    if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+    if shape is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
+    if has_foreign_dtype(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
     if dtype := overflowed_dtype(leaf):
         return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

@@ -277,3 +277,38 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert error_of(helper, empty, P()) == (
         f'{empty} has no .safetensors files; name the file, the files or the index'
     )
+    for wrong in (3, {'a': 3}):
+        index.write_text(json.dumps({'weight_map': wrong}))
+        assert error_of(helper, tmp_path, P()) == (
+            f'{index} is no index: its weight_map does not give a file for each tensor'
+        )
+
+
+@pytest.mark.parametrize(
+    ('changes', 'wanted'),
+    [
+        ({'data_offsets': [-16, 0]}, 'the shape [4] and the offsets [-16, 0]'),
+        ({'data_offsets': [-160, -144]}, 'the shape [4] and the offsets [-160, -144]'),
+        ({'data_offsets': [0, 16.0]}, 'the shape [4] and the offsets [0, 16.0]'),
+        ({'shape': [-2, -2]}, 'the shape [-2, -2] and the offsets [0, 16]'),
+        ({'shape': [4.7]}, 'the shape [4.7] and the offsets [0, 16]'),
+    ],
+)
+def test_headers_that_make_no_sense(
+    tmp_path: Path, helper: MeshShardingHelper, changes: dict[str, Any], wanted: str
+) -> None:
+    file = tmp_path / 'x.safetensors'
+    entry = {'dtype': 'F32', 'shape': [4], 'data_offsets': [0, 16]}
+
+    def write_header(header: dict[str, Any]) -> None:
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, 'little') + text + bytes(64))
+
+    write_header({'x': {**entry, **changes}})
+    assert error_of(helper, file, P()) == (
+        f'{file} is damaged: x has {wanted}; both are whole numbers, at least 0'
+    )
+    write_header({'x': entry, 'none': {**entry, 'shape': [0], 'data_offsets': [8, 8]}})
+    assert load_safetensors(helper, file, P())['x'].shape == (4,)
+    write_header({'x': entry, 'y': {**entry, 'data_offsets': [8, 24]}})
+    assert error_of(helper, file, P()) == f'{file} is damaged: x and y overlap'

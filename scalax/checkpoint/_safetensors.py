@@ -17,7 +17,7 @@ from scalax import _mesh
 from scalax._paths import canonical_dtype
 from scalax.checkpoint._safetensors_file import Box, Tensor, read_ahead, read_box, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
-from scalax.errors import CheckpointError, shown
+from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -54,7 +54,8 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or holds what is no regex or no replacement.
+        ArgumentError: the mapping is none of these, or holds what is no regex, no replacement or no path;
+            *files* are no paths.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -175,7 +176,15 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
 def _listed(files: Files) -> dict[Path, list[str] | None]:
     """The files, each with the tensors that an index says are in it."""
     if not isinstance(files, str | os.PathLike):
-        listed = [Path(file) for file in files]
+        if isinstance(files, bytes) or not isinstance(files, Iterable):
+            raise ArgumentError(f'load_safetensors: files is a path, or a list of paths, got {files!r}')
+        given = list(files)
+        for file in given:
+            if not isinstance(file, str | os.PathLike):
+                raise ArgumentError(f'load_safetensors: files is a list of paths, and {file!r} in it is none')
+        listed = [Path(file) for file in given]
+        if not listed:
+            raise CheckpointError('load_safetensors: the list of files is empty')
         _require_files(listed)
         return dict.fromkeys(listed)
     path = Path(files)
@@ -198,6 +207,8 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f'{index} is no index: {type(error).__name__}: {error}') from error
     listed: dict[Path, list[str] | None] = {}
+    if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f'{index} is no index: its weight_map does not give a file for each tensor')
     for name, file in places.items():
         names = listed.setdefault(index.parent / file, [])
         assert names is not None

@@ -98,18 +98,28 @@ def tensors_of(file: Path) -> list[Tensor]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f'{file} is no safetensors file: {type(error).__name__}: {error}') from error
-    end = max((tensor.begin + _bytes(tensor.shape, tensor.dtype) for tensor in found), default=0)
+    found.sort(key=lambda tensor: tensor.begin)
+    end, last = 0, ''  # of the tensors so far
+    for tensor in found:
+        if tensor.begin < end and 0 not in tensor.shape:
+            raise CheckpointError(f'{file} is damaged: {last} and {tensor.name} overlap')
+        end, last = max((end, last), (tensor.begin + _bytes(tensor.shape, tensor.dtype), tensor.name))
     if size < end:
         raise CheckpointError(f'{file} is truncated: it has {size} bytes, and its tensors need {end}')
-    return sorted(found, key=lambda tensor: tensor.begin)
+    return found
 
 
 def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int) -> Tensor:
     if entry['dtype'] not in DTYPES:
         raise CheckpointError(f'{file}: {name} has the dtype {entry["dtype"]}, which JAX does not have')
     dtype = np.dtype(DTYPES[entry['dtype']])
-    shape = tuple(int(dim) for dim in entry['shape'])
+    shape: tuple[int, ...] = tuple(entry['shape'])
     begin, end = entry['data_offsets']
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise CheckpointError(
+            f'{file} is damaged: {name} has the shape {entry["shape"]} and the offsets '
+            f'{entry["data_offsets"]}; both are whole numbers, at least 0'
+        )
     if end - begin != _bytes(shape, dtype):
         raise CheckpointError(
             f'{file} is damaged: {name} is {dtype}{list(shape)}, which is {_bytes(shape, dtype)} bytes, and '
