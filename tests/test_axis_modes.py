@@ -222,6 +222,54 @@ def test_one_inside_the_other():
     assert list(map(str, kinds)) == 2 * ['float32[8@a,8@b]', 'float32[8@a,8]', 'float32[8@a,8@b]']
 
 
+@each_mesh
+@pytest.mark.parametrize('mode', ['auto_axes', 'explicit_axes'])
+def test_a_compiled_function_inside_goes_by_the_types_there(helper, mode):
+    seen = []
+
+    @helper.sjit(
+        in_shardings=(P('b'), None),
+        out_shardings=P('a', 'b'),
+        args_sharding_constraint=(P(None, 'b'), None),
+        annotation_shardings={'hidden': P('b', 'a')},
+    )
+    def layer(x, scale):
+        hidden = with_sharding_annotation(scale * x, 'hidden')
+        seen.append((jax.sharding.get_abstract_mesh().axis_types, jax.typeof(x), jax.typeof(hidden)))
+        return hidden
+
+    def model(x):
+        y = layer(layer(x, scale=2), 3)
+        seen.append(jax.typeof(y))
+        return y
+
+    if mode == 'auto_axes':
+        switched = helper.auto_axes(model, out_sharding=P('a'))
+    else:
+        switched = helper.explicit_axes(model, in_sharding=P('a'))
+    result = helper.sjit(switched, in_shardings=P('a'), out_shardings=P('a'))(X)
+    np.testing.assert_array_equal(result, 6 * X)
+    assert_lies(helper, result, P('a', None))
+    kind = EXPLICIT if mode == 'explicit_axes' else AUTO
+    assert seen[0][0] == (kind, kind)
+    for kinds, spec in ((seen[0][1], (None, 'b')), (seen[0][2], ('b', 'a')), (seen[-1], ('a', 'b'))):
+        entries_of_type(kinds, (kind, kind), spec)
+
+
+def test_a_compiled_function_inside_axes_that_jax_has_switched():
+    helper, seen = EXPLICIT_MESH, []
+
+    @helper.sjit(in_shardings=P('b'), out_shardings=P('a', 'b'))
+    def layer(x):
+        seen.append(jax.typeof(x))
+        return x + x.T
+
+    switched = jax.sharding.auto_axes(layer, out_sharding=P('a'))
+    result = helper.sjit(switched, in_shardings=P('a'))(X)
+    np.testing.assert_array_equal(result, X + X.T)
+    assert str(seen[0]) == 'float32[8,8]'
+
+
 @pytest.mark.parametrize('helper', [AUTO_MESH, EXPLICIT_MESH], ids=['auto', 'explicit'])
 def test_inside_shard_map_over_the_axes_that_are_left(helper):
     kinds = []
