@@ -311,6 +311,22 @@ def test_gradients_vmap_and_scan(helper):
         assert float(scanned(X)) == 3 * squares(X).sum()
 
 
+@each_mesh
+def test_transformations_that_run_at_once_take_arrays_of_all_kinds(helper):
+    auto = helper.auto_axes(lambda x: 3 * x, out_sharding=P('a'))
+    explicit = helper.explicit_axes(lambda x: 3 * x, in_sharding=P('a'))
+    for switched in (auto, explicit):
+        for x in (X, jnp.asarray(X), helper.shard(X, P('b'))):
+            mapped = jax.vmap(switched)(jnp.stack([x, x]))
+            np.testing.assert_array_equal(mapped, [3 * X, 3 * X])
+            value, tangent = jax.jvp(switched, (x,), (2 * x,))
+            np.testing.assert_array_equal([value, tangent], [3 * X, 6 * X])
+            assert len(value.sharding.device_set) == 8
+        with jax.set_mesh(helper.mesh):  # for the cotangent that jax.grad starts from
+            gradient = jax.grad(lambda x, switched=switched: (switched(x) ** 2).sum())(X)
+        np.testing.assert_array_equal(gradient, 18 * X)
+
+
 def test_sums_that_are_still_to_be_made_cross_along_axes_that_stay():
     helper = EXPLICIT_MESH
     kinds = []
@@ -384,6 +400,12 @@ def double(x):
     return jax.tree.map(lambda leaf: 2 * leaf, x)
 
 
+def deleted():
+    x = AUTO_MESH.shard(X, P('a'))
+    x.delete()
+    return x
+
+
 def cases():
     host = TreePathShardingRule(('', P('a'))).with_memory_kind('pinned_host')
     return {
@@ -401,6 +423,59 @@ def cases():
             lambda: AUTO_MESH.auto_axes(double, axes=['a', 'bb'], out_sharding=P('a')),
             errors.MeshError,
             "axes of auto_axes: the mesh (a=4, b=2) has no axis 'bb' (did you mean 'b'?)",
+        ),
+        'axes that are no names': (
+            lambda: AUTO_MESH.explicit_axes(double, axes=3, in_sharding=P('a')),
+            errors.ArgumentError,
+            "axes of explicit_axes are names of mesh axes, such as ('a',), got 3",
+        ),
+        'arguments that are no arrays': (
+            lambda: EXPLICIT_MESH.auto_axes(lambda x, how, n: x, out_sharding=P())(
+                X, {'by': 'rows'}, n=print
+            ),
+            errors.ShardingError,
+            "2 leaves of the arguments of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  how/by: str\n'
+            "    'rows' is not an array\n"
+            '  n: builtin_function_or_method\n'
+            '    <built-in function print> is not an array\n'
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'the same in a compiled function': (
+            lambda: AUTO_MESH.sjit(lambda x: AUTO_MESH.auto_axes(jnp.sum, out_sharding=P())(x, 'rows'))(X),
+            errors.ShardingError,
+            "One leaf of the arguments of 'sum' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  axis: str\n'
+            "    'rows' is not an array\n"
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'results that are no arrays': (
+            lambda: AUTO_MESH.explicit_axes(lambda x: {'x': x, 'how': 'rows'}, in_sharding=P())(X),
+            errors.ShardingError,
+            "One leaf of the outputs of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  how: str\n'
+            "    'rows' is not an array\n"
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'an argument that is deleted': (
+            lambda: AUTO_MESH.auto_axes(double, out_sharding=P())({'u': deleted()}),
+            errors.ArgumentError,
+            'double got arrays that are deleted:\n'
+            '  x/u: float32[8, 8]\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their buffers. '
+            'Use the outputs of that call instead, or do not donate.',
+        ),
+        'arguments that do not fit the parameters': (
+            lambda: AUTO_MESH.auto_axes(double, out_sharding=P())(X, X),
+            TypeError,
+            'double(): too many positional arguments',
+        ),
+        'more rules than arguments': (
+            lambda: AUTO_MESH.explicit_axes(double, in_sharding=(P(), P()))(X),
+            errors.StructureError,
+            'in_sharding of double has 2 entries, but the function takes 1 positional argument (x): give one '
+            'entry each (None keeps the type of an argument where no axis changes), or a dict by argument '
+            'name',
         ),
         'a rule that is none': (
             lambda: AUTO_MESH.auto_axes(double, out_sharding='a'),
