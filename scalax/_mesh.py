@@ -7,11 +7,9 @@ this module checks what the user asked for, fills in -1, and says what would fit
 from __future__ import annotations
 
 import functools
-import glob
 import importlib.metadata
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._libtpu import quiet_libtpu
 from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
@@ -74,9 +73,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         )
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
-    if not _is_tpu_machine():
-        for name, value in _NO_TPU_MACHINE.items():
-            os.environ.setdefault(name, value)
+    quiet_libtpu()
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
@@ -100,22 +97,6 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
 
 
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
-
-# Away from TPUs the compiler would ask the network where it runs, take a lock for itself, and write logs.
-_NO_TPU_MACHINE = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-    'TPU_LOG_DIR': 'disabled',
-    'TPU_STDERR_LOG_LEVEL': '3',
-    'TPU_MIN_LOG_LEVEL': '3',
-}
-
-
-def _is_tpu_machine() -> bool:
-    """Whether TPUs are here, whose own settings are not to be touched."""
-    return bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
 
 
 def _is_wrong_version(error: Exception) -> bool:

@@ -130,6 +130,17 @@ def test_plan_for_several_slices(job):
 
 
 @tpu_compiler.needed
+def test_an_axis_across_slices_need_not_be_in_the_mesh_nor_axes_be_whole(job):
+    # Each axis of the torus has four chips.
+    where = ('--topology', 'v5p:2x4x4', '--mesh', 'fsdp=-1,tp=8', '--slices', 2, '--dcn', 'data=2')
+    done = run('plan', f'{job}:make_step', *where, '--quick', '--json')
+    assert (done.returncode, done.stderr) == (0, '')
+    plan = Plan.load(done.stdout)
+    assert plan.mesh == {'data': 2, 'fsdp': 4, 'tp': 8}
+    assert [place.slice for place in plan.places] == [0] * 32 + [1] * 32
+
+
+@tpu_compiler.needed
 def test_an_unknown_topology_is_named_with_its_neighbours(job):
     done = run('plan', f'{job}:make_step', '--topology', 'v5e:2x5', '--mesh', 'fsdp=-1,tp=2')
     assert done.returncode == 2
@@ -252,8 +263,9 @@ def test_usage(job, capsys, arguments, said):
     ('arguments', 'said'),
     [
         (
-            ['--mesh', 'fsdp=4', '--dcn', 'data=2'],
-            "--dcn names 'data', which is no axis of --mesh (known: 'fsdp')",
+            ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
+            "--dcn names 'fdsp', which is no axis of --mesh (did you mean 'fsdp'?); if it is another axis, "
+            'give it there too: fdsp=2',
         ),
         (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
         (

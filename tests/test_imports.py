@@ -26,6 +26,7 @@ LAYERS = [
     '_html',
     'interop',
     'rules',
+    '_libtpu',
     '_topologies',
     '_mesh',
     '_prefix',

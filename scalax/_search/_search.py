@@ -54,7 +54,8 @@ def search(
         show_progress: whether to show a bar; by default in a terminal. Without rich it is lines.
 
     Returns:
-        A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
+        A `Search`. Ctrl-C ends the search once the compiler is done with the mesh that it is at: it holds
+        what was found until then, and says so.
 
     Raises:
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is

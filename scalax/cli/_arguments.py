@@ -27,7 +27,8 @@ the step (such as helper.sjit makes) and the tuple of its arguments; jax.ShapeDt
 """
 _SEARCH = """\
 Plans a step on every mesh that a slice can hold, quickly, and the best of them in full; ranks
-them, and says of each other one why it lost. Ctrl-C ranks what was planned until then.
+them, and says of each other one why it lost. Ctrl-C ranks what was planned until then, once the
+compiler is done with the mesh that it is at.
 
 FILE.py:make_step as in `plan`.
 """
@@ -141,10 +142,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default={},
         metavar='NAME=N,...',
-        help='how many slices lie along which axes: data=4',
-    )
-    parser.add_argument(
-        '--split', action='store_true', help='let one axis of the torus serve several mesh axes'
+        help='how many slices lie along which axes: data=4; one that --mesh does not name is only that',
     )
 
 

@@ -93,7 +93,7 @@ def places_on_torus(
     """
     hardware.need('torus_axes', for_='torus=')
     dimensions = hardware.torus_axes or 0
-    lengths = {name: (given,) if isinstance(given, int) else tuple(given) for name, given in torus.items()}
+    lengths = _lengths(torus)
     for name, wanted in lengths.items():
         if name not in mesh:
             raise PlanError(
@@ -117,3 +117,17 @@ def places_on_torus(
             across = across * size + at[name]
         places.append(Place(across, (*coords, *(0,) * (dimensions - used))))
     return tuple(places)
+
+
+def _lengths(torus: Any) -> dict[str, tuple[int, ...]]:
+    """A tuple for each mesh axis, of what the caller gave."""
+    if isinstance(torus, Mapping):
+        given = {name: (value,) if isinstance(value, int) else value for name, value in torus.items()}
+        if all(isinstance(value, Sequence) for value in given.values()):
+            lengths = {name: tuple(value) for name, value in given.items()}
+            if all(isinstance(length, int) for value in lengths.values() for length in value):
+                return lengths
+    raise PlanError(
+        'torus= says how long the axes of the torus are along which each mesh axis lies, such as '
+        f"{{'fsdp': (4, 4), 'tp': 4}}, got {torus!r}"
+    )

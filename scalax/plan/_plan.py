@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,7 +145,7 @@ class Plan:
         Raises:
             PlanError: it is not positive.
         """
-        if not 0 < model_flops < float('inf'):
+        if not isinstance(model_flops, numbers.Real) or not 0 < model_flops < float('inf'):
             raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
         return dataclasses.replace(self, model_flops=round(model_flops))
 
@@ -290,5 +291,10 @@ class Plan:
 
         Args:
             other: the plan to compare with.
+
+        Raises:
+            ArgumentError: it is no plan.
         """
+        if not isinstance(other, Plan):
+            raise ArgumentError(f'diff takes another plan, got {type(other).__name__}: Plan.load reads one')
         return PlanDiff(self, other)

@@ -67,7 +67,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
-    yield f'  temporaries  {human_bytes(memory.temporaries):>10}'
+    at_once = ', not all at a time' if memory.peak < memory.total else ''
+    yield f'  temporaries  {human_bytes(memory.temporaries):>10}{at_once}'
     if memory.peak > memory.total:
         yield f'  vector memory{human_bytes(memory.peak - memory.total):>10}, at least'
     if plan.buffers:
