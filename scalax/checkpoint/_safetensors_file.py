@@ -21,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from scalax._aligned import aligned
 from scalax.errors import CheckpointError
 
 _LENGTH = 8
@@ -29,7 +30,6 @@ _PAGE = 1 << 12  # bytes: what lies within a page of the next run is cheaper rea
 _BAND = 1 << 20  # bytes that are then read at once
 _MOST = 1024  # parts that one system call fills (IOV_MAX)
 _SPARSE = 16  # where less than one byte of so many is wanted, seeking is cheaper than reading all
-_ALIGNMENT = 64  # bytes: JAX takes memory that begins at such a multiple as it is, on CPU
 
 DTYPES: Mapping[str, Any] = {
     'BOOL': np.bool_,
@@ -154,7 +154,7 @@ def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np
     Raises:
         CheckpointError: the file has become shorter.
     """
-    blocks = [_aligned(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
+    blocks = [aligned(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
     far = []
     for box, block in zip(boxes, blocks, strict=True):
         if block.size:
@@ -272,11 +272,3 @@ def _fill(descriptor: int, targets: list[Any], start: int, tensor: Tensor) -> No
         if not count:
             raise CheckpointError(f'{tensor.file} became shorter while it was read: {tensor.name} ends early')
         done += count
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory that JAX takes without a copy on CPU."""
-    size = _bytes(shape, dtype)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size].view(dtype).reshape(shape)
