@@ -21,6 +21,7 @@ LAYERS = [
     '_version',
     'errors',
     '_recent',
+    '_aligned',
     '_paths',
     '_spec',
     '_html',

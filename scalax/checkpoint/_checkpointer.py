@@ -18,7 +18,7 @@ from scalax.checkpoint._orbax import orbax, path_of
 from scalax.checkpoint._savable import savable
 from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, ScalaxError, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -164,14 +164,23 @@ class Checkpointer:
         Raises:
             ArgumentError: *step*, *only*, *rename* or *data* is none; *like* is a function with arguments.
             CheckpointError: no such checkpoint; it is damaged; leaves are missing, extra, or of another shape
-                or dtype, all of which are named.
+                or dtype, all of which are named; processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
-        step = None if step is None else _number(step)
-        _data_state.require_settable(data)
-        self.wait()
-        target = target_of(helper, rules, like, only)
+        target, error = None, None
+        try:
+            step = None if step is None else _number(step)
+            rename = _rename.checked_pairs('rename', rename)
+            _data_state.require_settable(data)
+            self.wait()
+            target = target_of(helper, rules, like, only)
+        except ScalaxError as fault:  # raised once all have been told
+            error = fault
+        with_data = '' if data is None else ', with data'
+        call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
+        _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
+        assert target is not None
         saved = self._choose(helper, step, verify)
         description = saved.description()
         names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)

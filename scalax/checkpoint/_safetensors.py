@@ -15,7 +15,7 @@ import jax
 
 from scalax import _mesh
 from scalax._paths import canonical_dtype
-from scalax.checkpoint._safetensors_file import Box, Tensor, read_ahead, read_box, tensors_of
+from scalax.checkpoint._safetensors_file import Box, Tensor, bytes_of, read_ahead, read_boxes, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
 from scalax.errors import ArgumentError, CheckpointError, shown
 
@@ -33,8 +33,8 @@ def load_safetensors(
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads the bytes that its devices need, block by block, so that the host never holds more than
-    the largest block.
+    Each process reads the bytes that its devices need, block by block and small ones together, so that the
+    host never holds more than the largest block.
 
     Args:
         helper: the mesh.
@@ -89,10 +89,11 @@ def load_safetensors(
         for tensor in tensors:
             path, axes = wanted[tensor.name]
             loads.append(_Load(opened[tensor.file], tensor, path, axes, _get(shardings, path)))
+        largest = max((load.largest for load in loads), default=0)
         for i, load in enumerate(loads):
             for coming in loads[i : i + 2]:
                 coming.read_ahead()
-            _put(tree, load.path, load.array())
+            _put(tree, load.path, load.array(largest))
     return tree
 
 
@@ -134,17 +135,43 @@ class _Load:
         """Has the system read what is wanted next."""
         read_ahead(self.descriptor, self.tensor, [box for box, _ in self.blocks])
 
-    def array(self) -> jax.Array:
-        """The array, block by block: the next is read when the last lies on its devices."""
+    @property
+    def largest(self) -> int:
+        """The bytes of its largest block."""
+        return max((bytes_of(self.tensor, box) for box, _ in self.blocks), default=0)
+
+    def groups(self, most: int) -> list[list[tuple[Box, list[Any]]]]:
+        """The blocks, as they are read together.
+
+        Args:
+            most: the bytes of host memory for it, if they are more than one block takes.
+        """
+        # On CPU the array takes a block's memory as it is, so that no block is held besides.
+        taken = bool(self.blocks) and self.blocks[0][1][0].platform == 'cpu' and not self.axes
+        found: list[list[tuple[Box, list[Any]]]] = []
+        size = 0
+        for block in self.blocks:
+            more = 0 if taken else bytes_of(self.tensor, block[0])
+            if found and size + more <= most:
+                found[-1].append(block)
+                size += more
+            else:
+                found.append([block])
+                size = more
+        return found
+
+    def array(self, most: int) -> jax.Array:
+        """The array: the next blocks are read when the last lie on their devices; see `groups`."""
         parts = []
-        for box, devices in self.blocks:
-            block = read_box(self.descriptor, self.tensor, box)
-            for device in devices:
-                place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
-                part = jax.device_put(block, place)
-                parts.append(part.transpose(self.axes) if self.axes else part)
+        for group in self.groups(most):
+            blocks = read_boxes(self.descriptor, self.tensor, [box for box, _ in group])
+            for block, (_, devices) in zip(blocks, group, strict=True):
+                for device in devices:
+                    place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                    part = jax.device_put(block, place)
+                    parts.append(part.transpose(self.axes) if self.axes else part)
             jax.block_until_ready(parts)
-            del block
+            del block, blocks
         dtype = self.tensor.dtype
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=dtype)
 
