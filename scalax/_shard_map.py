@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax import _spec
+from scalax import _spec, _unreduced
 from scalax._constrain import apply_shardings, has_type, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._prefix import RuleLike, is_rule
@@ -250,7 +250,7 @@ class _Mapped:
         mesh = self._mesh
         if isinstance(mesh, AbstractMesh) or not lies_elsewhere(leaf, mesh):
             return leaf
-        return jax.device_put(leaf, sharding)
+        return _unreduced.device_put([leaf], [sharding])[0]
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, sharded as was asked along every axis that JAX does not see to."""

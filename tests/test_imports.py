@@ -35,6 +35,7 @@ LAYERS = [
     '_axis_mapping',
     '_context',
     '_constrain',
+    '_unreduced',
     '_sjit',
     '_shard_map',
     '_axis_modes',
