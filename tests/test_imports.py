@@ -21,6 +21,7 @@ LAYERS = [
     '_version',
     'errors',
     '_recent',
+    '_frames',
     '_paths',
     '_spec',
     '_html',
