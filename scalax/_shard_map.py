@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from scalax import _spec, _unreduced
 from scalax._constrain import apply_shardings, has_type, mesh_in_force
 from scalax._context import ActiveHelper
+from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
@@ -48,7 +49,12 @@ def shard_map(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         row = convention.row(args, kwargs)
-        return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+        try:
+            return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+        except Exception as error:
+            if arose_below(error, _Mapped.on_blocks.__code__):
+                hide_ours(error)
+            raise
 
     return mapped
 
@@ -89,9 +95,7 @@ class _Mapped:
         # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
         # code only once, since it finds the trace again.
         def body(*blocks: Any) -> Any:
-            with self._active:
-                args, keywords = self._convention.restore(treedef.unflatten(blocks))
-                return fun(*args, **keywords)
+            return self.on_blocks(fun, treedef.unflatten(blocks))
 
         body.__name__ = body.__qualname__ = self._convention.name
         compiled = jax.jit(body)
@@ -109,6 +113,12 @@ class _Mapped:
             out_specs=tuple(self._cut(sharding.spec) for sharding in shardings),
         )(*leaves)
         return out_treedef.unflatten(self._laid(results, shardings))
+
+    def on_blocks(self, fun: Callable[..., Any], row: Sequence[Any]) -> Any:
+        """What *fun* returns for the blocks of a call."""
+        with self._active:
+            args, keywords = self._convention.restore(row)
+            return fun(*args, **keywords)
 
     def _inputs(
         self, row: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike

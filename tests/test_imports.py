@@ -22,6 +22,7 @@ LAYERS = [
     'errors',
     '_recent',
     '_aligned',
+    '_frames',
     '_paths',
     '_spec',
     '_html',

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from scalax import _constrain, _context, _mesh
+from scalax._frames import arose_below, hide_ours
 from scalax._recent import Recent
 from scalax._sjit import _misplaced, _placement
 from scalax._sjit._body import Body, Inside, reject_other_devices
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._frames import hide_ours
 from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
@@ -362,5 +361,5 @@ def _inside_manual_region() -> bool:
 
 def _arose_inside(error: Exception) -> bool:
     """Whether *error* comes out of the user's code or its trace, and not from JAX on the way to it."""
-    inside = State._inside.__code__, Body.run.__code__  # what is not traced runs as a body alone
-    return any(frame.f_code in inside for frame, _ in traceback.walk_tb(error.__traceback__))
+    # What is not traced runs as a body alone.
+    return arose_below(error, State._inside.__code__, Body.run.__code__)
