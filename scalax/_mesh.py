@@ -111,8 +111,11 @@ def checked_axes(
         raise MeshError(
             f'axis_names is a sequence of names, got the string {axis_names!r}: write [{axis_names!r}]'
         )
-    if isinstance(axis_dims, int):
-        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}: write [{axis_dims!r}]')
+    if not isinstance(axis_names, Iterable):
+        raise MeshError(f'axis_names is a sequence of names, got {axis_names!r}')
+    if not isinstance(axis_dims, Iterable):
+        form = f': write [{axis_dims!r}]' if isinstance(axis_dims, int) else ''
+        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}{form}')
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise MeshError(f'axis names are non-empty strings, got {names!r}')
@@ -239,11 +242,10 @@ def _many_slices(
     devices: list[Any],
     split: bool,
 ) -> np.ndarray:
-    if len(dcn_axis_dims) != len(names):
-        raise MeshError(
-            f'dcn_axis_dims has one entry for each of the axes {names}, got {tuple(dcn_axis_dims)}'
-        )
-    dcn, _ = checked_axes(dcn_axis_dims, names)
+    given = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
+    if not isinstance(given, tuple) or len(given) != len(names):
+        raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
+    dcn, _ = checked_axes(given, names)
     # CPU devices say that they are all of slice 0, on several hosts too.
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')

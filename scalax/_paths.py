@@ -76,7 +76,7 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def has_foreign_dtype(leaf: Any) -> bool:
-    """Whether JAX lacks the dtype: objects, strings, dates, records, and those of other libraries."""
+    """Whether JAX lacks the dtype: objects, strings, dates, records, swapped bytes, other libraries'."""
     dtype = getattr(leaf, 'dtype', None)
     if dtype is None:
         return False
@@ -87,7 +87,8 @@ def has_foreign_dtype(leaf: Any) -> bool:
             dtype = np.dtype(dtype)
         except TypeError:
             return True
-    return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
+    too_wide = dtype.itemsize > (8 if dtype.kind == 'f' else 16)
+    return dtype.kind in 'OSUMm' or too_wide or not dtype.isnative or issubclass(dtype.type, np.void)
 
 
 def overflowed_dtype(leaf: Any) -> Any:

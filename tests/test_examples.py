@@ -92,7 +92,10 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[
     command = [sys.executable, '-u', '-m', 'examples.llama.train', *SMALL, '--steps=1000000']
     with log.open('wb') as out:
         process = subprocess.Popen(
-            [*command, f'--output={folder}'], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+            [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
 
     def wait_for(said: str) -> None:
@@ -122,6 +125,7 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
     numbers = assert_results(tmp_path, steps)
     assert numbers['interrupted']
     assert numbers['validation_loss'] < numbers['validation_loss_untrained']
+    assert str(steps) in os.listdir(tmp_path / 'saved' / 'steps')
 
 
 def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None:

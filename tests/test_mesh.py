@@ -348,6 +348,8 @@ def test_axis_subsets_that_are_wrong(given, message):
         ),
         ((8,), 'data', "axis_names is a sequence of names, got the string 'data': write ['data']"),
         (8, ('data',), 'axis_dims is a sequence of integers, got 8: write [8]'),
+        (None, ('data',), 'axis_dims is a sequence of integers, got None'),
+        ((8,), None, 'axis_names is a sequence of names, got None'),
         ((8.0,), ('data',), 'axis dimensions are integers, got 8.0 in (8.0,)'),
         ((True, 8), ('data', 'tp'), 'axis dimensions are integers, got True in (True, 8)'),
         ((8,), ('',), "axis names are non-empty strings, got ('',)"),
@@ -382,6 +384,7 @@ def test_fewer_devices_are_not_advised_of_devices_that_were_given():
             "axis_types is one jax.sharding.AxisType for all axes or one for each of ('data',), "
             'got (Auto, Auto)',
         ),
+        ({'dcn_axis_dims': 1}, "dcn_axis_dims has one entry for each of the axes ('data',), got 1"),
         ({'dcn_axis_dims': [1, 1]}, "dcn_axis_dims has one entry for each of the axes ('data',), got (1, 1)"),
     ],
 )

@@ -15,7 +15,7 @@ from scalax._context import MeshOwner
 from scalax._mesh import require_devices
 from scalax._paths import join
 from scalax._resolve import Use, resolve
-from scalax._sjit import names_of_arguments, sjit
+from scalax._sjit import name_of, names_of_arguments, sjit
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
@@ -65,7 +65,7 @@ def make_plan(
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    name = str(getattr(fun, '__name__', type(fun).__name__))
+    name = name_of(fun)
     try:
         traced = function.trace(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
@@ -132,7 +132,7 @@ def reject_own_argument(fun: Any, name: str) -> None:
     """Refuses an option that is also an argument of the user's function: whose would it be?"""
     if any(name == own for own, _ in _parameters(fun)):
         raise ArgumentError(
-            f'{name!r} is an option of plan, and an argument of {getattr(fun, "__name__", fun)!r}: '
+            f'{name!r} is an option of plan, and an argument of {name_of(fun)!r}: '
             f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
         )
 
