@@ -350,6 +350,10 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
         assert message(checkpointer.save, 1, jnp.ones(2)) == (
             "the state is a single leaf; give a tree, such as {'params': leaf}"
         )
+        for empty in ({}, {'a': None, 'b': ()}):
+            assert message(checkpointer.save, 1, empty) == (
+                'the state has no leaves: there is nothing to save'
+            )
         assert 'value inside a traced function' in message(
             jax.jit(lambda x: checkpointer.save(1, {'x': x})), jnp.ones(2)
         )
