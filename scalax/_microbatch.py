@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from scalax import _spec
 from scalax._constrain import apply_shardings, explicit_sharding
+from scalax._frames import arose_below, hide_ours
 from scalax._paths import NamedTree
 from scalax._sjit._convention import name_of
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
@@ -119,7 +120,12 @@ def microbatch(
             return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
 
         indices = jnp.arange(n)
-        types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
+        try:
+            types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
+        except Exception as error:
+            if arose_below(error, body.__code__):
+                hide_ours(error)
+            raise
         if reduce == 'mean':
             _reject_integers(types)
         zeros = jax.tree.map(lambda kind: _zeros(kind, accumulate_dtype), types)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ from scalax.rules._base import ShardingRule, short
 
 RuleLike = Any
 """A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
+
+_REGEX = re.compile(r'[*+?^$|\\()\[\]]')
 
 
 def is_rule(value: Any) -> bool:
@@ -157,10 +160,10 @@ def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
         if extra:
             near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
             parts.append(f'the tree has nothing called {_first_ten(near)}')
-        raise StructureError(
-            f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. '
-            'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
-        )
+        hint = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        if any(_REGEX.search(key) for key in extra):
+            hint += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+        raise StructureError(f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. {hint}')
     for key, child in mine.items():
         _explain(child, theirs[key], join(at, key), where)
     raise StructureError(

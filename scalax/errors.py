@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 _SHOWN = 10
+_LONGEST = 120  # characters of a rule in a message
 
 
 class ScalaxError(Exception):
@@ -159,9 +160,13 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
 
 
 def _origin(problem: Problem) -> str:
+    rule = problem.rule
+    if len(rule) > _LONGEST:
+        # A regex of the catalogue takes three lines, at every leaf. The attribute has all of it.
+        rule = f'{rule[: _LONGEST // 2]} ... {rule[-_LONGEST // 3 :]}'
     if problem.spec:
-        return f'asked for: {problem.spec}' + (f' from {problem.rule}' if problem.rule else '')
-    return f'rule: {problem.rule}' if problem.rule else ''
+        return f'asked for: {problem.spec}' + (f' from {rule}' if rule else '')
+    return f'rule: {rule}' if rule else ''
 
 
 def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
@@ -174,8 +179,13 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
 
 
 def near_names(word: str, known: Iterable[str]) -> list[str]:
-    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
-    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first.
+
+    Of a single letter nothing is a misspelling: every word that holds it would be near.
+    """
+    if len(word) < 2:
+        return []
+    return difflib.get_close_matches(word, [name for name in known if len(name) > 1], n=2, cutoff=0.6)
 
 
 def warn(message: str, category: type[ScalaxWarning]) -> None:

@@ -60,7 +60,8 @@ def run_checks(
     port = free_port()
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
-    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    # Not buffered: what a process said before it was ended counts.
+    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
     env.pop('XLA_FLAGS', None)
     command = [sys.executable, '-W', 'error', str(Path(__file__)), module, str(processes), str(port)]
     with tempfile.TemporaryDirectory() as folder:

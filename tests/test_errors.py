@@ -408,9 +408,22 @@ def test_errors_are_the_builtin_ones_as_well(name, builtin):
         ('fdsp', ['fsdp', 'tp'], "did you mean 'fsdp'?"),
         ('data1', ['data2', 'data3', 'tp'], "did you mean 'data3' or 'data2'?"),
         ('x', ['fsdp', 'tp'], "known: 'fsdp', 'tp'"),
+        ('nu', ['n', 'w'], "known: 'n', 'w'"),
+        ('n', ['nu'], "known: 'nu'"),
         ('x', [], 'there are none'),
         ('x', [str(i) for i in range(11)], "known: '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', ..."),
     ],
 )
 def test_did_you_mean(word, known, text):
     assert did_you_mean(word, known) == text
+
+
+def test_long_rules_are_said_in_short_and_kept_whole():
+    regex = '|'.join(f'layer_{i}/kernel' for i in range(40))
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(TreePathShardingRule((regex, P('fsdp'))), {'layer_7': {'kernel': leaf(3)}})
+    assert str(error.value).splitlines()[3] == (
+        "    asked for: P('fsdp',) from regex 'layer_0/kernel|layer_1/kernel|layer_2/kernel|layer_3/ ... "
+        "/kernel|layer_38/kernel|layer_39/kernel'"
+    )
+    assert error.value.problems[0].rule == f'regex {regex!r}'

@@ -92,7 +92,10 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[
     command = [sys.executable, '-u', '-m', 'examples.llama.train', *SMALL, '--steps=1000000']
     with log.open('wb') as out:
         process = subprocess.Popen(
-            [*command, f'--output={folder}'], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+            [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
 
     def wait_for(said: str) -> None:
@@ -122,6 +125,7 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
     numbers = assert_results(tmp_path, steps)
     assert numbers['interrupted']
     assert numbers['validation_loss'] < numbers['validation_loss_untrained']
+    assert str(steps) in os.listdir(tmp_path / 'saved' / 'steps')
 
 
 def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None:
@@ -160,6 +164,13 @@ def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, 
     code = f'from examples.devices import choose_devices; print(len(choose_devices({count})))'
     ended = run('', code=code, **environment)
     assert ended.stdout == f'{expected}\n', ended.stderr
+
+
+def test_the_tpu_compiler_says_nothing_where_no_tpu_is() -> None:
+    code = 'from examples.devices import choose_devices; choose_devices()'
+    # Without the lock it would be quiet while another process has it.
+    ended = run('', code=code, JAX_PLATFORMS='', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
+    assert (ended.returncode, ended.stderr) == (0, '')
 
 
 def test_too_few_devices_are_said_to_be() -> None:

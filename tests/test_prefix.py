@@ -135,6 +135,12 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
             f"{WRONG} 'a': the tree has nothing called 'x' (there are none). {EACH}",
         ),
         (
+            {'.*kernel': P(), 'bias': None},
+            {'kernel': X, 'bias': X},
+            f"{WRONG} its root: there is no rule for 'kernel'; the tree has nothing called '.*kernel' (did "
+            f"you mean 'kernel'?). {EACH} Regexes on paths are for TreePathShardingRule((regex, rule), ...).",
+        ),
+        (
             [('w', P()), ('b', None)],
             {'w': X, 'b': X},
             f"the rules hold 'w' of type str at '0/0', {TAKEN}; pairs of a regex and a rule are for "

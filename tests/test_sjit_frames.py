@@ -9,6 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+import scalax
+from scalax import microbatch
+from scalax.errors import ScalaxError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -22,6 +25,10 @@ def files(error):
 
 def of_sjit(names):
     return [name for name in names if '_sjit' in Path(name).parts]
+
+
+def of_scalax(names):
+    return [name for name in names if Path(scalax.__file__).parent in Path(name).parents]
 
 
 TRACEBACKS = {
@@ -56,6 +63,31 @@ def test_tracebacks_show_the_users_lines(call):
     names = files(error.value)
     assert names[-1] == __file__
     assert len(of_sjit(names)) == (call == 'lower')
+
+
+WRAPPED = {
+    'shard_map': HELPER.shard_map(failing, P('data'), P('data')),
+    'microbatch': microbatch(failing, 2, batch=0),
+    'shard_map of microbatch': HELPER.shard_map(
+        microbatch(failing, 2, batch=0), P('data'), P('data'), check_vma=False
+    ),
+}
+
+
+@pytest.mark.parametrize('wrapped', WRAPPED)
+@pytest.mark.parametrize('compiled', [True, False], ids=['sjit', 'eager'])
+def test_tracebacks_pass_over_what_runs_the_function(wrapped, compiled):
+    with pytest.raises(KeyError) as error:
+        (HELPER.sjit(WRAPPED[wrapped]) if compiled else WRAPPED[wrapped])(X)
+    names = files(error.value)
+    assert names[-1] == __file__
+    assert not of_scalax(names)
+
+
+def test_errors_of_what_runs_the_function_show_where_they_arose():
+    with pytest.raises(ScalaxError) as error:
+        HELPER.shard_map(failing, P('data'), P('data'))(X[:3])
+    assert of_scalax(files(error.value))
 
 
 def test_tracebacks_show_all_lines_where_jax_shows_its_own():

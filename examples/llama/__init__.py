@@ -9,5 +9,6 @@ Read it in this order:
 - `train.py`: the entry point.
 
 Around these: `data.py` (text to batches), `generate.py` (sampling), `options.py` (the flags),
-`settings.py` (which flags go together), `interrupt.py` (Ctrl-C), `report.py` (what a run leaves).
+`settings.py` (which flags go together), `progress.py` (checkpoints), `interrupt.py` (Ctrl-C), `report.py`
+(what a run leaves).
 """

@@ -58,7 +58,7 @@ class Checkpoints:
         return Progress(tree['state'], tree['untrained'], losses.tolist())
 
     def save(self, progress: Progress, now: bool = False) -> None:
-        """Saves every so many steps, or `now`. It is written while the next steps run."""
+        """Saves every so many steps, or `now`, unless it has. It is written while the next steps run."""
         if not now and progress.step % self._every:
             return
         losses = np.zeros(self._steps, np.float32)

@@ -180,7 +180,7 @@ def train(
             progress.losses.append(loss)
             told_to_end = distributed.should_stop(progress.step)
             if saved:
-                saved.save(progress, now=told_to_end or progress.step == last)
+                saved.save(progress, now=told_to_end)
             if told_to_end:
                 return rate, True
             # Reading a loss waits for its step. The one before is read, so that the devices always
@@ -195,6 +195,8 @@ def train(
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
             time.sleep(options.pause)
+    if saved:
+        saved.save(progress, now=True)
     return rate, False
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from scalax import _context, _mesh
+from scalax import _constrain, _context, _mesh
+from scalax._frames import arose_below, hide_ours
 from scalax._recent import Recent
 from scalax._sjit import _misplaced, _placement
 from scalax._sjit._body import Body, Inside, reject_other_devices
 from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._frames import hide_ours
 from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
@@ -113,15 +112,18 @@ class State:
         if _arose_inside(error):
             hide_ours(error)
             return False  # it comes from the user's code, or says what is wrong with the call
-        if _inside_manual_region():
+        if self._runs_inline():
             return True
-        self._reject_ambient_mesh(error)
+        refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
+        if refusal:
+            reject_other_devices(self.convention.name, self.helper.mesh, refusal)
         call = self._look(row)
         # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
         # the same classes: then its own error counts.
         if 'deleted' in str(error):
             _misplaced.reject_deleted(self.convention, call.layout, row)
-        self._reject_elsewhere(call.layout, row, call.arguments, error)
+        if refusal:
+            self._reject_elsewhere(call.layout, row, call.arguments, refusal)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -129,10 +131,11 @@ class State:
             return True  # JAX refused the call before tracing it
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
-            self._reject_refused(call.layout, row, call.arguments, error)
+            if refusal:
+                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments, refusal)
             return False
         return _misplaced.any_mismatched(row, call.arguments) or (
-            isinstance(error, ValueError) and _misplaced.any_refused(row, call.arguments)
+            refusal is not None and _misplaced.any_refused(row, call.arguments)
         )
 
     def slow(self, row: tuple[Any, ...]) -> Any:
@@ -146,8 +149,8 @@ class State:
 
     def _serve(self, row: tuple[Any, ...]) -> Any:
         layout = self.convention.layout(self.convention.extras_of(row))
-        if _inside_manual_region():
-            return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
+        if self._runs_inline():
+            return self._inline(layout, row)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _misplaced.reject_deleted(self.convention, layout, row)
         if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -164,12 +167,35 @@ class State:
             try:
                 return program.call(*placed)
             except ValueError as error:
-                self._reject_ambient_mesh(error)
+                reject_other_devices(self.convention.name, self.helper.mesh, error)
                 if not _arose_inside(error):
-                    self._reject_elsewhere(layout, row, resolved.inside.arguments, error)
+                    arguments = resolved.inside.arguments
+                    self._reject_elsewhere(layout, row, arguments, error)
                     if self.options.on_mismatch == 'error':
-                        self._reject_refused(layout, row, resolved.inside.arguments, error)
+                        _misplaced.reject_refused(self.convention, layout, row, arguments, error)
                 raise
+
+    def _runs_inline(self) -> bool:
+        """Whether a call is part of a function that has mesh axes of other types than the helper's.
+
+        Inside `auto_axes` and `explicit_axes`, and inside shard_map, where shapes are local, too.
+        """
+        mesh = self.helper.mesh
+        return _inside_manual_region() or _constrain.mesh_in_force(mesh) is not mesh
+
+    def _inline(self, layout: Layout, row: Sequence[Any]) -> Any:
+        """Runs the user's function where it is called, by the types that mesh axes have there."""
+        signature = signature_of(self.convention, layout, row)
+        if _inside_manual_region():
+            return self.body.run(signature, layout, row, None)
+        mesh = _constrain.mesh_in_force(self.helper.mesh)
+        boundary = Boundary(self.helper, self.convention, self.options, mesh)
+        arguments, sharded = boundary.arguments(layout, row), list(row)
+        for asked in (arguments, boundary.constraints(layout, row)):
+            for slot, shardings in asked.items():
+                sharded[slot] = _constrain.apply_shardings(sharded[slot], shardings)
+        outputs = self.body.run(signature, layout, sharded, None)
+        return _constrain.apply_shardings(outputs, boundary.outputs(outputs, layout, row, arguments))
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What the next calls try first: the only program there is, or one that chooses."""
@@ -245,22 +271,10 @@ class State:
             self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
         )
 
-    def _reject_refused(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
-    ) -> None:
-        if isinstance(error, ValueError):
-            _misplaced.reject_refused(self.convention, layout, row, arguments, error)
-
     def _reject_elsewhere(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: Exception
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: ValueError
     ) -> None:
-        if isinstance(error, ValueError):
-            _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
-
-    def _reject_ambient_mesh(self, error: Exception) -> None:
-        """Raises MeshError if *error* comes of a ``jax.set_mesh`` of other devices than the helper's."""
-        if isinstance(error, ValueError):
-            reject_other_devices(self.convention.name, self.helper.mesh, error)
+        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
@@ -299,7 +313,7 @@ class State:
 
     def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
-        if _inside_manual_region():
+        if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         signature = signature_of(self.convention, layout, row)
         inside = program.known.get(signature)
@@ -347,5 +361,5 @@ def _inside_manual_region() -> bool:
 
 def _arose_inside(error: Exception) -> bool:
     """Whether *error* comes out of the user's code or its trace, and not from JAX on the way to it."""
-    inside = State._inside.__code__, Body.run.__code__  # what is not traced runs as a body alone
-    return any(frame.f_code in inside for frame, _ in traceback.walk_tb(error.__traceback__))
+    # What is not traced runs as a body alone.
+    return arose_below(error, State._inside.__code__, Body.run.__code__)

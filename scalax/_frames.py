@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import types
 from pathlib import Path
 
 import jax
 
-_HERE = str(Path(__file__).parent)
+_PACKAGE = Path(__file__).parent
+_OURS = (
+    f'{_PACKAGE / "_sjit"}{os.sep}',
+    *(str(_PACKAGE / name) for name in ('_axis_modes.py', '_microbatch.py', '_shard_map.py')),
+)
+
+
+def arose_below(error: BaseException, *codes: types.CodeType) -> bool:
+    """Whether *error* comes out of what a function with one of these codes has called."""
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hide_ours(error: BaseException) -> None:
-    """Takes the frames of this package out of the traceback of an error that the user's code raised.
+    """Takes the frames of what runs the user's function out of the traceback of an error that it raised.
 
     As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
     """
@@ -20,7 +31,7 @@ def hide_ours(error: BaseException) -> None:
     kept = []
     frame = error.__traceback__
     while frame is not None:
-        if not frame.tb_frame.f_code.co_filename.startswith(_HERE):
+        if not frame.tb_frame.f_code.co_filename.startswith(_OURS):
             kept.append(frame)
         frame = frame.tb_next
     chain = None
