@@ -65,6 +65,14 @@ def test_memory_kinds(helper: MeshShardingHelper) -> None:
     assert helper.shard(placed, P('a'))['w'].sharding.memory_kind == 'device'
     step = helper.sjit(lambda x: x, in_shardings=host, out_shardings=host)
     assert step.shardings_for(placed['w']) == ((host,), host)
+    try:
+        out = step(placed['w'])
+    except jax.errors.JaxRuntimeError as error:  # XLA for CPUs, of JAX 0.10
+        assert 'Side-effect ops cannot be replicated' in str(error)
+    else:
+        assert out.sharding == host
+    moving = helper.sjit(lambda x: 2 * x, in_shardings=P('a'), on_mismatch='reshard')
+    assert moving(placed['w']).sharding.memory_kind == 'device'
     struct = helper.abstract({'w': NUMBERS}, host)['w']
     assert (struct.sharding.spec, struct.sharding.memory_kind) == (P('a'), 'pinned_host')
 
