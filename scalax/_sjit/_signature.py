@@ -48,7 +48,10 @@ def leaf_type(leaf: Any) -> LeafType:
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    try:
+        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    except ValueError as error:  # of masked arrays
+        raise TypeError(str(error)) from None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
 
