@@ -21,7 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax import _agree, _processes, _replicas
 from scalax._exchange import Exchange, exchange_for
 from scalax._keys import is_key, keys_of
-from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape, overflowed_dtype
+from scalax._paths import (
+    NamedTree,
+    canonical_dtype,
+    has_foreign_dtype,
+    has_foreign_numbers,
+    leaf_shape,
+    overflowed_dtype,
+)
 from scalax._resolve import named_sharding
 from scalax._rows import Layout, checked_axis, layout_of
 from scalax._spec import MeshAxes
@@ -174,6 +181,8 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: R
     shape = leaf_shape(leaf)
     if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
+    if has_foreign_numbers(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of this dtype (x.astype(...) makes one)'
     if dtype := overflowed_dtype(leaf):
         return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

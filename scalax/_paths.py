@@ -91,6 +91,14 @@ def has_foreign_dtype(leaf: Any) -> bool:
     return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
 
 
+def has_foreign_numbers(leaf: Any) -> bool:
+    """Whether numpy keeps numbers as JAX does not: in the other byte order, or as long doubles."""
+    dtype = getattr(leaf, 'dtype', None)
+    if not isinstance(dtype, np.dtype):
+        return False
+    return not dtype.isnative or dtype.itemsize > {'f': 8, 'c': 16}.get(dtype.kind, dtype.itemsize)
+
+
 def overflowed_dtype(leaf: Any) -> Any:
     """The dtype that JAX would make of a Python int which does not fit into it; None for other leaves."""
     if not isinstance(leaf, int) or isinstance(leaf, bool):
