@@ -29,7 +29,7 @@ $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check fuzz faults clean
+.PHONY: help setup train train-distributed digits plan bench test check tutorial fuzz faults clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and all tests on the 
 
 check: $(DEV_STAMP) ## format, lint and types only
 	@$(PY) scripts/run_checks.py static
+
+tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
+	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
 
 fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS: --max-examples, --seed)
 	@$(PY) scripts/fuzz.py $(ARGS)

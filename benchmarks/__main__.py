@@ -9,6 +9,7 @@ import platform
 import jax
 
 from benchmarks.timing import render
+from scalax.utils import quiet_libtpu
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     # Imported here: they build meshes, and the devices must be there first.
     from benchmarks.groups import all_groups, run
 
+    quiet_libtpu()
     device = jax.devices()[0]
     print(
         f'JAX {jax.__version__}, Python {platform.python_version()}, '

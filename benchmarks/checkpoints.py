@@ -2,7 +2,8 @@
 
 Memory is the most that a process had at once, so each contestant has a process of its own; they take turns.
 What is written lies in a temporary folder (``TMPDIR`` says where; a disk's own time varies by more than what
-is compared here), and is not in memory any more when it is read, unless the folder is there. The CPU time is that of all threads of a process; it says something on a busy machine too.
+is compared here), and is not in memory any more when it is read, unless the folder is there. The CPU time is
+that of all threads of a process; it says something on a busy machine too.
 
 ``python -m benchmarks.checkpoints WHAT MEBIBYTES FOLDER`` is one such process; it prints a line of JSON.
 """

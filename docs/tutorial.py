@@ -11,7 +11,7 @@
 #    trained with, with their collectives counted.
 #
 # Everything runs on eight simulated devices, and just so on eight real ones. This page is made from
-# `docs/tutorial.py` by `python scripts/make_tutorial.py`.
+# `docs/tutorial.py` by `make tutorial`.
 
 # %%
 import functools
@@ -98,14 +98,15 @@ print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.
 # ## Sharded arrays, and their types
 #
 # `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
-# for one sharding). Every array then says where it lies: `.sharding`. On Explicit axes its type says so
-# too.
+# for one sharding). Every array then says where it lies: `.sharding`, with its `.mesh` and `.spec`,
+# `.devices()`, and `.addressable_shards`, the blocks that this process has. On Explicit axes its type says
+# so too.
 
 # %%
 explicit_x = helper.shard(x, P('dp', 'mp'))
 auto_x = auto.shard(x, P('dp', 'mp'))
 for each in (explicit_x, auto_x):
-    print(each.sharding.spec, ' type:', jax.typeof(each))
+    print(each.sharding.spec, 'on', len(each.devices()), 'devices; type:', jax.typeof(each))
 first = explicit_x.addressable_shards[0]
 print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist())
 
@@ -170,8 +171,9 @@ result = program(explicit_x, row)
 #
 # Sometimes there is no one answer. A product that contracts a sharded dimension leaves a part of the sum on
 # each device: shall the sum be replicated, or scattered? In `x + x.T` each dimension is cut along `dp` in
-# one array and along `mp` in the other. JAX does not guess: it raises an error. Products, `einsum`,
-# `reshape`, gathers and others take `out_sharding`.
+# one array and along `mp` in the other. After a `reshape`, what a device holds may be no block at all.
+# JAX does not guess: it raises an error. Products, `einsum`, `reshape`, gathers and others take
+# `out_sharding`.
 
 # %%
 w = helper.shard(np.ones((4, 8), np.float32), P('mp'))
@@ -179,6 +181,7 @@ square = helper.shard(np.ones((8, 8), np.float32), P('dp', 'mp'))
 for name, ambiguous, args in (
     ('x @ w', lambda x, w: x @ w, (explicit_x, w)),
     ('x + x.T', lambda x: x + x.T, (square,)),
+    ('x.reshape(4, 8)', lambda x: x.reshape(4, 8), (explicit_x,)),
 ):
     try:
         helper.sjit(ambiguous)(*args)
@@ -190,8 +193,8 @@ for name, ambiguous, args in (
 def products(x, w):
     replicated = jnp.einsum('ij,jk->ik', x, w, out_sharding=P('dp'))
     scattered = jnp.einsum('ij,jk->ik', x, w, out_sharding=P('dp', 'mp'))
-    merged = jax.lax.reshape(x, (32,), out_sharding=P(('dp', 'mp')))
-    print(jax.typeof(replicated), jax.typeof(scattered), jax.typeof(merged))
+    reshaped = jnp.reshape(x, (4, 8), out_sharding=P('dp', 'mp'))
+    print(jax.typeof(replicated), jax.typeof(scattered), jax.typeof(reshaped))
     return replicated, scattered
 
 

@@ -15,6 +15,8 @@ import jax
 from absl import app, flags
 from absl import logging as absl_logging
 
+from scalax.utils import quiet_libtpu
+
 SIMULATED_DEVICES = 8
 
 
@@ -36,6 +38,7 @@ def choose_devices(count: int | None = None) -> list[jax.Device]:
         # JAX refuses where it has its devices already (a notebook, a test): those are used then.
         with contextlib.suppress(RuntimeError):
             jax.config.update('jax_num_cpu_devices', count or SIMULATED_DEVICES)
+    quiet_libtpu()
     logging.getLogger('jax').setLevel(logging.WARNING)  # spare the user each device kind not found
     devices = jax.devices()
     if count is not None and count > len(devices):

@@ -87,7 +87,10 @@ def expert_layer(params: Params, tokens: jax.Array, groups: int) -> jax.Array:
 
 
 def sharded_expert_layer(helper: MeshShardingHelper) -> Layer:
-    """Returns the same layer for a mesh with axes 'dp' and 'expert', each device with a group of its own."""
+    """Returns the same layer for a mesh with axes 'dp' and 'expert', each device with a group of its own.
+
+    Other axes of the mesh are left alone: along them the compiler may split the experts' matrices.
+    """
 
     def one_device(params: Params, tokens: jax.Array) -> jax.Array:
         places, weights = route(params['router'], tokens)
@@ -97,7 +100,8 @@ def sharded_expert_layer(helper: MeshShardingHelper) -> Layer:
         returned = swap(run_experts(params, arrived), split_axis=1, concat_axis=0)
         return jnp.einsum('tec,ecd->td', weights, returned)
 
-    return helper.shard_map(one_device, in_specs=(PARAMS, TOKENS), out_specs=TOKENS)
+    axes = ('dp', EXPERT)
+    return helper.shard_map(one_device, in_specs=(PARAMS, TOKENS), out_specs=TOKENS, axis_names=axes)
 
 
 def main(tokens: int = 512, devices: int | None = None, seed: int = 0) -> float:

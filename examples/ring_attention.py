@@ -36,9 +36,12 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def sharded_attention(helper: MeshShardingHelper) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns the same function for a mesh with axis 'sp', over which sequences are split."""
+    """Returns the same function for a mesh with axis 'sp', over which sequences are split.
+
+    Other axes of the mesh, over which batches or heads may be split, are left alone.
+    """
     spec = PartitionSpec(None, SEQUENCE)
-    return helper.shard_map(ring_attention, in_specs=spec, out_specs=spec)
+    return helper.shard_map(ring_attention, in_specs=spec, out_specs=spec, axis_names=SEQUENCE)
 
 
 @jax.custom_vjp

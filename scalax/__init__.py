@@ -11,7 +11,7 @@ every leaf and records why. The layers, from the bottom; imports point down only
     _mesh                     WHERE: dimensions and names -> a mesh
     _prefix, _resolve         the one place where rules meet a tree and a mesh
     _context, _axis_mapping   which helper, bindings and mapping of named axes are active
-    _constrain                constraints and annotations
+    _constrain, _unreduced    constraints and annotations; arrays that are parts of sums
     _sjit                     WHEN: compiled functions; the cache key is written down there
     _shard_map, _microbatch   functions of one device's block; batches in parts
     _processes, _agree        what processes tell one another, and whether they mean the same

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from scalax import _processes
 from scalax._paths import canonical_dtype
-from scalax.errors import DataError, shown
+from scalax.errors import DataError, ScalaxError, shown
 
 _MOST = 400  # characters of one difference
 _SHOWN = 10  # differences of one process
@@ -56,7 +56,12 @@ class Statement:
 
 
 def agree(
-    mesh: Mesh, statement: Statement, what: str, advice: str, error: BaseException | None = None
+    mesh: Mesh,
+    statement: Statement,
+    what: str,
+    advice: str,
+    error: BaseException | None = None,
+    kind: type[ScalaxError] = DataError,
 ) -> None:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
@@ -68,9 +73,10 @@ def agree(
         what: the name of the call, for the message.
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
+        kind: the class of the error.
 
     Raises:
-        DataError: names the processes and leaves that differ.
+        ScalaxError: names the processes and leaves that differ.
     """
     if error is not None:
         statement = Statement(statement.call, trouble=f'{type(error).__name__}: {error}')
@@ -83,7 +89,7 @@ def agree(
     if error is not None:
         raise error
     if found:
-        raise DataError(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+        raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
 
 
 def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:

@@ -22,13 +22,14 @@ from scalax import _mesh, _spec
 from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._prefix import RuleLike, check
-from scalax._resolve import Use, named_sharding, resolve
+from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit import sjit
 from scalax._sjit._boundary import resolve_slots
-from scalax._sjit._convention import Convention
-from scalax._sjit._placement import is_concrete
+from scalax._sjit._convention import Convention, Layout
+from scalax._sjit._misplaced import reject_deleted
+from scalax._sjit._placement import is_concrete, moved
 from scalax._spec import MeshAxes
-from scalax.errors import ArgumentError, MeshError, Problem, ShardingError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 
 AnyMesh = Mesh | AbstractMesh
 EXPLICIT = AxisType.Explicit
@@ -74,7 +75,8 @@ class _Switched(abc.ABC):
         self._convention = Convention(fun)
         self.name = self._convention.name
         check(rules, f'{self.option} of {self.name}')
-        self._chosen = None if axes is None else _checked(self.api, axes, active.mesh_helper.mesh)
+        known = MeshAxes.of(active.mesh_helper.mesh)
+        self._chosen = None if axes is None else _spec.chosen_axes(f'axes of {self.api}', axes, known)
 
     def wrapper(self) -> Callable[..., Any]:
         """What users call: the function with its own name and parameters."""
@@ -136,21 +138,22 @@ class _Switched(abc.ABC):
         _mesh.require_devices(mesh, f'a call of {self.name}')
         flat: tuple[list[Any], Any] = jax.tree.flatten(row)
         leaves, treedef = flat
+        reject_deleted(self._convention, self._layout(row), row)
         wanted = self._wanted(row, mesh)
         stays = [_lies_on(leaf, mesh) for leaf in leaves]
-        moved = iter(
-            jax.device_put(
+        arrived = iter(
+            moved(
                 [leaf for leaf, stay in zip(leaves, stays, strict=True) if not stay],
                 [sharding for sharding, stay in zip(wanted, stays, strict=True) if not stay],
             )
         )
         return treedef.unflatten(
-            [leaf if stay else next(moved) for leaf, stay in zip(leaves, stays, strict=True)]
+            [leaf if stay else next(arrived) for leaf, stay in zip(leaves, stays, strict=True)]
         )
 
+    @abc.abstractmethod
     def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         """Where the arguments go that lie elsewhere."""
-        return [named_sharding(mesh, PartitionSpec()) for _ in jax.tree.leaves(row)]
 
     @abc.abstractmethod
     def _enter(
@@ -161,6 +164,25 @@ class _Switched(abc.ABC):
     @abc.abstractmethod
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         """The results with their types on the way out."""
+
+    def _layout(self, row: Sequence[Any]) -> Layout:
+        return self._convention.layout(self._convention.extras_of(row))
+
+    def _resolved(self, rules: RuleLike, row: Sequence[Any], mesh: AnyMesh, where: str) -> list[Resolution]:
+        """What rules say of each argument."""
+        layout = self._layout(row)
+        by_slot = resolve_slots(
+            self._convention.rules_by_slot(
+                rules, row, self.option, '', 'None keeps the type of an argument where no axis changes'
+            ),
+            layout,
+            row,
+            mesh=mesh,
+            use=Use.BOUNDARY,
+            where=f'the arguments of {self.name!r}{where}',
+            on_indivisible=self._active.mesh_helper.on_indivisible,
+        )
+        return [by_slot[slot] for slot in layout.dynamic]
 
     def _reject(
         self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
@@ -210,9 +232,14 @@ class _Auto(_Switched):
     def _enter(
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
+        self._resolved(None, row, outer, '')  # names what is no array
         if _abstract(outer) == inner:
             return list(leaves)
         return [_crossed(leaf, inner, _type_of(leaf)) for leaf in leaves]
+
+    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+        self._resolved(None, row, mesh, '')  # before JAX is given what is no array
+        return [named_sharding(mesh, PartitionSpec()) for _ in jax.tree.leaves(row)]
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         where = f'the outputs of {self.name!r} (out_sharding)'
@@ -255,7 +282,7 @@ class _Explicit(_Switched):
     def _enter(
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
-        shardings = self._resolved(row, inner, changes=_abstract(outer) != inner)
+        shardings = self._inside(row, inner, changes=_abstract(outer) != inner)
         entered = []
         for leaf, sharding in zip(leaves, shardings, strict=True):
             if sharding is not None:
@@ -270,32 +297,22 @@ class _Explicit(_Switched):
     def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         inner = self._inner(mesh)
         with _entered(inner):
-            shardings = self._resolved(row, inner, changes=_abstract(mesh) != inner)
+            shardings = self._inside(row, inner, changes=_abstract(mesh) != inner)
         return [
             named_sharding(mesh, PartitionSpec() if sharding is None else sharding.spec)
             for sharding in shardings
         ]
 
-    def _resolved(self, row: Sequence[Any], inner: AbstractMesh, changes: bool) -> list[NamedSharding | None]:
-        """What the rules say of each argument."""
-        layout = self._convention.layout(self._convention.extras_of(row))
-        where = f'the arguments of {self.name!r} (in_sharding)'
-        by_slot = resolve_slots(
-            self._convention.rules_by_slot(self._rules, row, 'in_sharding'),
-            layout,
-            row,
-            mesh=inner,
-            use=Use.BOUNDARY,
-            where=where,
-            on_indivisible=self._active.mesh_helper.on_indivisible,
-        )
-        resolutions = [by_slot[slot] for slot in layout.dynamic]
+    def _inside(self, row: Sequence[Any], inner: AbstractMesh, changes: bool) -> list[NamedSharding | None]:
+        """How each argument is to lie inside."""
+        resolutions = self._resolved(self._rules, row, inner, ' (in_sharding)')
         shardings = [sharding for resolution in resolutions for sharding in resolution.shardings]
         leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
         self._reject(leaves, shardings, inner, changes)
         return shardings
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
+        resolve(None, results, outer, use=Use.BOUNDARY, where=f'the outputs of {self.name!r}')  # are arrays
         if _abstract(outer) == inner:
             return results
         results = jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
@@ -323,7 +340,11 @@ def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
     explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
     typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
-    sums = PartitionSpec(unreduced=spec.unreduced & explicit, reduced=spec.reduced & explicit)
+    reduced = spec.reduced & explicit
+    if unreduced := spec.unreduced & explicit:
+        sums = spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
+    else:
+        sums = PartitionSpec(reduced=reduced)
     return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
 
 
@@ -332,21 +353,10 @@ def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
 
 
 def _lies_on(leaf: Any, mesh: Mesh) -> bool:
-    """Whether an argument stays where it is: on these devices, or in the hands of a transformation."""
+    """Whether an argument stays where it is: on these devices."""
     if isinstance(leaf, jax.core.Tracer):
-        return True
+        # In the hands of a transformation that runs at once. What its type says of no mesh may lie anywhere.
+        return EXPLICIT not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     if not is_concrete(leaf) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
         return False
     return list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat)
-
-
-def _checked(api: str, axes: str | Iterable[str], mesh: AnyMesh) -> frozenset[str]:
-    names = [axes] if isinstance(axes, str) else list(axes)
-    known = MeshAxes.of(mesh)
-    for name in names:
-        if name not in known.sizes:
-            raise MeshError(
-                f'axes of {api}: the mesh ({known}) has no axis {name!r} '
-                f'({did_you_mean(str(name), known.sizes)})'
-            )
-    return frozenset(names)

@@ -66,8 +66,10 @@ def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
 def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
     leaf = tree.leaves[index]
     abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    if leaf_shape(leaf) is None or has_foreign_dtype(leaf) or (sends and abstract):
+    if leaf_shape(leaf) is None or (sends and abstract):
         return f'{tree.describe(index)} is not an array'
+    if has_foreign_dtype(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         return f'{tree.describe(index)} has more than 64 bits'
     if sends and isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):

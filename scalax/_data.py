@@ -19,16 +19,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax import _agree, _processes, _replicas
+from scalax._aligned import aligned
 from scalax._exchange import Exchange, exchange_for
 from scalax._keys import is_key, keys_of
-from scalax._paths import (
-    NamedTree,
-    canonical_dtype,
-    has_foreign_dtype,
-    has_foreign_numbers,
-    leaf_shape,
-    overflowed_dtype,
-)
+from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape, overflowed_dtype
 from scalax._resolve import named_sharding
 from scalax._rows import Layout, checked_axis, layout_of
 from scalax._spec import MeshAxes
@@ -179,10 +173,10 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: R
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
-    if shape is None or has_foreign_dtype(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+    if shape is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return f'{tree.describe(index)} is not an array'
-    if has_foreign_numbers(leaf):
-        return f'{tree.describe(index)}: JAX has no arrays of this dtype (x.astype(...) makes one)'
+    if has_foreign_dtype(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
     if dtype := overflowed_dtype(leaf):
         return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -250,7 +244,14 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
         return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
         return np.asarray(leaf).astype(_dtype(leaf))
-    return np.array(leaf) if copy else np.asarray(leaf)
+    return _copied(np.asarray(leaf)) if copy else np.asarray(leaf)
+
+
+def _copied(host: np.ndarray) -> np.ndarray:
+    """The same in memory of its own, which JAX does not copy once more."""
+    memory = aligned(host.shape, host.dtype)
+    memory[...] = host
+    return memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,10 @@ this module checks what the user asked for, fills in -1, and says what would fit
 from __future__ import annotations
 
 import functools
-import glob
 import importlib.metadata
 import importlib.util
 import math
-import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._libtpu import quiet_libtpu
 from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
@@ -65,19 +65,22 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
-    if not topology:
-        # The compiler would take one of its own.
+    if not topology or not isinstance(topology, str):
+        # For none the compiler would take one of its own.
         raise MeshError(
-            "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
+            'lists them'
         )
-    if not _is_tpu_machine():
-        for name, value in _NO_TPU_MACHINE.items():
-            os.environ.setdefault(name, value)
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
+    quiet_libtpu()
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
     options = {'num_slices': num_slices} if num_slices > 1 else {}
     try:
+        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
+            raise ValueError('a side of 0 chips')
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
     # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
     except (RuntimeError, ValueError) as error:
@@ -93,21 +96,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     return list(described.devices)
 
 
-# Away from TPUs the compiler would ask the network where it runs, take a lock for itself, and write logs.
-_NO_TPU_MACHINE = {
-    'TPU_SKIP_MDS_QUERY': '1',
-    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
-    'TPU_WORKER_HOSTNAMES': 'localhost',
-    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-    'TPU_LOG_DIR': 'disabled',
-    'TPU_STDERR_LOG_LEVEL': '3',
-    'TPU_MIN_LOG_LEVEL': '3',
-}
-
-
-def _is_tpu_machine() -> bool:
-    """Whether TPUs are here, whose own settings are not to be touched."""
-    return bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
+_WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 
 def _is_wrong_version(error: Exception) -> bool:
@@ -228,18 +217,21 @@ def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bo
         )
 
 
-def _one_slice(sizes: tuple[int, ...], devices: list[Any], split: bool) -> np.ndarray:
+def _one_slice(
+    sizes: tuple[int, ...], devices: list[Any], split: bool, where: str = 'of these devices'
+) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
     except NotImplementedError as error:
         raise MeshError(
-            f'mesh {sizes} does not map onto whole physical axes of these devices; '
+            f'mesh {sizes} does not map onto whole physical axes {where}; '
             f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
             f'(it may cost bandwidth). JAX says: {error}'
         ) from error
     except AssertionError:
-        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as
-        # the first three of a TPU slice. The given order is then the only one there is.
+        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
+        # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
+        # describes them. The given order is then the only one there is.
         return np.asarray(devices, dtype=object).reshape(sizes)
 
 
@@ -258,8 +250,10 @@ def _many_slices(
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
-    granules = len({getattr(device, attribute) for device in devices})
-    dcn = _inferred_dcn(dcn, names, granules, what)
+    granules: dict[int, list[Any]] = {}
+    for device in devices:
+        granules.setdefault(getattr(device, attribute), []).append(device)
+    dcn = _inferred_dcn(dcn, names, len(granules), what)
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
             raise MeshError(
@@ -267,24 +261,20 @@ def _many_slices(
                 f'is a multiple of its entry in dcn_axis_dims'
             )
     inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
-    try:
-        return mesh_utils.create_hybrid_device_mesh(
-            inside,
-            dcn,
-            devices,
-            process_is_granule=by_process,
-            allow_split_physical_axes=split,
+    counts = [len(granules[number]) for number in sorted(granules)]
+    if set(counts) != {math.prod(inside)}:
+        raise MeshError(
+            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
+            f'{math.prod(inside)} devices of each, which have {_listed(counts)}'
         )
-    except NotImplementedError as error:
-        raise MeshError(
-            f'mesh {inside} inside each slice does not map onto whole physical axes; pass '
-            f'mesh_axis_splitting=True. JAX says: {error}'
-        ) from error
-    except (ValueError, AssertionError) as error:
-        raise MeshError(
-            f'mesh {sizes} over {granules} {what} ({dcn} across, {inside} inside each) does not '
-            f'fit these devices: {error}'
-        ) from error
+    laid = [
+        _one_slice(inside, granules[number], split, f'inside each of the {what}')
+        for number in sorted(granules)
+    ]
+    # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> their products
+    count = len(sizes)
+    order = [part + axis for axis in range(count) for part in (0, count)]
+    return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
 
 
 def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:

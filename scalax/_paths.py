@@ -77,7 +77,7 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def has_foreign_dtype(leaf: Any) -> bool:
-    """Whether JAX lacks the dtype: objects, strings, dates, records, and those of other libraries."""
+    """Whether JAX lacks the dtype: objects, strings, dates, records, swapped bytes, other libraries'."""
     dtype = getattr(leaf, 'dtype', None)
     if dtype is None:
         return False
@@ -88,15 +88,8 @@ def has_foreign_dtype(leaf: Any) -> bool:
             dtype = np.dtype(dtype)
         except TypeError:
             return True
-    return dtype.kind in 'OSUMm' or issubclass(dtype.type, np.void)
-
-
-def has_foreign_numbers(leaf: Any) -> bool:
-    """Whether numpy keeps numbers as JAX does not: in the other byte order, or as long doubles."""
-    dtype = getattr(leaf, 'dtype', None)
-    if not isinstance(dtype, np.dtype):
-        return False
-    return not dtype.isnative or dtype.itemsize > {'f': 8, 'c': 16}.get(dtype.kind, dtype.itemsize)
+    too_wide = dtype.itemsize > (8 if dtype.kind == 'f' else 16)
+    return dtype.kind in 'OSUMm' or too_wide or not dtype.isnative or issubclass(dtype.type, np.void)
 
 
 def overflowed_dtype(leaf: Any) -> Any:

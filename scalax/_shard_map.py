@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax import _spec
+from scalax import _spec, _unreduced
 from scalax._constrain import apply_shardings, has_type, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._frames import arose_below, hide_ours
@@ -25,7 +25,7 @@ from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
 from scalax._sjit._misplaced import lies_elsewhere
 from scalax._spec import MeshAxes
-from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
 
 
@@ -44,7 +44,7 @@ def shard_map(
     convention.check_names(in_specs, 'in_specs')
     _reject_needy(convention.name, out_specs)
     axes = MeshAxes.of(active.mesh_helper.mesh)
-    chosen = None if axis_names is None else _checked(axis_names, axes)
+    chosen = _spec.chosen_axes('axis_names of shard_map', () if axis_names is None else axis_names, axes)
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -63,13 +63,13 @@ class _Mapped:
     """One call of a mapped function: the mesh as it is here, and which of its axes are manual."""
 
     def __init__(
-        self, active: ActiveHelper, convention: Convention, chosen: frozenset[str] | None, check_vma: bool
+        self, active: ActiveHelper, convention: Convention, chosen: frozenset[str], check_vma: bool
     ) -> None:
         self._active, self._convention, self._check_vma = active, convention, check_vma
         self._mesh = mesh_in_force(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self._mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
-        self._manual = frozenset(free) if chosen is None else chosen
+        self._manual = chosen or frozenset(free)
         self._memory = named_sharding(self._mesh, PartitionSpec()).memory_kind
         taken = sorted(self._manual.difference(free))
         if taken or not self._manual:
@@ -260,7 +260,7 @@ class _Mapped:
         mesh = self._mesh
         if isinstance(mesh, AbstractMesh) or not lies_elsewhere(leaf, mesh):
             return leaf
-        return jax.device_put(leaf, sharding)
+        return _unreduced.device_put([leaf], [sharding])[0]
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, sharded as was asked along every axis that JAX does not see to."""
@@ -299,19 +299,3 @@ def _reject_needy(name: str, out_specs: RuleLike) -> None:
                 'of an output depends on its spec, so the spec cannot depend on the shape. Give '
                 'PartitionSpecs, or a TreePathShardingRule of them.'
             )
-
-
-def _checked(axis_names: Iterable[str], axes: MeshAxes) -> frozenset[str]:
-    if not isinstance(axis_names, Iterable):
-        raise ArgumentError(
-            f'axis_names of shard_map are names of mesh axes, such as {tuple(axes.sizes)[:1]}, '
-            f'got {axis_names!r}'
-        )
-    names = [axis_names] if isinstance(axis_names, str) else list(axis_names)
-    for name in names:
-        if name not in axes.sizes:
-            raise MeshError(
-                f'axis_names of shard_map: the mesh ({axes}) has no axis {name!r} '
-                f'({did_you_mean(str(name), axes.sizes)})'
-            )
-    return frozenset(names or axes.sizes)

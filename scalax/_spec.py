@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax.errors import RuleError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 
 OnIndivisible = Literal['error', 'replicate', 'warn']
 _POLICIES: tuple[OnIndivisible, ...] = ('error', 'replicate', 'warn')
@@ -137,6 +137,24 @@ class Fault:
 def no_axis(axis: Any, sizes: Mapping[str, int]) -> str:
     """What is wrong with an axis that a mesh of these axes lacks."""
     return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
+
+
+def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> frozenset[str]:
+    """The mesh axes that an option names: one or several.
+
+    Raises:
+        ArgumentError: these are no names.
+        MeshError: a name that the mesh does not have.
+    """
+    if not isinstance(names, Iterable):
+        example = tuple(axes.sizes)[:1]
+        raise ArgumentError(f'{option} are names of mesh axes, such as {example}, got {names!r}')
+    chosen = [names] if isinstance(names, str) else list(names)
+    for name in chosen:
+        if name not in axes.sizes:
+            near = did_you_mean(str(name), axes.sizes)
+            raise MeshError(f'{option}: the mesh ({axes}) has no axis {name!r} ({near})')
+    return frozenset(chosen)
 
 
 def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from scalax import _unreduced
 from scalax._keys import is_key, keys_of
 from scalax._paths import NamedTree, overflowed_dtype
 from scalax._processes import without_context
@@ -22,7 +23,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
     """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
 
     Raises:
-        ShardingError: some leaves are abstract, or unreduced and JAX cannot move them; all are named.
+        ShardingError: some leaves are abstract, or integers that are too large; all are named.
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
@@ -41,12 +42,12 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if isinstance(leaf, jax.ShapeDtypeStruct)
             ]
         )
-    with naming(pytree, shardings):
+    with naming(pytree):
         return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
 
 
 def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """``jax.device_put``; typed keys, which it does not send to other processes, go as their data."""
+    """Like ``jax.device_put``; typed keys, which it does not send to other processes, go as their data."""
     keys = [
         i
         for i, sharding in enumerate(shardings)
@@ -55,46 +56,25 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     sent = list(leaves)
     for i in keys:
         sent[i] = without_context(jax.random.key_data, leaves[i])
-    placed = jax.device_put(sent, list(shardings))
+    placed = _unreduced.device_put(sent, shardings)
     for i in keys:
         placed[i] = keys_of(placed[i], leaves[i], shardings[i])
     return placed
 
 
 @contextlib.contextmanager
-def naming(pytree: Any, wanted: Sequence[Any] = ()) -> Iterator[None]:
-    """Names the leaves that JAX cannot take: parts of sums, and integers of more bits than it has.
-
-    Args:
-        pytree: what is taken.
-        wanted: the shardings that its leaves are to have.
+def naming(pytree: Any) -> Iterator[None]:
+    """Names the leaves that JAX cannot take: integers of more bits than it has.
 
     Raises:
         ShardingError: in place of what JAX says, where there are such leaves.
     """
     try:
         yield
-    except Exception:  # NotImplementedError, OverflowError, or what the runtime says
-        tree = NamedTree.of(pytree)
-        if problems := [*_unreduced(tree, wanted), *_too_large(tree)]:
+    except Exception:  # OverflowError, or what the runtime says
+        if problems := list(_too_large(NamedTree.of(pytree))):
             raise ShardingError(problems) from None
         raise
-
-
-def _unreduced(tree: NamedTree, wanted: Sequence[Any]) -> Iterator[Problem]:
-    for fact, shardings in (
-        ('is held as parts of a sum over', [getattr(leaf, 'sharding', None) for leaf in tree.leaves]),
-        ('cannot be placed as parts of a sum over', wanted),
-    ):
-        for index, sharding in enumerate(shardings):
-            if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
-                yield Problem(
-                    'unreduced',
-                    tree.describe(index),
-                    f'{fact} {", ".join(map(repr, sorted(sharding.spec.unreduced)))}',
-                    hint='unreduced arrays are made and reduced inside compiled functions, by '
-                    'with_sharding_constraint; move them when they are reduced.',
-                )
 
 
 def _too_large(tree: NamedTree) -> Iterator[Problem]:
@@ -130,6 +110,8 @@ def to_host(pytree: Any) -> Any:
     arrays = [
         i for i, leaf in enumerate(leaves) if type(leaf) in array_types and isinstance(leaf.dtype, np.dtype)
     ]
+    for i in arrays:
+        leaves[i] = _unreduced.reduced(leaves[i])
     alone = jax.process_count() == 1
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
     with naming(pytree):

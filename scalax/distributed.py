@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 import re
 import signal
@@ -123,6 +124,12 @@ def initialize(
     if jax.distributed.is_initialized():
         return
     given = _read(coordinator_address, num_processes, process_id)
+    for name, seconds in (
+        ('initialization_timeout', initialization_timeout),
+        ('heartbeat_timeout', heartbeat_timeout),
+        ('shutdown_timeout', shutdown_timeout),
+    ):
+        _whole(name, seconds, 1)
     if given.count == 1:
         return
     unknown = given.nothing and _launcher() is None
@@ -166,6 +173,7 @@ def should_stop(step: int) -> bool:
         step: the number of the step that has been done, ascending.
 
     Raises:
+        ArgumentError: *step* is no whole number.
         RuntimeError: there are several processes, and JAX's ``jax_enable_preemption_service`` is off.
 
     Example:
@@ -174,6 +182,10 @@ def should_stop(step: int) -> bool:
         ...     if distributed.should_stop(step):  # nobody has sent a signal
         ...         raise SystemExit(distributed.PREEMPTED)
     """
+    try:
+        step = operator.index(step)
+    except TypeError:
+        raise ArgumentError(f'should_stop: step is the number of the step, got {step!r}') from None
     if _stop.is_set():
         return True
     if jax.distributed.is_initialized():
@@ -223,8 +235,12 @@ def _number(name: str, value: object, variable: str, least: int) -> int | None:
         if not text:
             return None
         where, value = variable, int(text) if text.removeprefix('-').isdecimal() else text
+    return _whole(where, value, least)
+
+
+def _whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f'{where} is a whole number, at least {least}, got {value!r}')
+        raise ArgumentError(f'{name} is a whole number, at least {least}, got {value!r}')
     return value
 
 

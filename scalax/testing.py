@@ -14,7 +14,7 @@ from scalax._context import MeshOwner
 from scalax._paths import NamedTree
 from scalax._prefix import RuleLike
 from scalax._resolve import resolve
-from scalax._sjit import owner_of, told_apart
+from scalax._sjit import name_of, owner_of, told_apart
 from scalax.errors import ArgumentError, did_you_mean, shown
 from scalax.plan import KINDS, Counted, make_plan
 
@@ -121,7 +121,7 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         >>> with assert_no_recompile(double):
         ...     x = double(np.zeros(3))
     """
-    name = getattr(fun, '__name__', type(fun).__name__)
+    name = name_of(fun)
     if not hasattr(fun, 'lower'):
         raise ArgumentError(
             f'assert_no_recompile: neither sjit nor jax.jit made {name}; what it calls has names of its own'

@@ -1,4 +1,4 @@
-"""Small things that JAX programs need beside sharding: RNG keys, float dtypes, named trees."""
+"""Small things that JAX programs need beside sharding: RNG keys, float dtypes, named trees, libtpu."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalax._libtpu import quiet_libtpu
 from scalax._paths import key_string, path_string
 from scalax.errors import RuleError, did_you_mean
 
@@ -20,6 +21,7 @@ __all__ = [
     'get_float_dtype_by_name',
     'named_tree_map',
     'print_pytree_structure',
+    'quiet_libtpu',
     'tree_path_to_string',
 ]
 

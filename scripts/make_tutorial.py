@@ -1,8 +1,7 @@
 """Makes docs/tutorial.ipynb from docs/tutorial.py: the same cells, with what they print and show.
 
-Usage, in the development environment: ``python scripts/make_tutorial.py``, or with ``--check``, which writes
-nothing and shows in what the notebook differs. A cell begins at a line ``# %%``, one of text at
-``# %% [markdown]``.
+Usage: ``make tutorial``, or ``make tutorial ARGS=--check``, which writes nothing and shows in what the
+notebook differs. A cell begins at a line ``# %%``, one of text at ``# %% [markdown]``.
 """
 
 from __future__ import annotations

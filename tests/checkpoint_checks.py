@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from scalax.checkpoint import Checkpointer, load_safetensors
-from scalax.errors import CheckpointError, CheckpointWarning
+from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -139,6 +139,42 @@ def check_safetensors() -> None:
     assert sum(read) == wanted.nbytes // jax.process_count()
     for shard in tree['w'].addressable_shards:
         assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+
+
+def check_all_ask_for_the_same() -> None:
+    """Or all raise: each would read its part of another step, or wait for who does not come."""
+    helper = meshes()[0]
+    me, last = jax.process_index(), jax.process_count() - 1
+    where = folder(f'asked-{jax.process_count()}')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {'w': helper.shard(np.full(8, step), P('x'))})
+    checkpointer = Checkpointer(where)
+    like = {'w': jax.ShapeDtypeStruct((8,), np.int32)}
+    for mine, said in [
+        ({'step': 1 + (me == last)}, 'calls it with step=2, only=None'),
+        ({'rename': [('a', 'b')] * (me == last)}, "rename=[(re.compile('a'), 'b')]"),
+        ({'like': {'w': jax.ShapeDtypeStruct((8 + 8 * (me == last),), np.int32)}}, 'w is int32[16]'),
+        ({'rules': P('x') if me == last else P()}, "w is int32[8] as P('x',), and int32[8] as P()"),
+        ({'step': 1.5 if me == last else None}, 'ArgumentError: step is a whole number, at least 0, got 1.5'),
+    ]:
+        error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine})
+        if me == last and 'ArgumentError' in said:
+            assert said == f'{type(error).__name__}: {error}'
+        else:
+            assert type(error) is CheckpointError, error
+            assert 'restore: the processes disagree (' in str(error), error
+            assert said in str(error), error
+    assert checkpointer.restored_step is None
+    assert np.asarray(checkpointer.restore(helper, P(), like)['w'].addressable_data(0)).tolist() == [2] * 8
+
+
+def caught(function: Any, **kwargs: Any) -> BaseException:
+    try:
+        function(**kwargs)
+    except ScalaxError as error:
+        return error
+    raise AssertionError('no error was raised')
 
 
 def check_damage_is_found_by_all() -> None:

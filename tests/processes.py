@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def run_checks(
     port = free_port()
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
-    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    # Not buffered: what a process said before it was ended counts.
+    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
     env.pop('XLA_FLAGS', None)
     command = [sys.executable, '-W', 'error', str(Path(__file__)), module, str(processes), str(port)]
     with tempfile.TemporaryDirectory() as folder:
@@ -115,6 +117,8 @@ class Running:
 def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Running]:
     """Starts Python programs, each with variables of its own; at the end, ends those that still run.
 
+    They are asked first, so that a launcher takes those that it has started with it.
+
     Args:
         *programs: what stands behind ``python``, for each.
         env: environment variables for each, besides those of the tests.
@@ -122,7 +126,9 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
     common = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(HERE.parent), 'PYTHONUNBUFFERED': '1'}
     common.pop('XLA_FLAGS', None)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        files, processes = [], []
+        files: list[Path] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
         for index, (program, own) in enumerate(zip(programs, env, strict=True)):
             files.append(Path(folder, f'{index}.txt'))
             with files[-1].open('wb') as out:
@@ -133,10 +139,22 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )
-            stack.callback(process.wait)
-            stack.callback(process.kill)  # does nothing to one that has ended
             processes.append(process)
         yield Running(processes, files)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends those that still run, each by its own id: two Ctrl-C, as a user would, and then SIGKILL."""
+    for patience in (1, 9):
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        end = time.monotonic() + patience
+        while time.monotonic() < end and any(process.poll() is None for process in processes):
+            time.sleep(0.02)
+    for process in processes:
+        process.kill()  # does nothing to one that has ended
+        process.wait()
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:

@@ -303,6 +303,27 @@ def test_haliax_answers_the_same(helper, axes):
             assert round_axis_for_partitioning(odd) == partitioning.round_axis_for_partitioning(odd)
 
 
+@pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '...', '(x'])
+def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
+    axis, mapping = hax.Axis(name, 15), {'batch': 'data', name: 'tp'}
+    with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(mapping):
+        partitioning = hax.partitioning
+        assert physical_axis_name(axis) == partitioning.physical_axis_name(axis) == 'tp'
+        assert physical_axis_size(axis) == partitioning.physical_axis_size(axis) == 2
+        assert pspec_for([BATCH, axis]) == partitioning.pspec_for_axis((BATCH, axis)) == P('data', 'tp')
+        assert sharding_for_axis(axis).spec == P('tp')
+        assert round_axis_for_partitioning(axis) == partitioning.round_axis_for_partitioning(axis)
+        assert pspec_for(['batch', axis, 'embed mlp']) == P('data', 'tp', None, None)
+        said = (
+            f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which names '
+            'its dimensions itself, or give the axis a name of letters, digits and underscores'
+        )
+        with pytest.raises(RuleError, match=exactly(said)):
+            shard(np.ones((8, 2)), (BATCH, axis))
+        named = hax.named(jnp.ones((BATCH.size, 16)), (BATCH, axis.resize(16)))
+        assert shard(named).array.sharding.spec == P('data', 'tp')
+
+
 def test_questions_by_name(helper):
     with helper.get_context(), axis_mapping(MAPPING):
         assert physical_axis_name('vocab') == ('data', 'tp')
@@ -316,6 +337,7 @@ def test_questions_by_name(helper):
         assert round_axis_for_partitioning(50257, 'embed') == 50257
         assert round_axis_for_partitioning(50264, 'vocab') == 50264
         assert round_axis_for_partitioning(0, 'vocab') == 0
+        assert round_axis_for_partitioning(np.int64(50257), 'vocab') == 50264
         assert round_axis_for_partitioning(hax.Axis('batch', 5), {'batch': 'tp'}).size == 6
     assert pspec_for('batch embed', mesh=helper) == P(None, None)  # no mapping: nothing is mapped
 
@@ -364,6 +386,15 @@ def test_questions_about_a_mesh_need_one(ask, said):
             lambda: round_axis_for_partitioning(5),
             "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, "
             'got 5 and None',
+        ),
+        (
+            lambda: round_axis_for_partitioning(-5, 'vocab', MAPPING),
+            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, "
+            "got -5 and 'vocab'",
+        ),
+        (
+            lambda: pspec_for([BATCH, '... embed'], MAPPING),
+            f"'...' and haliax axes do not go together, got {[BATCH, '... embed']!r}",
         ),
         (
             lambda: pspec_for('batch emb', LogicalAxisShardingRule({'batch': 'data', 'embed': 'tp'})),

@@ -114,6 +114,35 @@ def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
 
 
+def test_donated_keywords_have_names_of_arguments():
+    def step(x, *, state=None):
+        return x if state is None else x + state
+
+    said = "donate_kwargs of step: there is no argument 'stat' (did you mean 'state'?)"
+    with pytest.raises(ArgumentError, match=exactly(said)):
+        named_jit(step, donate_kwargs={'x': True, 'stat': True})
+    # Extra keywords have any name.
+    named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})
+
+
+def test_shapes_are_for_lower():
+    def step(state, x):
+        return state['w'] + x
+
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32)
+    compiled = named_jit(step)
+    with pytest.raises(ArgumentError) as error:
+        compiled({'w': struct}, x=struct)
+    assert str(error.value) == (
+        'step got shapes, which have no values to compute with:\n'
+        '  args/0/w: float32[8]\n'
+        '  kwargs/x: float32[8]\n'
+        'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
+    )
+    assert compiled.lower({'w': struct}, x=struct).out_info[0].shape == (8,)
+    assert jax.eval_shape(compiled, {'w': struct}, struct).shape == (8,)
+
+
 @pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)
 def test_donations_are_said_with_booleans(asked):
     said = f'donate_args of <lambda> is True, or a prefix of the args with booleans; got {asked!r}.'

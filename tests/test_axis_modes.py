@@ -222,6 +222,54 @@ def test_one_inside_the_other():
     assert list(map(str, kinds)) == 2 * ['float32[8@a,8@b]', 'float32[8@a,8]', 'float32[8@a,8@b]']
 
 
+@each_mesh
+@pytest.mark.parametrize('mode', ['auto_axes', 'explicit_axes'])
+def test_a_compiled_function_inside_goes_by_the_types_there(helper, mode):
+    seen = []
+
+    @helper.sjit(
+        in_shardings=(P('b'), None),
+        out_shardings=P('a', 'b'),
+        args_sharding_constraint=(P(None, 'b'), None),
+        annotation_shardings={'hidden': P('b', 'a')},
+    )
+    def layer(x, scale):
+        hidden = with_sharding_annotation(scale * x, 'hidden')
+        seen.append((jax.sharding.get_abstract_mesh().axis_types, jax.typeof(x), jax.typeof(hidden)))
+        return hidden
+
+    def model(x):
+        y = layer(layer(x, scale=2), 3)
+        seen.append(jax.typeof(y))
+        return y
+
+    if mode == 'auto_axes':
+        switched = helper.auto_axes(model, out_sharding=P('a'))
+    else:
+        switched = helper.explicit_axes(model, in_sharding=P('a'))
+    result = helper.sjit(switched, in_shardings=P('a'), out_shardings=P('a'))(X)
+    np.testing.assert_array_equal(result, 6 * X)
+    assert_lies(helper, result, P('a', None))
+    kind = EXPLICIT if mode == 'explicit_axes' else AUTO
+    assert seen[0][0] == (kind, kind)
+    for kinds, spec in ((seen[0][1], (None, 'b')), (seen[0][2], ('b', 'a')), (seen[-1], ('a', 'b'))):
+        entries_of_type(kinds, (kind, kind), spec)
+
+
+def test_a_compiled_function_inside_axes_that_jax_has_switched():
+    helper, seen = EXPLICIT_MESH, []
+
+    @helper.sjit(in_shardings=P('b'), out_shardings=P('a', 'b'))
+    def layer(x):
+        seen.append(jax.typeof(x))
+        return x + x.T
+
+    switched = jax.sharding.auto_axes(layer, out_sharding=P('a'))
+    result = helper.sjit(switched, in_shardings=P('a'))(X)
+    np.testing.assert_array_equal(result, X + X.T)
+    assert str(seen[0]) == 'float32[8,8]'
+
+
 @pytest.mark.parametrize('helper', [AUTO_MESH, EXPLICIT_MESH], ids=['auto', 'explicit'])
 def test_inside_shard_map_over_the_axes_that_are_left(helper):
     kinds = []
@@ -261,6 +309,22 @@ def test_gradients_vmap_and_scan(helper):
             return jax.lax.scan(lambda carry, _: (carry + switched(x).sum(), None), 0.0, None, length=3)[0]
 
         assert float(scanned(X)) == 3 * squares(X).sum()
+
+
+@each_mesh
+def test_transformations_that_run_at_once_take_arrays_of_all_kinds(helper):
+    auto = helper.auto_axes(lambda x: 3 * x, out_sharding=P('a'))
+    explicit = helper.explicit_axes(lambda x: 3 * x, in_sharding=P('a'))
+    for switched in (auto, explicit):
+        for x in (X, jnp.asarray(X), helper.shard(X, P('b'))):
+            mapped = jax.vmap(switched)(jnp.stack([x, x]))
+            np.testing.assert_array_equal(mapped, [3 * X, 3 * X])
+            value, tangent = jax.jvp(switched, (x,), (2 * x,))
+            np.testing.assert_array_equal([value, tangent], [3 * X, 6 * X])
+            assert len(value.sharding.device_set) == 8
+        with jax.set_mesh(helper.mesh):  # for the cotangent that jax.grad starts from
+            gradient = jax.grad(lambda x, switched=switched: (switched(x) ** 2).sum())(X)
+        np.testing.assert_array_equal(gradient, 18 * X)
 
 
 def test_sums_that_are_still_to_be_made_cross_along_axes_that_stay():
@@ -336,6 +400,12 @@ def double(x):
     return jax.tree.map(lambda leaf: 2 * leaf, x)
 
 
+def deleted():
+    x = AUTO_MESH.shard(X, P('a'))
+    x.delete()
+    return x
+
+
 def cases():
     host = TreePathShardingRule(('', P('a'))).with_memory_kind('pinned_host')
     return {
@@ -353,6 +423,59 @@ def cases():
             lambda: AUTO_MESH.auto_axes(double, axes=['a', 'bb'], out_sharding=P('a')),
             errors.MeshError,
             "axes of auto_axes: the mesh (a=4, b=2) has no axis 'bb' (did you mean 'b'?)",
+        ),
+        'axes that are no names': (
+            lambda: AUTO_MESH.explicit_axes(double, axes=3, in_sharding=P('a')),
+            errors.ArgumentError,
+            "axes of explicit_axes are names of mesh axes, such as ('a',), got 3",
+        ),
+        'arguments that are no arrays': (
+            lambda: EXPLICIT_MESH.auto_axes(lambda x, how, n: x, out_sharding=P())(
+                X, {'by': 'rows'}, n=print
+            ),
+            errors.ShardingError,
+            "2 leaves of the arguments of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  how/by: str\n'
+            "    'rows' is not an array\n"
+            '  n: builtin_function_or_method\n'
+            '    <built-in function print> is not an array\n'
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'the same in a compiled function': (
+            lambda: AUTO_MESH.sjit(lambda x: AUTO_MESH.auto_axes(jnp.sum, out_sharding=P())(x, 'rows'))(X),
+            errors.ShardingError,
+            "One leaf of the arguments of 'sum' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  axis: str\n'
+            "    'rows' is not an array\n"
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'results that are no arrays': (
+            lambda: AUTO_MESH.explicit_axes(lambda x: {'x': x, 'how': 'rows'}, in_sharding=P())(X),
+            errors.ShardingError,
+            "One leaf of the outputs of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  how: str\n'
+            "    'rows' is not an array\n"
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'an argument that is deleted': (
+            lambda: AUTO_MESH.auto_axes(double, out_sharding=P())({'u': deleted()}),
+            errors.ArgumentError,
+            'double got arrays that are deleted:\n'
+            '  x/u: float32[8, 8]\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their buffers. '
+            'Use the outputs of that call instead, or do not donate.',
+        ),
+        'arguments that do not fit the parameters': (
+            lambda: AUTO_MESH.auto_axes(double, out_sharding=P())(X, X),
+            TypeError,
+            'double(): too many positional arguments',
+        ),
+        'more rules than arguments': (
+            lambda: AUTO_MESH.explicit_axes(double, in_sharding=(P(), P()))(X),
+            errors.StructureError,
+            'in_sharding of double has 2 entries, but the function takes 1 positional argument (x): give one '
+            'entry each (None keeps the type of an argument where no axis changes), or a dict by argument '
+            'name',
         ),
         'a rule that is none': (
             lambda: AUTO_MESH.auto_axes(double, out_sharding='a'),

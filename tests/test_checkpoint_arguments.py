@@ -1,8 +1,10 @@
 """Checkpoints: arguments that make no sense are errors, before anything is written or read."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,12 +33,38 @@ def message(function: Any, *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize('options', [{'keep': 0}, {'save_every': 0}, {'save_every': 2.0}, {'timeout': -1}])
+@pytest.mark.parametrize(
+    'options', [{'keep': 0}, {'keep': True}, {'save_every': 0}, {'save_every': 2.0}, {'timeout': -1}]
+)
 def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(ArgumentError) as caught:
         Checkpointer(tmp_path, **options)
     assert str(caught.value) == f'Checkpointer: {name} is a positive number, got {value!r}'
+
+
+@pytest.mark.parametrize('directory', ['', 3, None, b'run'], ids=repr)
+def test_what_is_no_directory(directory: Any) -> None:
+    assert message(Checkpointer, directory) == f'Checkpointer: directory is a path, got {directory!r}'
+
+
+@pytest.mark.parametrize('data', [3, [1], 'position'], ids=repr)
+def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
+    assert message(Checkpointer(saved).restore, HELPER, P(), STATE, data=data) == (
+        f'restore: data is the iterator to set to what was saved, with set_state(), got {data!r}. What was '
+        'saved as bytes or as a value, Checkpointer.data() returns'
+    )
+
+
+def test_like_is_a_function_without_arguments(saved: Path) -> None:
+    def init(key: Any, size: int = 8) -> Any:
+        return STATE
+
+    assert message(Checkpointer(saved).restore, HELPER, P(), init) == (
+        'restore: like is a function without arguments that makes the tree, and missing a required argument: '
+        "'key'. Bind arguments with functools.partial"
+    )
+    assert Checkpointer(saved).restore(HELPER, P(), functools.partial(init, None))['count'] == 1
 
 
 @pytest.mark.parametrize('step', [7.0, 6.5, -1, True, '7', np.float32(7), None], ids=repr)
@@ -74,6 +102,11 @@ def test_steps_of_numpy_and_jax(tmp_path: Path, step: Any) -> None:
             {'rename': ('^a/', 'b/')},
             "rename: expected a list of pairs (regex, replacement), got '^a/' in it",
         ),
+        ({'rename': 3}, 'rename: expected a list of pairs (regex, replacement), got 3'),
+        (
+            {'rename': {'a': 'b'}},
+            "rename: expected a list of pairs (regex, replacement), got {'a': 'b'}",
+        ),
         (
             {'rename': [('params/(.)', r'\2')]},
             r"rename: the replacement '\\2' does not fit 'params/(.)': invalid group reference 2 "
@@ -108,6 +141,8 @@ def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path) -> None
     [
         ([('(', 'x')], "mapping: invalid regex '(': missing ), unterminated subpattern (position 0)"),
         ([('a', 'x', (0,), 1)], 'mapping: expected a list of pairs (regex, replacement), got '),
+        (3, 'mapping: expected a list of pairs (regex, replacement), got 3'),
+        ([('w', 3)], "mapping: the replacement 3 does not fit 'w': "),
         ([('w', r'\1')], r"mapping: the replacement '\\1' does not fit 'w': invalid group reference 1 at "),
     ],
 )
@@ -115,3 +150,89 @@ def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, wanted: str) -> N
     file = tmp_path / 'model.safetensors'
     save_file({'w': np.ones(8, np.float32)}, file)
     assert message(load_safetensors, HELPER, file, P(), mapping).startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    'goal', [3, ('x',), ('x', 3), ('x', ('a',)), ('x', (1.0,)), ('x', (False,)), ('x', None), (3, (0,))]
+)
+@pytest.mark.parametrize('kind', [dict, 'function'])
+def test_goals_of_safetensors(tmp_path: Path, goal: Any, kind: Any) -> None:
+    file = tmp_path / 'model.safetensors'
+    save_file({'w': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, file)
+    goals = {'w': goal, 'b': 'b'}
+    mapping = goals if kind is dict else goals.get
+    assert message(load_safetensors, HELPER, file, P(), mapping) == (
+        'mapping: this is where tensors are to go, and is no path:\n'
+        f'  w: {goal!r}\n'
+        "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
+        'leave the tensor out.'
+    )
+    assert message(load_safetensors, HELPER, file, P(), [('w', 'w', 0), ('b', 'b')]).startswith(
+        "mapping: this is where tensors are to go, and is no path:\n  w: ('w', 0)\n"
+    )
+
+
+@pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
+def test_what_are_no_files_of_safetensors(files: Any) -> None:
+    assert message(load_safetensors, HELPER, files, P()) == (
+        f'load_safetensors: files is a path, or a list of paths, got {files!r}'
+    )
+    assert message(load_safetensors, HELPER, ['a', files], P()) == (
+        f'load_safetensors: files is a list of paths, and {files!r} in it is none'
+    )
+    with pytest.raises(CheckpointError, match='the list of files is empty'):
+        load_safetensors(HELPER, [], P())
+
+
+# --- Leaves of other dtypes than JAX's -----------------------------------------------------------
+
+
+def test_wide_arrays_are_saved_as_jax_holds_them(tmp_path: Path) -> None:
+    """What comes back is what was saved, and no cast has to be asked for."""
+
+    def init() -> Any:
+        return {
+            'mean': np.float64(0.1),
+            'steps': np.arange(-4, 4),
+            'wide': np.array([2**31, 2**32 - 1], np.uint64),
+            'inf': np.array([np.inf, np.nan, 1e-300]),
+            'complex': np.complex128(1j),
+        }
+
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, init())
+        checkpointer.wait()
+        rows = checkpointer.describe().by_path
+        assert [rows[name].dtype for name in ('mean', 'steps', 'wide')] == ['float32', 'int32', 'uint32']
+        for like in (init, init()):
+            found = checkpointer.restore(HELPER, P(), like)
+            for name, leaf in found.items():
+                wanted = HELPER.shard(init()[name], P())
+                assert leaf.dtype == wanted.dtype
+                np.testing.assert_array_equal(leaf, wanted)
+        with jax.enable_x64(True):
+            checkpointer.save(2, init())
+            checkpointer.wait()
+            assert checkpointer.restore(HELPER, P(), init)['mean'] == np.float64(0.1)
+
+
+def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None:
+    state = {
+        'a': np.array([0, 2**31]),
+        'b': np.float64(1e300),
+        'c': np.ones(2, '>f4'),
+        'd': np.longdouble(1),
+        'e': 2**64,
+    }
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError) as caught:
+        checkpointer.save(1, state)
+    do = 'set jax_enable_x64, or save a Python number'
+    assert str(caught.value) == (
+        'some leaves of the state cannot be saved:\n'
+        f'  a: int64[2]: it holds values that do not fit in int32, which JAX makes of int64; {do}\n'
+        f'  b: float64[]: it holds values that do not fit in float32, which JAX makes of float64; {do}\n'
+        '  c: >f4[2]: JAX has no arrays of dtype >f4\n'
+        f'  d: {np.dtype(np.longdouble)}[]: JAX has no arrays of dtype {np.dtype(np.longdouble)}\n'
+        '  e: Python int: it has more than 64 bits'
+    )
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import load_safetensors
-from scalax.checkpoint._safetensors_file import DTYPES, read_box, tensors_of
+from scalax.checkpoint._safetensors_file import DTYPES, read_boxes, tensors_of
 from scalax.errors import CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -95,7 +95,7 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.
     ]:
         calls.clear()
         with file.open('rb') as opened:
-            np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+            np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
         assert len(calls) == reads
         assert sum(size for _, size in calls) == x[box].nbytes
         assert all(start >= tensor.begin for start, _ in calls)
@@ -110,9 +110,82 @@ def test_parts_within_a_page_are_read_together(tmp_path: Path, monkeypatch: pyte
     preadv = os.preadv
     monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
     with file.open('rb') as opened:
-        np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+        np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
     assert len(read) == 2 * 2  # no more than 1 MiB at once, whatever the tensor
     assert max(read) <= 2**20
+
+
+def test_blocks_that_follow_one_another_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = bits((32, 4, 4096), 'int16')
+    file = write(tmp_path / 'x.safetensors', {'x': x})
+    [tensor] = tensors_of(file)
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
+    columns = [(slice(0, 32), slice(0, 4), slice(i, i + 512)) for i in range(0, 4096, 512)]
+    for boxes, calls in [
+        (columns, 1),  # 32 * 4 * 8 parts, which are as many as a call takes
+        (columns[::-1], 1),
+        (columns[2:4], 32 * 4),
+        ([columns[0], columns[2]], 32 * 4 * 2),
+        (columns[:1], 32 * 4),
+        ([(slice(0, 32), slice(i, i + 2), slice(0, 4096)) for i in (0, 2)], 1),
+        ([], 0),
+    ]:
+        read.clear()
+        with file.open('rb') as opened:
+            blocks = read_boxes(opened.fileno(), tensor, boxes)
+        for box, block in zip(boxes, blocks, strict=True):
+            np.testing.assert_array_equal(block, x[box])
+        assert (len(read), sum(read)) == (calls, sum(block.nbytes for block in blocks))
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_any_blocks(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [int(rng.choice([1, 2, 4])) for _ in range(rng.integers(1, 5))]
+    sizes = [
+        int(rng.choice([1, 3, 5, 700 if len(parts) == 1 or not dim else 20])) for dim in range(len(parts))
+    ]
+    x = bits(
+        tuple(part * size for part, size in zip(parts, sizes, strict=True)), rng.choice(['int8', 'int16'])
+    )
+    file = write(tmp_path / 'x.safetensors', {'before': bits((3,), 'int8'), 'x': x})
+    [tensor] = [one for one in tensors_of(file) if one.name == 'x']
+    boxes = [
+        tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
+        for place in np.ndindex(*parts)
+        if rng.random() < 0.8
+    ]
+    with file.open('rb') as opened:
+        for box, block in zip(boxes, read_boxes(opened.fileno(), tensor, boxes), strict=True):
+            np.testing.assert_array_equal(block, x[box])
+
+
+def test_how_many_blocks_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: MeshShardingHelper
+) -> None:
+    """As many as fit into the memory of the largest; or all of a tensor, where they are the array."""
+    read: list[list[int]] = []
+
+    def counted(descriptor: int, tensor: Any, boxes: Any) -> Any:
+        blocks = read_boxes(descriptor, tensor, boxes)
+        read.append([block.nbytes for block in blocks])
+        return blocks
+
+    monkeypatch.setattr('scalax.checkpoint._safetensors.read_boxes', counted)
+    tensors = {'x': bits((8, 64), 'int8'), 'y': bits((8, 192), 'int8')}
+    file = write(tmp_path / 'x.safetensors', tensors)
+    cut = P(('fsdp', 'tp'))
+    load_safetensors(helper, file, cut)
+    assert read == [[64] * 8, [192] * 8]
+    read.clear()
+    tree = load_safetensors(helper, file, P(None, ('fsdp', 'tp')), {name: (name, (1, 0)) for name in tensors})
+    assert read == [[64] * 3, [64] * 3, [64] * 2, *[[192]] * 8]
+    for name, wanted in tensors.items():
+        np.testing.assert_array_equal(tree[name], wanted.T)
 
 
 def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +200,10 @@ def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, 'preadv', short)
     with file.open('rb') as opened:
         box = (slice(1, 8), slice(7, 4000))
-        np.testing.assert_array_equal(read_box(opened.fileno(), tensor, box), x[box])
+        np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
         os.truncate(file, file.stat().st_size - 1500)
         with pytest.raises(CheckpointError, match='became shorter while it was read: x ends early'):
-            read_box(opened.fileno(), tensor, box)
+            read_boxes(opened.fileno(), tensor, [box])
 
 
 def test_a_process_reads_the_rows_of_its_own_devices(
@@ -277,3 +350,38 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert error_of(helper, empty, P()) == (
         f'{empty} has no .safetensors files; name the file, the files or the index'
     )
+    for wrong in (3, {'a': 3}):
+        index.write_text(json.dumps({'weight_map': wrong}))
+        assert error_of(helper, tmp_path, P()) == (
+            f'{index} is no index: its weight_map does not give a file for each tensor'
+        )
+
+
+@pytest.mark.parametrize(
+    ('changes', 'wanted'),
+    [
+        ({'data_offsets': [-16, 0]}, 'the shape [4] and the offsets [-16, 0]'),
+        ({'data_offsets': [-160, -144]}, 'the shape [4] and the offsets [-160, -144]'),
+        ({'data_offsets': [0, 16.0]}, 'the shape [4] and the offsets [0, 16.0]'),
+        ({'shape': [-2, -2]}, 'the shape [-2, -2] and the offsets [0, 16]'),
+        ({'shape': [4.7]}, 'the shape [4.7] and the offsets [0, 16]'),
+    ],
+)
+def test_headers_that_make_no_sense(
+    tmp_path: Path, helper: MeshShardingHelper, changes: dict[str, Any], wanted: str
+) -> None:
+    file = tmp_path / 'x.safetensors'
+    entry = {'dtype': 'F32', 'shape': [4], 'data_offsets': [0, 16]}
+
+    def write_header(header: dict[str, Any]) -> None:
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, 'little') + text + bytes(64))
+
+    write_header({'x': {**entry, **changes}})
+    assert error_of(helper, file, P()) == (
+        f'{file} is damaged: x has {wanted}; both are whole numbers, at least 0'
+    )
+    write_header({'x': entry, 'none': {**entry, 'shape': [0], 'data_offsets': [8, 8]}})
+    assert load_safetensors(helper, file, P())['x'].shape == (4,)
+    write_header({'x': entry, 'y': {**entry, 'data_offsets': [8, 24]}})
+    assert error_of(helper, file, P()) == f'{file} is damaged: x and y overlap'

@@ -69,6 +69,20 @@ def test_plan_on_simulated_devices(job):
     assert done.stdout.splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
 
 
+USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
+
+
+@pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
+def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
+    command, function = asked
+    job.write_text(USES_DEVICES + JOB)
+    monkeypatch.delenv('JAX_PLATFORMS')
+    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # else it may wait for another process, quietly
+    done = run(command, f'{job}:{function}', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'fsdp=4, tp=2' in done.stdout
+
+
 def test_plan_as_json(job):
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
     plan = Plan.load(done.stdout)
@@ -113,6 +127,17 @@ def test_plan_for_several_slices(job):
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
     assert 'dcn:fsdp' in done.stdout
+
+
+@tpu_compiler.needed
+def test_an_axis_across_slices_need_not_be_in_the_mesh_nor_axes_be_whole(job):
+    # Each axis of the torus has four chips.
+    where = ('--topology', 'v5p:2x4x4', '--mesh', 'fsdp=-1,tp=8', '--slices', 2, '--dcn', 'data=2')
+    done = run('plan', f'{job}:make_step', *where, '--quick', '--json')
+    assert (done.returncode, done.stderr) == (0, '')
+    plan = Plan.load(done.stdout)
+    assert plan.mesh == {'data': 2, 'fsdp': 4, 'tp': 8}
+    assert [place.slice for place in plan.places] == [0] * 32 + [1] * 32
 
 
 @tpu_compiler.needed
@@ -192,6 +217,17 @@ def test_a_file_that_is_none(capsys, tmp_path):
     assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is no Python file\n"
 
 
+def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    job = tmp_path / 'json.py'
+    # A dataclass looks for its own module.
+    job.write_text('from __future__ import annotations\nimport dataclasses\n' + JOB)
+    job.write_text(job.read_text() + '\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 64\n')
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['rows']
+    assert sys.modules['json'] is json
+
+
 def test_arguments_that_are_none(job):
     done = run('plan', f'{job}:make_one', '--mesh', 'fsdp=2')
     assert done.returncode == 2
@@ -227,8 +263,9 @@ def test_usage(job, capsys, arguments, said):
     ('arguments', 'said'),
     [
         (
-            ['--mesh', 'fsdp=4', '--dcn', 'data=2'],
-            "--dcn names 'data', which is no axis of --mesh (known: 'fsdp')",
+            ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
+            "--dcn names 'fdsp', which is no axis of --mesh (did you mean 'fsdp'?); if it is another axis, "
+            'give it there too: fdsp=2',
         ),
         (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
         (

@@ -157,10 +157,10 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over m
 local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
   count: Python int: 2147483648 does not fit in int32, which JAX makes of a Python int
   name: str is not an array
-  objects: object[8] is not an array
+  objects: object[8]: JAX has no arrays of dtype object
   shape: float32[8] is not an array
-  swapped: >f4[8]: JAX has no arrays of this dtype (x.astype(...) makes one)
-  text: <U1[8] is not an array
+  swapped: >f4[8]: JAX has no arrays of dtype >f4
+  text: <U1[8]: JAX has no arrays of dtype <U1
 {WHAT_TO_DO}""",
         ),
     ],

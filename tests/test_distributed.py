@@ -2,10 +2,13 @@
 
 import re
 import signal
+from typing import Any
 
+import pytest
 from processes import free_port, started
 
 from scalax import distributed
+from scalax.errors import ArgumentError
 
 JOIN = """
 import sys, time
@@ -137,6 +140,16 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
         'coordinator_address is the host of process 0 and a port that is free there, as in '
         "'10.0.0.1:1234', got 1234",
     ),
+    (
+        ('a:1', 2, 0, ('heartbeat_timeout', 0.5)),
+        {},
+        'heartbeat_timeout is a whole number, at least 1, got 0.5',
+    ),
+    (
+        (None, None, None, ('shutdown_timeout', -1)),
+        {},
+        'shutdown_timeout is a whole number, at least 1, got -1',
+    ),
     (('a:1', '2', 0), {}, "num_processes is a whole number, at least 1, got '2'"),
     (('a:1',), {'JAX_PROCESS_ID': '-1'}, 'JAX_PROCESS_ID is a whole number, at least 0, got -1'),
     (('a:1',), {'JAX_NUM_PROCESSES': 'two'}, "JAX_NUM_PROCESSES is a whole number, at least 1, got 'two'"),
@@ -167,7 +180,7 @@ from scalax.errors import ArgumentError
 for arguments, env in {cases!r}:
     os.environ.update(env)
     try:
-        distributed.initialize(*arguments)
+        distributed.initialize(*arguments[:3], **dict(arguments[3:]))
     except ArgumentError as error:
         print(error, end='|')
     for name in env:
@@ -229,3 +242,10 @@ assert not distributed.should_stop(2)
     with started(['-c', code]) as one:
         assert one.wait() == (0,), one.output()
         assert one.output() == 'mine\n'
+
+
+@pytest.mark.parametrize('step', ['3', 1.5, None], ids=repr)
+def test_what_is_no_step(step: Any) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        distributed.should_stop(step)
+    assert str(caught.value) == f'should_stop: step is the number of the step, got {step!r}'

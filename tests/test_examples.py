@@ -166,6 +166,13 @@ def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, 
     assert ended.stdout == f'{expected}\n', ended.stderr
 
 
+def test_the_tpu_compiler_says_nothing_where_no_tpu_is() -> None:
+    code = 'from examples.devices import choose_devices; choose_devices()'
+    # Without the lock it would be quiet while another process has it.
+    ended = run('', code=code, JAX_PLATFORMS='', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
+    assert (ended.returncode, ended.stderr) == (0, '')
+
+
 def test_too_few_devices_are_said_to_be() -> None:
     code = 'from examples.devices import choose_devices; choose_devices(5)'
     ended = run('', code=code, JAX_NUM_CPU_DEVICES='2')

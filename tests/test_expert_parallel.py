@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 
 from examples import expert_parallel
 from examples.expert_parallel import PARAMS, TOKENS
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
 from scalax.testing import assert_collectives
 
 HELPERS = {
@@ -71,6 +72,19 @@ def test_tokens_are_sent_there_and_back_and_nothing_else(helper, params, tokens)
     sums = {('dp', 'expert'): 1, 'dp': 2} if helper.mesh.shape['dp'] > 1 else {'expert': 1}
     assert_collectives(both_ways, params, tokens, all_to_all={'expert': 4}, all_reduce=sums, **NOTHING_ELSE)
     assert_collectives(both_ways, params, tokens, all_to_all=4, all_reduce=sum(sums.values()))
+
+
+def test_another_axis_splits_the_experts_themselves(params, tokens):
+    helper = MeshShardingHelper([2, 2, 2], ['dp', 'expert', 'tp'])
+    rule = TreePathShardingRule(('router', P()), ('up', P('expert', None, 'tp')), ('down', P('expert', 'tp')))
+    layer = helper.sjit(
+        expert_parallel.sharded_expert_layer(helper), in_shardings=(rule, TOKENS), out_shardings=TOKENS
+    )
+    on_one = expert_parallel.expert_layer(params, tokens, groups=4)
+    np.testing.assert_allclose(layer(params, tokens), on_one, atol=1e-5)
+    expected = {'all_to_all': {'expert': 2}, 'all_reduce': {'tp': 1}}
+    assert_collectives(layer, params, tokens, **expected, **NOTHING_ELSE)
+    assert_collectives(layer, params, tokens, all_to_all=2, all_reduce=1)
 
 
 def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):

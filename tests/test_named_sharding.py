@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,28 +257,89 @@ def unreduced() -> jax.Array:
     return EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(NUMBERS, NUMBERS)
 
 
-@pytest.mark.parametrize('what', ['shard', 'gather'])
-def test_an_unreduced_array_is_not_moved(what: str) -> None:
-    tree = {'grads': {'w': unreduced()}}
+MOVES = [
+    P(),
+    P('a'),
+    P('b', 'a'),
+    P(('a', 'b')),
+    P('a', reduced={'b'}),
+    P(None, 'a', unreduced={'b'}),
+    P('b', unreduced={'a'}),
+    P(unreduced={'a', 'b'}),
+]
+
+
+@pytest.mark.parametrize('spec', MOVES, ids=str)
+def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
+    tree, whole = {'grads': {'w': unreduced()}}, NUMBERS @ NUMBERS
+    moved = EXPLICIT.shard(tree, spec)['grads']['w']
+    assert moved.sharding.is_equivalent_to(named(EXPLICIT, spec), 2)
+    step = EXPLICIT.sjit(lambda tree: tree, in_shardings=spec, on_mismatch='reshard')
+    out = step(tree)['grads']['w']
+    assert out.sharding.is_equivalent_to(named(EXPLICIT, spec), 2)
+    for each in (moved, out):
+        np.testing.assert_array_equal(EXPLICIT.gather({'w': each})['w'], whole)
+        assert jax.typeof(each).sharding.spec.unreduced == spec.unreduced
+
+
+def test_unreduced_arrays_move_to_other_meshes() -> None:
+    other = MeshShardingHelper([2, 4], ['x', 'y'], axis_types=AxisType.Explicit)
+    for helper, spec in ((other, P('x')), (other, P('x', unreduced={'y'})), (AUTO, P('b', 'a'))):
+        moved = helper.shard(unreduced(), spec)
+        assert moved.sharding.is_equivalent_to(named(helper, spec), 2)
+        np.testing.assert_array_equal(helper.gather(moved), NUMBERS @ NUMBERS)
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    'host': lambda: NUMBERS,
+    'nowhere': lambda: jnp.asarray(NUMBERS),
+    'on the mesh': lambda: EXPLICIT.shard(NUMBERS, P('b')),
+    'elsewhere': lambda: jax.device_put(NUMBERS, jax.devices()[3]),
+    'narrow': lambda: NUMBERS.astype(np.int8),
+    'a number': lambda: 3.0,
+}
+
+
+@pytest.mark.parametrize('given', PLACES.values(), ids=PLACES)
+def test_any_array_is_made_unreduced(given: Callable[[], Any]) -> None:
+    x = given()
+    spec = P('a', unreduced={'b'}) if np.ndim(x) else P(unreduced={'b'})
+    placed = EXPLICIT.shard({'w': x}, spec)['w']
+    assert placed.sharding.is_equivalent_to(named(EXPLICIT, spec), np.ndim(x))
+    assert (placed.dtype, placed.weak_type) == (jnp.asarray(x).dtype, np.ndim(x) == 0)
+    np.testing.assert_array_equal(EXPLICIT.gather(placed), x)
+    whole = EXPLICIT.sjit(
+        lambda w: with_sharding_constraint(w, P()), in_shardings=spec, on_mismatch='reshard'
+    )
+    np.testing.assert_array_equal(whole(x), x)
+
+
+def test_one_place_has_the_value_and_the_others_zeros() -> None:
+    placed = EXPLICIT.shard(NUMBERS + 1, P(unreduced={'a'}))
+    blocks = np.stack([np.asarray(shard.data) for shard in placed.addressable_shards])
+    np.testing.assert_array_equal(blocks.sum(axis=0), 2 * (NUMBERS + 1))  # two copies, along 'b'
+    assert sorted(map(np.count_nonzero, blocks)) == [0, 0, 0, 0, 0, 0, 64, 64]
+
+
+def test_complex_numbers_are_not_made_unreduced() -> None:
     with pytest.raises(ShardingError) as caught:
-        EXPLICIT.gather(tree) if what == 'gather' else EXPLICIT.shard(tree, P('a'))
-    assert str(caught.value) == textwrap.dedent("""\
-        One leaf cannot be sharded as asked:
-          grads/w: float32[8, 8]
-            is held as parts of a sum over 'b'
-        What to do: unreduced arrays are made and reduced inside compiled functions, by \
-with_sharding_constraint; move them when they are reduced.""")
+        EXPLICIT.shard(NUMBERS.astype(np.complex64), P('a', unreduced={'b'}))
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == [
+        '  (the leaf itself): complex64[8, 8]',
+        '    complex numbers cannot be placed as parts of a sum',
+    ]
+    # Sums of them are made as any others.
+    parts = EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(1j * NUMBERS, NUMBERS)
+    np.testing.assert_array_equal(EXPLICIT.gather(parts), 1j * NUMBERS @ NUMBERS)
 
 
-def test_an_array_is_placed_unreduced_where_jax_can() -> None:
-    rule = P('a', unreduced={'b'})
-    try:
-        placed = EXPLICIT.shard({'w': NUMBERS}, rule)['w']
-    except ShardingError as error:
-        assert "  w: float32[8, 8]\n    cannot be placed as parts of a sum over 'b'" in str(error)
-    else:
-        whole = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a')))(placed)
-        np.testing.assert_array_equal(whole, NUMBERS)
+@pytest.mark.skipif(not hasattr(jax.sharding, 'UnreducedKind'), reason='this JAX has sums only')
+def test_only_sums_are_made() -> None:
+    spec = P('a', unreduced={'b'}, unreduced_kind=jax.sharding.UnreducedKind.max)
+    for given in (NUMBERS, unreduced()):
+        with pytest.raises(ShardingError, match='arrays cannot be placed as parts of a max'):
+            EXPLICIT.shard(given, spec)
 
 
 def test_an_unreduced_argument_is_no_other() -> None:

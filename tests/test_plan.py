@@ -360,6 +360,9 @@ def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
         '  temporaries         0 B',
         '  vector memory   3.0 MiB, at least',
     ]
+    memory = Memory(2**20, outputs=0, temporaries=2**22, estimated=False, peak=2**22)
+    spread = dataclasses.replace(plan, platform='tpu', memory=memory)
+    assert '  temporaries     4.0 MiB, not all at a time' in spread.to_text(100).splitlines()
     for peak, said in {2**31 - 1: '; of so little a guide only', 2**31: ''}.items():
         known = f'(quick, as laid out before code is made{said})'
         memory = dataclasses.replace(memory, peak=peak)
@@ -383,6 +386,7 @@ def test_dict():
         'count': 1,
         'counted': 'exactly',
         'bytes': F32,
+        'networks': [],
         'source': {
             'annotation': '',
             'file': __file__,

@@ -68,6 +68,11 @@ def test_unknown_names():
         find_hardware('v5', 'cpu')
     assert str(error.value) == "there is no hardware 'v5' (did you mean 'v5p' or 'v5e'?)"
     with pytest.raises(PlanError) as error:
+        find_hardware({'flops_per_second': 1e15}, 'cpu')
+    assert str(error.value) == (
+        "hardware is a scalax.plan.Hardware or the name of one, got {'flops_per_second': 1000000000000000.0}"
+    )
+    with pytest.raises(PlanError) as error:
         find_hardware(None, 'NVIDIA H200')
     assert str(error.value) == (
         "the numbers of 'NVIDIA H200' devices are not known: give hardware=..., a scalax.plan.Hardware of "
@@ -97,10 +102,10 @@ def test_impossible_numbers_are_named():
 
 def test_numbers_that_are_none_are_named():
     with pytest.raises(PlanError) as error:
-        Hardware('mine', flops_per_second='1e15', torus_axes=True)
+        Hardware('mine', flops_per_second='1e15', torus_axes=True, chips_per_host=2.5)
     assert str(error.value) == (
         "the hardware 'mine' cannot be: flops_per_second has to be a number, got '1e15'; "
-        'torus_axes has to be a number, got True'
+        'torus_axes has to be a number, got True; chips_per_host has to be a whole number, got 2.5'
     )
 
 

@@ -56,6 +56,12 @@ def test_nothing_changed():
     assert str(diff) == 'forward: nothing changed'
 
 
+def test_what_is_no_other_plan():
+    with pytest.raises(ArgumentError) as wrong:
+        plan_on([4, 2], RULE).diff('plan.json')
+    assert str(wrong.value) == 'diff takes another plan, got str: Plan.load reads one'
+
+
 def test_a_change_is_told():
     before, after = plan_on([4, 2], RULE), plan_on([2, 4], P())
     diff = before.diff(after)

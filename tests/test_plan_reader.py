@@ -10,6 +10,7 @@ from scalax.plan._groups import replica_groups, source_target_pairs, written_gro
 from scalax.plan._loops import Counted, visits
 from scalax.plan._mesh_axes import axes_of_groups
 from scalax.plan._module import Array, parse
+from scalax.plan._places import Place
 
 COLUMNS = [[0, 2, 4, 6], [1, 3, 5, 7]]  # of a mesh of 4 x 2
 ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -52,11 +53,11 @@ def test_groups(text, groups):
         ('{{0,1},{2}}', 'the groups of a collective are of several sizes: {{0,1},{2}}'),
         *(
             (text, f'the groups of a collective are written in a way that is not known: {text}')
-            for text in ('[2,4]<=8', '[2,4]<=[16]', '[2,2,2]<=[8]', '[2,4]<=[4,2]T(0)', 'V3:[2,4]')
-        ),
-        (
-            "mesh['a'=8] {'b'}",
-            "the groups of a collective name an axis that their mesh lacks: mesh['a'=8] {'b'}",
+            for text in (
+                *('[2,4]<=8', '[2,4]<=[16]', '[2,2,2]<=[8]', '[2,4]<=[4,2]T(0)', 'V3:[2,4]', '{0,1}'),
+                *("mesh['a'=8] {'b'}", 'mesh[a=8] {a}', "mesh['a'=8] {'a', all}", "mesh['a'=8] {'a':(3)2}"),
+                *("mesh['a'=4,'b'=2], device_ids=(0,1) {'a'}", "mesh['a'=8], device_ids=([4,2]T(2,1)) {'a'}"),
+            )
         ),
     ],
 )
@@ -68,7 +69,8 @@ def test_unknown_groups(text, message):
 
 def test_pairs():
     assert source_target_pairs('{{0,1},{1,0}}').tolist() == [[0, 1], [1, 0]]
-    for text in ('', '{}', '{{0,1,2}}'):
+    assert source_target_pairs('{}').tolist() == []
+    for text in ('', '{{}}', '{{0,1,2}}', '{{0,1},{2}}', '[2,2]<=[4]'):
         with pytest.raises(PlanError, match='the pairs of a collective-permute'):
             source_target_pairs(text)
 
@@ -176,8 +178,46 @@ def test_kinds(line, expected):
     assert found(line) == [expected]
 
 
-def test_groups_of_one_send_nothing():
-    assert found('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add') == []
+@pytest.mark.parametrize(
+    'line',
+    [
+        'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add',
+        'ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={}',
+        'ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={{3,3}}',
+    ],
+)
+def test_groups_of_one_send_nothing(line):
+    assert found(line) == []
+
+
+def test_what_another_compiler_runs_counts_too():
+    call = 'ROOT %r = f32[8]{0} custom-call(%p), custom_call_target="x", called_computations={%add, %inner}'
+    inner = program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add')
+    inner = inner[inner.index('ENTRY') :].replace('ENTRY %main', '%inner')
+    [row] = collectives(parse(program(call).replace('ENTRY', f'{inner}\nENTRY')), MESH)
+    assert (row.axes, row.count, row.counted) == (('tp',), 1, Counted.UNKNOWN)
+
+
+# Two slices of two chips of two devices each: (instruction, what carries it)
+NETWORKS = {
+    'the devices of a chip': ('all-reduce(%p), replica_groups=[4,2]<=[8]', ('chip',)),
+    'the chips of a slice': ('all-reduce(%p), replica_groups={{0,2},{1,3},{4,6},{5,7}}', ('ici',)),
+    'slices': ('all-reduce(%p), replica_groups=[4,2]<=[2,4]T(1,0)', ('dcn',)),
+    'all along an axis': ('all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0)', ('ici', 'dcn')),
+    'all devices': ('all-reduce(%p), replica_groups=[1,8]<=[8]', ('ici', 'dcn')),
+    'the same cores of a slice': ('collective-permute(%p), source_target_pairs={{0,2},{2,0}}', ('ici',)),
+    'a ring': ('collective-permute(%p), source_target_pairs={{0,2},{2,4},{4,6},{6,0}}', ('ici', 'dcn')),
+    'a part of a ring': ('collective-permute(%p), source_target_pairs={{2,4},{3,3}}', ('dcn',)),
+}
+
+
+@pytest.mark.parametrize(('operation', 'networks'), NETWORKS.values(), ids=NETWORKS)
+def test_networks(operation, networks):
+    module = parse(program(f'ROOT %r = f32[8]{{0}} {operation}'))
+    places = [Place(i // 4, (i // 2 % 2, 0, 0), i % 2) for i in range(8)]
+    assert [row.networks for row in collectives(module, MESH, places)] == [networks]
+    # Of devices that lie nowhere it is not known.
+    assert [row.networks for row in collectives(module, MESH, [Place(0)] * 8)] == [()]
 
 
 # (text, the message)
@@ -200,6 +240,22 @@ REFUSED = {
     'more devices': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[2,8]<=[16], to_apply=%add'),
         'the groups of a collective do not fit 8 devices: [2,8]<=[16]',
+    ),
+    'groups of replicas': (
+        program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0}}, channel_id=1, to_apply=%add'),
+        'the groups of a collective do not fit 8 devices: {{0}}',
+    ),
+    'pairs of more devices': (
+        program('ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,8}}'),
+        'the groups of a collective do not fit 8 devices: {{0,8}}',
+    ),
+    'a new kind': (
+        program('ROOT %r = f32[8]{0} all-scatter(%p), replica_groups=[4,2]<=[8]'),
+        "the program holds 'all-scatter': devices send one another something in a way that is not known",
+    ),
+    'from one to another': (
+        program('ROOT %r = token[] send(%p, %p), channel_id=1'),
+        "the program holds 'send': devices send one another something in a way that is not known",
     ),
     'a new notation': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=rings(2), to_apply=%add'),

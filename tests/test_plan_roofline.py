@@ -366,9 +366,10 @@ def test_model_flops():
     roofline = told.roofline(RINGS, torus={'X': 8})
     assert roofline.mfu == pytest.approx(1e9 / (8 * 4.59e14 * roofline.step_seconds.bound))
     assert told.to_dict()['model_flops'] == 10**9
-    with pytest.raises(PlanError) as error:
-        plan.with_model_flops(-1)
-    assert str(error.value) == 'model_flops has to be a positive number, got -1'
+    for wrong in (-1, '1e9', float('nan')):
+        with pytest.raises(PlanError) as error:
+            plan.with_model_flops(wrong)
+        assert str(error.value) == f'model_flops has to be a positive number, got {wrong!r}'
 
 
 def test_a_plan_tells_what_the_roofline_of_its_devices_does():

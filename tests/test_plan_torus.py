@@ -245,6 +245,14 @@ def test_places_on_a_torus():
     [
         ({'fdsp': 4}, "torus= names 'fdsp', which is no axis of the mesh (did you mean 'fsdp'?)"),
         ({'fsdp': (4, 2)}, "torus={'fsdp': (4, 2)} has 8 chips, but the mesh axis 'fsdp' has 16"),
+        *(
+            (
+                wrong,
+                'torus= says how long the axes of the torus are along which each mesh axis lies, such as '
+                f"{{'fsdp': (4, 4), 'tp': 4}}, got {wrong!r}",
+            )
+            for wrong in (4, {'tp': 'x'}, {'tp': 2.0}, {'tp': [2.0, 2]})
+        ),
         ({'fsdp': (2, 8), 'tp': 4}, "torus= uses 3 axes, but the torus of 'v5e' has 2"),
     ],
 )

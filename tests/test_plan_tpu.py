@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -249,11 +250,13 @@ def test_slices_talk_over_the_data_centres_network():
     parts = plan.roofline().parts
     assert set(parts) >= {'ici:fsdp'} and any(name.startswith('dcn:') for name in parts)
     assert plan.fits
-    assert {axes: networks for axes, networks in plan.networks.items() if axes != ('data',)} == {
-        axes: ('ici', 'dcn') if 'data' in axes else ('ici',) for axes in plan.totals if axes != ('data',)
-    }
-    assert plan.networks.get(('data',), ('dcn',)) == ('dcn',)
+    carried = {('data',): ('dcn',), ('fsdp',): ('ici',), ('data', 'fsdp'): ('ici', 'dcn')}
+    assert {row.axes: row.networks for row in plan.collectives}.items() <= carried.items()
+    assert plan.networks == {axes: carried[axes] for axes in plan.totals}
+    assert Plan.load(plan.to_json()) == plan
     assert 'along fsdp (ici): ' in str(plan)
+    assert re.search(r'\n\S+ +fsdp \(ici\) +1  ', plan.to_text(120))
+    assert '>fsdp (ici)<' in plan._repr_html_()
 
 
 def test_a_line_of_the_table_of_llama():

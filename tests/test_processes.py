@@ -1,9 +1,10 @@
 """The harness itself: a run in several processes says what went wrong, ends, and leaves nobody behind."""
 
+import os
 from pathlib import Path
 
 import pytest
-from processes import run_checks
+from processes import run_checks, started
 
 MODULE = """
 import os, time
@@ -45,3 +46,31 @@ def test_a_check_that_hangs_is_ended() -> None:
     outcome = run_checks('made_up_checks', 2, 2, ['check_hangs'], timeout=10)
     assert outcome.codes == (-9, -9)
     assert outcome.passed == frozenset()
+
+
+# As the local launcher does: it ends those that it has started when it is asked to end a second time.
+STARTS_ANOTHER = """
+import signal, subprocess, sys, time
+other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)
+asked = []
+def on_signal(*_):
+    asked.append(1)
+    if len(asked) == 2:
+        other.kill()
+        other.wait()
+        sys.exit(3)
+signal.signal(signal.SIGINT, on_signal)
+print(f'other {other.pid} other', flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_program_that_is_left_takes_those_that_it_started_with_it() -> None:
+    with started(['-c', STARTS_ANOTHER]) as one:
+        one.wait_for(' other')
+        other = int(one.output().split()[1])
+        os.kill(other, 0)
+    assert one.processes[0].returncode == 3
+    with pytest.raises(ProcessLookupError):
+        os.kill(other, 0)

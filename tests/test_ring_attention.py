@@ -60,6 +60,34 @@ def test_nothing_is_sent_but_around_the_ring(rng):
         assert_collectives(gradient, given, collective_permute=permutes, **NOTHING_ELSE)
 
 
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit], ids=['auto', 'explicit'])
+@pytest.mark.parametrize('spec', [P('dp', 'sp'), P(None, 'sp', 'dp')], ids=['batches', 'heads'])
+def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
+    given = inputs(rng)
+    helper = MeshShardingHelper([2, 4], ['dp', 'sp'], axis_types=types)
+    attend = ring_attention.sharded_attention(helper)
+    forward = helper.sjit(lambda given: attend(*given), in_shardings=spec)
+    result = forward(given)
+    np.testing.assert_allclose(result, ring_attention.attention(*given), atol=1e-5)
+    assert result.sharding.is_equivalent_to(helper.match_sharding_rule(spec, result), 4)
+    gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=spec)
+    for fun, count in ((forward, 6), (gradient, 20)):
+        assert_collectives(fun, given, collective_permute={'sp': count}, **NOTHING_ELSE)
+        assert_collectives(fun, given, collective_permute=count)  # along no other axis
+
+
+def test_narrow_floats_have_narrow_gradients(rng):
+    given = inputs(rng, jnp.bfloat16)
+    attend = ring_attention.sharded_attention(HELPERS['auto'])
+    gradients = HELPERS['auto'].sjit(jax.grad(lambda given: attend(*given).astype(jnp.float32).sum()))(given)
+    wide = jax.grad(lambda given: ring_attention.attention(*given).sum())(
+        [np.asarray(x, np.float32) for x in given]
+    )
+    for mine, theirs in zip(gradients, wide, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(mine, np.float32), theirs, atol=0.05)
+
+
 def test_large_scores_do_not_overflow(rng):
     given = inputs(rng, scale=100.0)
     attend = ring_attention.sharded_attention(HELPERS['auto'])

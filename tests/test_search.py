@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tpu_compiler
 
@@ -71,6 +72,56 @@ def test_constraints():
     with pytest.raises(ArgumentError) as raised:
         [*meshes(8, ['fsdp', 'tp'], {'fdsp': 2})]
     assert str(raised.value) == "constraints name 'fdsp', which is no mesh axis (did you mean 'fsdp'?)"
+    assert [*meshes(8, ['x', 'y'], {'y': np.int64(2)})] == [{'x': 4, 'y': 2}]
+
+
+@pytest.mark.parametrize('those', ['4', None, 2.0, ['2'], (size for size in (1, 2))])
+def test_sizes_that_are_none(those):
+    with pytest.raises(ArgumentError) as raised:
+        [*meshes(8, ['fsdp', 'tp'], {'tp': those})]
+    assert str(raised.value) == (
+        f"constraints of 'tp' are a size or several, such as [1, 2, 4], got {those!r}"
+    )
+
+
+@pytest.mark.parametrize('constraints', ['tp=4', ['tp'], 4])
+def test_constraints_that_are_none(constraints):
+    with pytest.raises(ArgumentError) as raised:
+        [*meshes(8, ['fsdp', 'tp'], constraints)]
+    assert str(raised.value) == (
+        "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
+        f'got {constraints!r}'
+    )
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'options', 'error', 'said'),
+    [
+        ((make_step, 'v5e:2x2', 'fsdp'), {}, MeshError, 'axis_names is a sequence of names, got the string '),
+        ((make_step, 'v5e:2x2', ['a', 'a']), {}, MeshError, "axis names must differ, but ('a', 'a') repeats"),
+        ((make_step, 'v5e:2x2', []), {}, ArgumentError, 'a search needs the names of mesh axes, such as '),
+        ((None, 'v5e:2x2', ['a']), {}, ArgumentError, 'search takes a function first, which makes the step '),
+        (
+            (make_step, 'v5e:2x2', ['a'], UP),
+            {},
+            ArgumentError,
+            'rules have names, each of which is tried on ',
+        ),
+        *(
+            (
+                (make_step, 'v5e:2x2', ['a']),
+                {'full': full},
+                ArgumentError,
+                'full is how many meshes to compile',
+            )
+            for full in (-1, '2', True)
+        ),
+    ],
+)
+def test_arguments_of_another_kind(arguments, options, error, said):
+    with pytest.raises(error) as raised:
+        search(*arguments, **options)
+    assert str(raised.value).startswith(said)
 
 
 # --- Searches, with the real compiler ------------------------------------------------------------
@@ -261,13 +312,13 @@ def test_nothing_found():
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']
 
 
-@pytest.mark.parametrize('library', ['rich', 'tqdm', ''])
-def test_progress(library, monkeypatch):
+@pytest.mark.parametrize('bar', [True, False])
+def test_progress(bar, monkeypatch):
     find = importlib.util.find_spec
-    if library and find(library) is None:
-        pytest.skip(f'{library} is not installed')
-    hidden = {'rich', 'tqdm'} - {library}
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name in hidden else find(name))
+    if bar and find('rich') is None:
+        pytest.skip('rich is not installed')
+    if not bar:
+        monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'rich' else find(name))
     said = io.StringIO()
     monkeypatch.setattr(sys, 'stderr', said)
     with progress(2, shown=None) as advance:

@@ -207,16 +207,32 @@ def test_arrays_that_a_helper_of_other_types_has_placed(helper, other):
         double(auto.shard(X, P('y')))
 
 
-def test_functions_for_meshes_of_other_types_do_not_nest():
-    inner = MIXED.sjit(lambda tree: tree['a'] * 2)
+def test_functions_for_other_meshes_do_not_nest():
+    inner = MeshShardingHelper([8], ['z'], axis_types=AxisType.Explicit).sjit(lambda tree: tree['a'] * 2)
     with pytest.raises(MeshError) as error:
         EXPLICIT.sjit(lambda x: inner({'a': x}), SPEC)(X)
     assert str(error.value) == (
-        '<lambda> is compiled for the mesh (x=4, y=2) of types (Explicit, Auto), and got values of another '
+        '<lambda> is compiled for the mesh (z=8) of types (Explicit), and got values of another '
         'mesh with Explicit axes:\n'
         '  tree/a: float32[8, 8] is of the mesh (x=4, y=2) of types (Explicit, Explicit)\n'
         'What to do: use one helper for functions that call one another.'
     )
+
+
+@pytest.mark.parametrize('outer', MESHES)
+def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, outer):
+    seen = []
+
+    @helper.sjit(in_shardings=P('y'), out_shardings=P('x'))
+    def inner(x):
+        seen.append((jax.sharding.get_abstract_mesh().axis_types, explicit_axes(MESHES[outer], x)))
+        return 2 * x
+
+    out = MESHES[outer].sjit(inner, SPEC, SPEC)(X)
+    np.testing.assert_array_equal(out, 2 * X)
+    assert lies(out, MESHES[outer], SPEC)
+    types = MESHES[outer].axis_types
+    assert seen == [(types, ['y'] if types[1] is AxisType.Explicit else [])]
 
 
 def test_an_array_off_the_mesh_that_no_rule_places():

@@ -1,5 +1,6 @@
 """`scalax.testing`: what users assert of their own programs, and what they read when it does not hold."""
 
+import functools
 import threading
 
 import jax
@@ -99,6 +100,19 @@ def test_no_recompile_of_what_has_no_programs():
     assert str(error.value) == (
         'assert_no_recompile: neither sjit nor jax.jit made len; what it calls has names of its own'
     )
+
+
+def test_a_partial_is_named_by_what_is_in_it():
+    def step(x, scale):
+        return x * scale
+
+    part = functools.partial(step, scale=2)
+    with pytest.raises(ArgumentError) as error, testing.assert_no_recompile(part):
+        pass
+    assert 'neither sjit nor jax.jit made step;' in str(error.value)
+    with pytest.raises(AssertionError, match=r'^step runs on 1 of 8 devices'):
+        testing.assert_collectives(part, np.ones(8), helper=HELPER, all_reduce=0)
+    assert HELPER.plan(part, np.ones(8)).name == 'step'
 
 
 def test_sharded_like_tells_apart_what_reads_alike():

@@ -8,12 +8,12 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from scalax import _mesh
+from scalax import _libtpu
 from scalax._topologies import meant
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.sharding import MeshShardingHelper
 
-NAMES = list(_mesh._NO_TPU_MACHINE)
+NAMES = list(_libtpu.NO_TPU_MACHINE)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def described(monkeypatch):
         importlib.util, 'find_spec', lambda name: object() if name == 'libtpu' else find(name)
     )
     monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.0.1')
-    monkeypatch.setattr(_mesh.glob, 'glob', lambda pattern: [])
+    monkeypatch.setattr(_libtpu.glob, 'glob', lambda pattern: [])
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
@@ -84,13 +84,31 @@ def test_an_unknown_topology(described):
     )
 
 
-def test_a_topology_without_a_name(described):
+@pytest.mark.parametrize('name', ['', None, 4])
+def test_a_topology_without_a_name(described, name):
     described(lambda **_: Topology)
     with pytest.raises(MeshError) as raised:
-        MeshShardingHelper.from_topology('', [-1], ['x'])
+        MeshShardingHelper.from_topology(name, [-1], ['x'])
     assert str(raised.value) == (
-        "a topology has a name, such as 'v5p:4x4x4': `python -m scalax topologies` lists them"
+        f"a topology has a name, such as 'v5p:4x4x4', got {name!r}: `python -m scalax topologies` lists them"
     )
+
+
+@pytest.mark.parametrize('slices', [0, -1, 2.0, '2', True])
+def test_slices_that_cannot_be_counted(described, slices):
+    described(lambda **_: Topology)
+    with pytest.raises(MeshError) as raised:
+        MeshShardingHelper.from_topology('v5e:2x2', [-1], ['x'], num_slices=slices)
+    assert str(raised.value) == f'num_slices is a positive integer, got {slices!r}'
+
+
+@pytest.mark.parametrize('name', ['v5e:0x0', 'v5e:2x0', 'v5p:2x00x2', 'v5e=0x2', 'v5e_0x2'])
+def test_a_side_without_chips_never_gets_to_the_compiler(described, name):
+    described(lambda **_: pytest.fail('the compiler divides by zero'))
+    with pytest.raises(
+        MeshError, match=f'^the TPU compiler describes no topology {name!r}: a side of 0 chips'
+    ):
+        MeshShardingHelper.from_topology(name, [-1], ['x'])
 
 
 @pytest.mark.parametrize(
@@ -115,11 +133,11 @@ def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
     monkeypatch.setenv('TPU_LOG_DIR', 'mine')
     assert ask().mesh.size == len(jax.devices())
     assert (seen['platform'], seen['topology_name']) == ('tpu', 'v5e:2x5')
-    assert seen['environment'] == {**_mesh._NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
+    assert seen['environment'] == {**_libtpu.NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
 
 
 def test_the_settings_of_a_tpu_machine_are_left_alone(described, monkeypatch):
     described(lambda **_: Topology)
-    monkeypatch.setattr(_mesh.glob, 'glob', lambda pattern: ['/dev/accel0'])
+    monkeypatch.setattr(_libtpu.glob, 'glob', lambda pattern: ['/dev/accel0'])
     ask()
     assert not {name for name in NAMES if name in os.environ}

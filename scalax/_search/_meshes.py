@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def meshes(devices: int, names: Sequence[str], constraints: Constraints = None) 
             whether they are wanted.
 
     Raises:
-        ArgumentError: the constraints name an axis that there is not.
+        ArgumentError: the constraints name an axis that there is not, or are none.
 
     Example:
         >>> [*meshes(8, ['fsdp', 'tp'], {'tp': range(2, 5)})]
@@ -34,14 +35,28 @@ def meshes(devices: int, names: Sequence[str], constraints: Constraints = None) 
         for name, those in constraints.items():
             if name not in names:
                 raise ArgumentError(
-                    f'constraints name {name!r}, which is no mesh axis ({did_you_mean(name, names)})'
+                    f'constraints name {name!r}, which is no mesh axis ({did_you_mean(str(name), names)})'
                 )
-            allowed[name] = [those] if isinstance(those, int) else those
+            allowed[name] = _sizes(name, those)
+    elif constraints is not None and not callable(constraints):
+        raise ArgumentError(
+            "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
+            f'got {constraints!r}'
+        )
     for dims in _products(devices, len(names)):
         sizes = dict(zip(names, dims, strict=True))
         wanted = constraints(dict(sizes)) if callable(constraints) else True
         if wanted and all(sizes[name] in few for name, few in allowed.items()):
             yield sizes
+
+
+def _sizes(name: str, those: Any) -> Collection[int]:
+    sizes: Any = (those,) if isinstance(those, numbers.Integral) else those
+    if not isinstance(sizes, Collection) or not all(isinstance(size, numbers.Integral) for size in sizes):
+        raise ArgumentError(
+            f'constraints of {name!r} are a size or several, such as [1, 2, 4], got {those!r}'
+        )
+    return sizes
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""How far is a search? A bar in a terminal, if rich or tqdm is installed; else a line for each step."""
+"""How far is a search? A bar in a terminal, if rich is installed; else a line for each step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
     elif importlib.util.find_spec('rich'):
         with _rich(steps) as advance:
             yield advance
-    elif importlib.util.find_spec('tqdm'):
-        with _tqdm(steps) as advance:
-            yield advance
     else:
         yield lambda text: print(f'planning {text}', file=sys.stderr)
 
@@ -47,22 +44,6 @@ def _rich(steps: int) -> Iterator[Advance]:
         def advance(text: str) -> None:
             nonlocal started
             bar.update(task, description=text, advance=int(started))
-            started = True
-
-        yield advance
-
-
-@contextlib.contextmanager
-def _tqdm(steps: int) -> Iterator[Advance]:
-    from tqdm import tqdm
-
-    with tqdm(total=steps, file=sys.stderr, leave=False) as bar:
-        started = False
-
-        def advance(text: str) -> None:
-            nonlocal started
-            bar.update(int(started))
-            bar.set_postfix_str(text)
             started = True
 
         yield advance

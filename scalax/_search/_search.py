@@ -51,15 +51,17 @@ def search(
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
         full: how many of the best to compile in full: minutes for each.
-        show_progress: whether to show a bar; by default in a terminal. Without rich and tqdm it is lines.
+        show_progress: whether to show a bar; by default in a terminal. Without rich it is lines.
 
     Returns:
-        A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
+        A `Search`. Ctrl-C ends the search once the compiler is done with the mesh that it is at: it holds
+        what was found until then, and says so.
 
     Raises:
-        ArgumentError: there is no candidate, or constraints or dcn_axis name no mesh axis.
+        ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
+            none of its kind.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
-        MeshError: the topology is unknown.
+        MeshError: the topology is unknown, or names of axes are none.
 
     Example:
         >>> from scalax.plan import search
@@ -70,7 +72,8 @@ def search(
         >>> found.best.mesh  # doctest: +SKIP
         {'fsdp': 16, 'tp': 4}
     """
-    names, rules = list(axis_names), rules or None
+    names, rules = list(_mesh.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
+    _check(make_step, names, rules, full)
     if dcn_axis is not None and dcn_axis not in names:
         raise ArgumentError(f'dcn_axis={dcn_axis!r} is no mesh axis ({did_you_mean(dcn_axis, names)})')
     if num_slices > 1 and dcn_axis is None:
@@ -96,6 +99,23 @@ def search(
         except KeyboardInterrupt:
             interrupted = True
     return Search(_ranked(done.values()), topology, interrupted)
+
+
+def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
+    if not callable(make_step):
+        raise ArgumentError(
+            'search takes a function first, which makes the step and its arguments for a helper, '
+            f'got {type(make_step).__name__}'
+        )
+    if not names:
+        raise ArgumentError("a search needs the names of mesh axes, such as ['fsdp', 'tp']")
+    if rules is not None and not isinstance(rules, Mapping):
+        raise ArgumentError(
+            "rules have names, each of which is tried on each mesh, such as {'fsdp': rule}, "
+            f'got {type(rules).__name__}'
+        )
+    if isinstance(full, bool) or not isinstance(full, int) or full < 0:
+        raise ArgumentError(f'full is how many meshes to compile in full, 0 or more, got {full!r}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ twice, ``_placement`` puts arguments where they belong, ``_misplaced`` says what
 lie, ``_caller`` is the function that users call.
 """
 
+from scalax._sjit._convention import name_of
 from scalax._sjit._function import SjitFunction, names_of_arguments, owner_of, sjit
 from scalax._sjit._misplaced import told_apart
 
-__all__ = ['SjitFunction', 'names_of_arguments', 'owner_of', 'sjit', 'told_apart']
+__all__ = ['SjitFunction', 'name_of', 'names_of_arguments', 'owner_of', 'sjit', 'told_apart']

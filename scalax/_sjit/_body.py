@@ -52,8 +52,9 @@ class Body:
         self.recordings = Recordings()
 
     def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
-        """The outputs of a call, sharded as *inside* says; without it, as they come."""
-        with _context.entered(self._contexts.get(self._names)), self._mesh_entered(layout, row):
+        """The outputs of a call, sharded as *inside* says; without it, as they come, on the mesh in force."""
+        mesh = self._mesh_entered(layout, row) if inside else contextlib.nullcontext()
+        with _context.entered(self._contexts.get(self._names)), mesh:
             outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
         if inside is None:
             return outputs
@@ -87,7 +88,7 @@ class Body:
         ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
             return contextlib.nullcontext()
-        if ambient.manual_axes or (ambient.empty and not self._boundary.any_explicit):
+        if ambient.empty and not self._boundary.any_explicit:
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(

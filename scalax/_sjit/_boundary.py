@@ -38,15 +38,23 @@ class Boundary:
 
     Attributes:
         helper: whose mesh it is.
+        mesh: the mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
         convention: how the function is called.
         options: the rules.
         any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
         any_rule: whether some rule speaks about arguments.
     """
 
-    def __init__(self, helper: MeshOwner, convention: Convention, options: Options) -> None:
+    def __init__(
+        self,
+        helper: MeshOwner,
+        convention: Convention,
+        options: Options,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> None:
         self.helper, self.convention, self.options = helper, convention, options
-        self.any_explicit = AxisType.Explicit in helper.mesh.axis_types
+        self.mesh = helper.mesh if mesh is None else mesh
+        self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         self.any_rule = any(
             rule is not None for rule in jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         )
@@ -62,7 +70,7 @@ class Boundary:
         shardings = self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
         if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
             # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
-            whole = named_sharding(self.helper.mesh, PartitionSpec())
+            whole = named_sharding(self.mesh, PartitionSpec())
             return {slot: [whole] * len(wanted) for slot, wanted in shardings.items()}
         return shardings
 
@@ -80,7 +88,7 @@ class Boundary:
             self.convention.rules_by_slot(rules, row, what),
             layout,
             row,
-            mesh=self.helper.mesh,
+            mesh=self.mesh,
             use=use,
             where=f'the arguments of {self.convention.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
@@ -116,7 +124,7 @@ class Boundary:
             shardings = resolve(
                 self.options.out_shardings,
                 tree,
-                self.helper.mesh,
+                self.mesh,
                 use=Use.BOUNDARY,
                 where=f'the outputs of {self.convention.name!r} (out_shardings)',
                 on_indivisible=self.helper.on_indivisible,
@@ -132,7 +140,7 @@ class Boundary:
 
     def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-        return named_sharding(self.helper.mesh, spec)
+        return named_sharding(self.mesh, spec)
 
 
 def resolve_slots(

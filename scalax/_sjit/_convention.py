@@ -224,7 +224,10 @@ class Convention:
 
     def row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The row of slots of a call; raises TypeError as Python does for a call that does not fit."""
-        bound = self.signature.bind(*args, **keywords)
+        try:
+            bound = self.signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(f'{self.name}(): {error}') from None
         row = [bound.arguments.get(name, OMITTED) for name in self.positional]
         row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
         row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]

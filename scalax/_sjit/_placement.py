@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from scalax import _unreduced
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._sjit._convention import Layout
 from scalax._sjit._signature import explicit_spec, traced_dtype
@@ -78,7 +79,7 @@ def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
         for leaf, sharding, inside in zip(leaves, shardings, traced, strict=True)
     ]
     arrays = [i for i, inside in enumerate(traced) if not inside]
-    put = jax.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
+    put = _unreduced.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
     for i, leaf in zip(arrays, put, strict=True):
         arrived[i] = leaf
     return arrived

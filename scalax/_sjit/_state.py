@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from scalax import _context, _mesh
+from scalax import _constrain, _context, _mesh
 from scalax._frames import arose_below, hide_ours
 from scalax._recent import Recent
 from scalax._sjit import _misplaced, _placement
@@ -112,7 +112,7 @@ class State:
         if _arose_inside(error):
             hide_ours(error)
             return False  # it comes from the user's code, or says what is wrong with the call
-        if _inside_manual_region():
+        if self._runs_inline():
             return True
         refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
         if refusal:
@@ -149,8 +149,8 @@ class State:
 
     def _serve(self, row: tuple[Any, ...]) -> Any:
         layout = self.convention.layout(self.convention.extras_of(row))
-        if _inside_manual_region():
-            return self.body.run(signature_of(self.convention, layout, row), layout, row, None)
+        if self._runs_inline():
+            return self._inline(layout, row)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _misplaced.reject_deleted(self.convention, layout, row)
         if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -174,6 +174,28 @@ class State:
                     if self.options.on_mismatch == 'error':
                         _misplaced.reject_refused(self.convention, layout, row, arguments, error)
                 raise
+
+    def _runs_inline(self) -> bool:
+        """Whether a call is part of a function that has mesh axes of other types than the helper's.
+
+        Inside `auto_axes` and `explicit_axes`, and inside shard_map, where shapes are local, too.
+        """
+        mesh = self.helper.mesh
+        return _inside_manual_region() or _constrain.mesh_in_force(mesh) is not mesh
+
+    def _inline(self, layout: Layout, row: Sequence[Any]) -> Any:
+        """Runs the user's function where it is called, by the types that mesh axes have there."""
+        signature = signature_of(self.convention, layout, row)
+        if _inside_manual_region():
+            return self.body.run(signature, layout, row, None)
+        mesh = _constrain.mesh_in_force(self.helper.mesh)
+        boundary = Boundary(self.helper, self.convention, self.options, mesh)
+        arguments, sharded = boundary.arguments(layout, row), list(row)
+        for asked in (arguments, boundary.constraints(layout, row)):
+            for slot, shardings in asked.items():
+                sharded[slot] = _constrain.apply_shardings(sharded[slot], shardings)
+        outputs = self.body.run(signature, layout, sharded, None)
+        return _constrain.apply_shardings(outputs, boundary.outputs(outputs, layout, row, arguments))
 
     def _hottest(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """What the next calls try first: the only program there is, or one that chooses."""
@@ -291,7 +313,7 @@ class State:
 
     def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
-        if _inside_manual_region():
+        if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         signature = signature_of(self.convention, layout, row)
         inside = program.known.get(signature)

@@ -96,3 +96,18 @@ def require_hashable(rest: Rest, tree: Any, what: str, remedy: str) -> None:
         f'{what}{said}\n'
         f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
     )
+
+
+def reject_structs(tree: Any, name: str) -> None:
+    """Raises ArgumentError about what stands for an array, where *name* is called and not only lowered."""
+    if jax.ShapeDtypeStruct not in set(map(type, jax.tree.leaves(tree))):
+        return
+    bad = [
+        describe_leaf(path_string(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    raise ArgumentError(
+        f'{name} got shapes, which have no values to compute with:\n{shown(bad)}\n'
+        'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
+    )

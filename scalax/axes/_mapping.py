@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax import _axis_mapping, _constrain, _context
 from scalax.errors import MeshError, RuleError
 from scalax.rules import LogicalAxisShardingRule
+from scalax.rules._pattern import Pattern, parse
 
 Entry = str | Sequence[str] | None
 AxisMapping = Mapping[str, Entry] | Sequence[tuple[str, Entry]] | LogicalAxisShardingRule
@@ -96,22 +97,46 @@ def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
     return found
 
 
-def names_text(axes: Any) -> str:
-    """The names of dimensions as a pattern; haliax axes and sequences of names are taken too.
+def dimensions_of(axes: Any) -> tuple[Pattern, str]:
+    """The dimensions that are named, and how messages show them.
+
+    Strings are patterns; a haliax axis is one dimension, whatever it is called.
 
     Raises:
-        RuleError: none of these.
+        RuleError: neither a pattern, nor haliax axes, nor a sequence of these.
     """
     if isinstance(axes, str):
-        return axes
+        return parse(axes), axes
     if is_axis(axes):
-        return str(axes.name)
+        return Pattern(((axes.name,),)), str(axes.name)
     if isinstance(axes, Sequence) and all(isinstance(axis, str) or is_axis(axis) for axis in axes):
-        return ' '.join(names_text(axis) for axis in axes)
+        if not any(map(is_axis, axes)):
+            return dimensions_of(' '.join(axes))
+        patterns, texts = zip(*map(dimensions_of, axes), strict=True)
+        if any(pattern.ellipsis is not None for pattern in patterns):
+            raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
+        return Pattern(tuple(each for pattern in patterns for each in pattern.dimensions)), ' '.join(texts)
     raise RuleError(
         "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these, "
         f'got {axes!r}'
     )
+
+
+def names_text(axes: Any) -> str:
+    """The names of dimensions as a pattern.
+
+    Raises:
+        RuleError: as for `dimensions_of`, or the name of a haliax axis cannot stand in a pattern.
+    """
+    pattern, text = dimensions_of(axes)
+    names = [part for parts in pattern.dimensions for part in parts if isinstance(part, str)]
+    for name in names:
+        if not name.isidentifier() or name == '_':
+            raise RuleError(
+                f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which '
+                'names its dimensions itself, or give the axis a name of letters, digits and underscores'
+            )
+    return text
 
 
 def is_axis(value: Any) -> bool:

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
-from scalax._sjit._convention import name_of
-from scalax.axes._arrays import Rest, chosen, joined, require_hashable, split
+from scalax._sjit._convention import Convention, name_of
+from scalax.axes._arrays import Rest, chosen, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
-from scalax.errors import ArgumentError, MeshError, RuleError
+from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
 Resources = AxisMapping | ShardingRule | None
@@ -185,11 +185,17 @@ class _NamedJit:
         self._in = _rule_of(in_axis_resources, 'in_axis_resources')
         self._out = _rule_of(out_axis_resources, 'out_axis_resources')
         self._donated = {'args': donate_args, 'kwargs': donate_kwargs}
+        if isinstance(donate_kwargs, Mapping):
+            self._check_keywords(donate_kwargs)
         self._known: Recent[Any, Any] = Recent()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled, operands = self._prepared(args, kwargs)
-        return joined(*compiled(*operands))
+        try:
+            return joined(*compiled(*operands))
+        except TypeError:  # perhaps JAX's about what it does not take, by the names that arguments have here
+            reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
+            raise
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled, operands = self._prepared(args, kwargs)
@@ -209,6 +215,17 @@ class _NamedJit:
             given,
             _Call(rest, tuple(arrays)),
         )
+
+    def _check_keywords(self, donated: Mapping[str, Any]) -> None:
+        """Raises ArgumentError about names of arguments that the function does not have."""
+        convention = Convention(self._fn)
+        known = dict.fromkeys([*convention.positional, *convention.keyword_only, *convention.hints])
+        for name in donated:
+            if name not in known and convention.keywords is None:
+                raise ArgumentError(
+                    f'donate_kwargs of {self._name}: there is no argument {name!r} '
+                    f'({did_you_mean(str(name), known)})'
+                )
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
         """For every leaf of a call whether it is donated."""

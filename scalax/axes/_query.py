@@ -6,23 +6,24 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._resolve import named_sharding
 from scalax._spec import canonical, entry_axes
 from scalax.axes._mapping import (
     AxisMapping,
+    dimensions_of,
     is_axis,
     mapping_in_force,
     mesh_in_force,
-    names_text,
     required_mesh,
 )
 from scalax.errors import RuleError
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._base import REPLICATED, AxisSizes
 from scalax.rules._named_leaf import Named, NamedLeaf
-from scalax.rules._pattern import Pattern, parse
+from scalax.rules._pattern import Pattern
 
 
 def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
@@ -40,7 +41,8 @@ def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
         >>> physical_axis_name('mlp', {'mlp': 'tp'})
         'tp'
     """
-    (entry,) = pspec_for(_one(axis), mapping, mesh=mesh)
+    _require_one(axis)
+    (entry,) = pspec_for(axis, mapping, mesh=mesh)
     return entry
 
 
@@ -81,8 +83,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
         P(('data', 'fsdp'), None, None)
     """
-    text = names_text(axes)
-    pattern = parse(text)
+    pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): say what each of them is called")
     rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
@@ -139,7 +140,7 @@ def round_axis_for_partitioning(
 
     Raises:
         MeshError: there is no mesh.
-        RuleError: a size without a name.
+        RuleError: a size without a name, or no size.
 
     Example:
         >>> from scalax.sharding import MeshShardingHelper
@@ -147,27 +148,35 @@ def round_axis_for_partitioning(
         >>> round_axis_for_partitioning(50257, 'vocab', {'vocab': 'tp'}, mesh=helper)
         50264
     """
+    name: Any = axis
     if is_axis(size):
         if not isinstance(axis, str | None):  # haliax's form: the mapping follows the axis
-            axis, mapping = None, axis
-        rounded = round_axis_for_partitioning(size.size, axis or size.name, mapping, mesh=mesh)
-        return size.resize(rounded)
-    if isinstance(size, bool) or not isinstance(size, int) or not isinstance(axis, str):
+            name, mapping = None, axis
+        return size.resize(_rounded(size.size, name or size, mapping, mesh))
+    if (
+        not isinstance(size, int | np.integer)
+        or isinstance(size, bool)
+        or size < 0
+        or not isinstance(axis, str)
+    ):
         raise RuleError(
             "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, got "
             f'{size!r} and {axis!r}'
         )
+    return _rounded(int(size), axis, mapping, mesh)
+
+
+def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> int:
     found = required_mesh(mesh, 'round_axis_for_partitioning')
     over = physical_axis_size(axis, mapping, mesh=found) or 1
     return -(-size // over) * over
 
 
-def _one(axis: Any) -> str:
-    """The name of a single axis."""
-    text = names_text(axis)
-    if len(parse(text).dimensions) != 1 or parse(text).ellipsis is not None:
+def _require_one(axis: Any) -> None:
+    """Raises RuleError if several axes are named, or none."""
+    pattern, text = dimensions_of(axis)
+    if len(pattern.dimensions) != 1 or pattern.ellipsis is not None:
         raise RuleError(f'one axis is named here, got {text!r}: pspec_for takes several')
-    return text
 
 
 def _shape(pattern: Pattern, rule: LogicalAxisShardingRule, axis_sizes: AxisSizes | None) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from scalax.checkpoint import _agreed, _data_state, _rename
 from scalax.checkpoint._compare import require_fit, with_keys
 from scalax.checkpoint._describe import Description, described
 from scalax.checkpoint._orbax import orbax, path_of
-from scalax.checkpoint._savable import require_savable
+from scalax.checkpoint._savable import savable
 from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, ScalaxError, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -40,6 +40,7 @@ class Checkpointer:
             process.
 
     Raises:
+        ArgumentError: *directory* is no path, or one of the others no positive number.
         MissingDependencyError: Orbax is not installed.
 
     Example:
@@ -66,7 +67,9 @@ class Checkpointer:
         timeout: int = 1200,
     ) -> None:
         for name, number in (('keep', keep), ('save_every', save_every), ('timeout', timeout)):
-            if not (name == 'keep' and number is None) and (not isinstance(number, int) or number < 1):
+            if name == 'keep' and number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
         self._directory = path_of(directory)
         self._keep, self._save_every = keep, save_every
@@ -106,8 +109,10 @@ class Checkpointer:
         step = _number(step)
         if (step % self._save_every and not force) or step == self._reached:
             return False
-        tree = NamedTree.of(state)
-        require_savable(tree)
+        given = NamedTree.of(state)
+        tree = savable(given)
+        if tree is not given:
+            state = tree.treedef.unflatten(tree.leaves)
         encoded = None if data is None else _data_state.encode(data)
         self.wait()
         from scalax.checkpoint._handler import StateSave
@@ -157,15 +162,25 @@ class Checkpointer:
             The tree, with the structure of *like*. Python numbers are Python numbers again.
 
         Raises:
-            ArgumentError: *step*, *only* or *rename* is none.
+            ArgumentError: *step*, *only*, *rename* or *data* is none; *like* is a function with arguments.
             CheckpointError: no such checkpoint; it is damaged; leaves are missing, extra, or of another shape
-                or dtype, all of which are named.
+                or dtype, all of which are named; processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
-        step = None if step is None else _number(step)
-        self.wait()
-        target = target_of(helper, rules, like, only)
+        target, error = None, None
+        try:
+            step = None if step is None else _number(step)
+            rename = _rename.checked_pairs('rename', rename)
+            _data_state.require_settable(data)
+            self.wait()
+            target = target_of(helper, rules, like, only)
+        except ScalaxError as fault:  # raised once all have been told
+            error = fault
+        with_data = '' if data is None else ', with data'
+        call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
+        _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
+        assert target is not None
         saved = self._choose(helper, step, verify)
         description = saved.description()
         names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from scalax.checkpoint._saved import Saved
-from scalax.errors import CheckpointError
+from scalax.errors import ArgumentError, CheckpointError
 
 _BYTES, _JSON = b'B', b'J'
 
@@ -30,6 +30,15 @@ def encode(data: Any) -> bytes:
             f'({error}). Give an iterator with get_state() and set_state(), bytes, or what json.dumps takes'
         ) from error
     return _JSON + text.encode()
+
+
+def require_settable(data: Any) -> None:
+    """Raises ArgumentError if *data* is something that cannot be given a state."""
+    if data is not None and not hasattr(data, 'set_state'):
+        raise ArgumentError(
+            f'restore: data is the iterator to set to what was saved, with set_state(), got {data!r}. What '
+            'was saved as bytes or as a value, Checkpointer.data() returns'
+        )
 
 
 def decode(encoded: bytes) -> Any:

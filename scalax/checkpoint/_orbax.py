@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from scalax.errors import MissingDependencyError
+from scalax.errors import ArgumentError, MissingDependencyError
 
 Path = Any
 """An ``etils.epath.Path``: like one of pathlib, and for object stores too."""
@@ -27,8 +27,14 @@ def orbax() -> Any:
 
 
 def path_of(directory: str | os.PathLike[str]) -> Path:
-    """A directory as Orbax takes it: absolute, and in an object store too (``gs://...``)."""
+    """A directory as Orbax takes it: absolute, and in an object store too (``gs://...``).
+
+    Raises:
+        ArgumentError: it is no path.
+    """
     orbax()
+    if not isinstance(directory, str | os.PathLike) or not str(directory):
+        raise ArgumentError(f'Checkpointer: directory is a path, got {directory!r}')
     from etils import epath  # a dependency of Orbax
 
     return epath.Path(directory).absolute()

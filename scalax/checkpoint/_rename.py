@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scalax.errors import ArgumentError, CheckpointError
@@ -44,6 +44,8 @@ def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple
         ArgumentError: one is no tuple of two to *most* values, or its regex is none.
     """
     found = []
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+        raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pairs!r}')
     for pair in pairs:
         if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= most:
             raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
@@ -56,7 +58,7 @@ def substituted(where: str, regex: re.Pattern[str], replacement: Any, text: str)
     """``regex.sub``, with an error that says which replacement does not fit its regex."""
     try:
         return regex.sub(replacement, text)
-    except (re.error, IndexError) as error:  # IndexError: a group by a name that the regex does not give
+    except (re.error, IndexError, TypeError) as error:  # IndexError: a name that is no group of the regex
         raise ArgumentError(
             f'{where}: the replacement {replacement!r} does not fit {regex.pattern!r}: {error}'
         ) from None

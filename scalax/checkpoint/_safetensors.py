@@ -15,9 +15,9 @@ import jax
 
 from scalax import _mesh
 from scalax._paths import canonical_dtype
-from scalax.checkpoint._safetensors_file import Box, Tensor, read_ahead, read_box, tensors_of
+from scalax.checkpoint._safetensors_file import Box, Tensor, bytes_of, read_ahead, read_boxes, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
-from scalax.errors import CheckpointError, shown
+from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -33,8 +33,8 @@ def load_safetensors(
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads the bytes that its devices need, block by block, so that the host never holds more than
-    the largest block.
+    Each process reads the bytes that its devices need, block by block and small ones together, so that the
+    host never holds more than the largest block.
 
     Args:
         helper: the mesh.
@@ -54,7 +54,8 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or holds what is no regex or no replacement.
+        ArgumentError: the mapping is none of these, or holds what is no regex, no replacement or no path;
+            *files* are no paths.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -88,10 +89,11 @@ def load_safetensors(
         for tensor in tensors:
             path, axes = wanted[tensor.name]
             loads.append(_Load(opened[tensor.file], tensor, path, axes, _get(shardings, path)))
+        largest = max((load.largest for load in loads), default=0)
         for i, load in enumerate(loads):
             for coming in loads[i : i + 2]:
                 coming.read_ahead()
-            _put(tree, load.path, load.array())
+            _put(tree, load.path, load.array(largest))
     return tree
 
 
@@ -133,17 +135,43 @@ class _Load:
         """Has the system read what is wanted next."""
         read_ahead(self.descriptor, self.tensor, [box for box, _ in self.blocks])
 
-    def array(self) -> jax.Array:
-        """The array, block by block: the next is read when the last lies on its devices."""
+    @property
+    def largest(self) -> int:
+        """The bytes of its largest block."""
+        return max((bytes_of(self.tensor, box) for box, _ in self.blocks), default=0)
+
+    def groups(self, most: int) -> list[list[tuple[Box, list[Any]]]]:
+        """The blocks, as they are read together.
+
+        Args:
+            most: the bytes of host memory for it, if they are more than one block takes.
+        """
+        # On CPU the array takes a block's memory as it is, so that no block is held besides.
+        taken = bool(self.blocks) and self.blocks[0][1][0].platform == 'cpu' and not self.axes
+        found: list[list[tuple[Box, list[Any]]]] = []
+        size = 0
+        for block in self.blocks:
+            more = 0 if taken else bytes_of(self.tensor, block[0])
+            if found and size + more <= most:
+                found[-1].append(block)
+                size += more
+            else:
+                found.append([block])
+                size = more
+        return found
+
+    def array(self, most: int) -> jax.Array:
+        """The array: the next blocks are read when the last lie on their devices; see `groups`."""
         parts = []
-        for box, devices in self.blocks:
-            block = read_box(self.descriptor, self.tensor, box)
-            for device in devices:
-                place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
-                part = jax.device_put(block, place)
-                parts.append(part.transpose(self.axes) if self.axes else part)
+        for group in self.groups(most):
+            blocks = read_boxes(self.descriptor, self.tensor, [box for box, _ in group])
+            for block, (_, devices) in zip(blocks, group, strict=True):
+                for device in devices:
+                    place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                    part = jax.device_put(block, place)
+                    parts.append(part.transpose(self.axes) if self.axes else part)
             jax.block_until_ready(parts)
-            del block
+            del block, blocks
         dtype = self.tensor.dtype
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=dtype)
 
@@ -175,7 +203,15 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
 def _listed(files: Files) -> dict[Path, list[str] | None]:
     """The files, each with the tensors that an index says are in it."""
     if not isinstance(files, str | os.PathLike):
-        listed = [Path(file) for file in files]
+        if isinstance(files, bytes) or not isinstance(files, Iterable):
+            raise ArgumentError(f'load_safetensors: files is a path, or a list of paths, got {files!r}')
+        given = list(files)
+        for file in given:
+            if not isinstance(file, str | os.PathLike):
+                raise ArgumentError(f'load_safetensors: files is a list of paths, and {file!r} in it is none')
+        listed = [Path(file) for file in given]
+        if not listed:
+            raise CheckpointError('load_safetensors: the list of files is empty')
         _require_files(listed)
         return dict.fromkeys(listed)
     path = Path(files)
@@ -198,6 +234,8 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f'{index} is no index: {type(error).__name__}: {error}') from error
     listed: dict[Path, list[str] | None] = {}
+    if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f'{index} is no index: its weight_map does not give a file for each tensor')
     for name, file in places.items():
         names = listed.setdefault(index.parent / file, [])
         assert names is not None

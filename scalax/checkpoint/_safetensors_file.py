@@ -1,4 +1,4 @@
-"""What is in a safetensors file, and where? Its header, and reading one block of one tensor.
+"""What is in a safetensors file, and where? Its header, and reading blocks of one tensor.
 
 The format: eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and
 the tensors one after the other, row by row, little-endian. https://github.com/huggingface/safetensors#format
@@ -10,6 +10,7 @@ it, and float8 is unknown to it as NumPy. Here the bytes of a block are read, an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,14 +21,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from scalax._aligned import aligned
 from scalax.errors import CheckpointError
 
 _LENGTH = 8
 _LARGEST_HEADER = 100_000_000  # bytes; what the format allows
 _PAGE = 1 << 12  # bytes: what lies within a page of the next run is cheaper read than jumped over
 _BAND = 1 << 20  # bytes that are then read at once
+_MOST = 1024  # parts that one system call fills (IOV_MAX)
 _SPARSE = 16  # where less than one byte of so many is wanted, seeking is cheaper than reading all
-_ALIGNMENT = 64  # bytes: JAX takes memory that begins at such a multiple as it is, on CPU
 
 DTYPES: Mapping[str, Any] = {
     'BOOL': np.bool_,
@@ -98,18 +100,28 @@ def tensors_of(file: Path) -> list[Tensor]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f'{file} is no safetensors file: {type(error).__name__}: {error}') from error
-    end = max((tensor.begin + _bytes(tensor.shape, tensor.dtype) for tensor in found), default=0)
+    found.sort(key=lambda tensor: tensor.begin)
+    end, last = 0, ''  # of the tensors so far
+    for tensor in found:
+        if tensor.begin < end and 0 not in tensor.shape:
+            raise CheckpointError(f'{file} is damaged: {last} and {tensor.name} overlap')
+        end, last = max((end, last), (tensor.begin + _bytes(tensor.shape, tensor.dtype), tensor.name))
     if size < end:
         raise CheckpointError(f'{file} is truncated: it has {size} bytes, and its tensors need {end}')
-    return sorted(found, key=lambda tensor: tensor.begin)
+    return found
 
 
 def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int) -> Tensor:
     if entry['dtype'] not in DTYPES:
         raise CheckpointError(f'{file}: {name} has the dtype {entry["dtype"]}, which JAX does not have')
     dtype = np.dtype(DTYPES[entry['dtype']])
-    shape = tuple(int(dim) for dim in entry['shape'])
+    shape: tuple[int, ...] = tuple(entry['shape'])
     begin, end = entry['data_offsets']
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise CheckpointError(
+            f'{file} is damaged: {name} has the shape {entry["shape"]} and the offsets '
+            f'{entry["data_offsets"]}; both are whole numbers, at least 0'
+        )
     if end - begin != _bytes(shape, dtype):
         raise CheckpointError(
             f'{file} is damaged: {name} is {dtype}{list(shape)}, which is {_bytes(shape, dtype)} bytes, and '
@@ -122,38 +134,78 @@ def _bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def read_box(descriptor: int, tensor: Tensor, box: Box) -> np.ndarray:
-    """A block of a tensor, in memory of its own.
+def bytes_of(tensor: Tensor, box: Box) -> int:
+    """The size of a block."""
+    return _bytes([part.stop - part.start for part in box], tensor.dtype)
 
-    Exactly its own bytes are read; only where parts of it lie less than a page apart, what is between them is
-    read with them.
+
+def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np.ndarray]:
+    """Blocks of a tensor, each in memory of its own.
+
+    Exactly their own bytes are read; only where parts of a block lie less than a page apart, what is between
+    them is read with them. What follows one another in the file is read at once, whichever blocks it goes to:
+    system calls are what short runs cost.
 
     Args:
         descriptor: of the opened file.
         tensor: which.
-        box: which part of it.
+        boxes: which parts of it; they do not meet.
 
     Raises:
         CheckpointError: the file has become shorter.
     """
-    shape = tuple(part.stop - part.start for part in box)
-    block = _aligned(shape, tensor.dtype)
-    if not block.size:
-        return block
-    runs = _runs(tensor, box)
-    target = block.reshape(-1).view(np.uint8).reshape(len(runs.starts), runs.size)
-    at_once = max(_BAND // runs.stride, 1) if runs.stride <= _PAGE else 1
-    buffer = np.empty(at_once * runs.stride if at_once > 1 else 0, np.uint8)
-    for first in range(0, len(runs.starts), runs.count):
+    blocks = [aligned(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
+    far = []
+    for box, block in zip(boxes, blocks, strict=True):
+        if block.size:
+            runs = _runs(tensor, box)
+            flat = block.reshape(-1).view(np.uint8)
+            if runs.size < runs.stride <= _PAGE:
+                _read_close(descriptor, tensor, runs, flat)
+            else:
+                far.append((runs, flat))
+    if far:
+        _read_far(descriptor, tensor, far)
+    return blocks
+
+
+def _read_close(descriptor: int, tensor: Tensor, runs: _Runs, flat: np.ndarray) -> None:
+    """Reads what is between the runs too, a bounded number of bytes at a time."""
+    target = flat.reshape(len(runs.starts), runs.size)
+    at_once = _BAND // runs.stride
+    buffer = np.empty(at_once * runs.stride, np.uint8)
+    for first in range(0, len(target), runs.count):
         for i in range(first, first + runs.count, at_once):
             rows = target[i : min(i + at_once, first + runs.count)]
-            if len(rows) == 1:
-                _fill(descriptor, rows, runs.starts[i], tensor)
-            else:
-                span = (len(rows) - 1) * runs.stride + runs.size
-                _fill(descriptor, buffer[:span], runs.starts[i], tensor)
-                rows[:] = buffer[: len(rows) * runs.stride].reshape(len(rows), -1)[:, : runs.size]
-    return block
+            span = (len(rows) - 1) * runs.stride + runs.size
+            _fill(descriptor, [buffer[:span]], int(runs.starts[i]), tensor)
+            rows[:] = buffer[: len(rows) * runs.stride].reshape(len(rows), -1)[:, : runs.size]
+
+
+def _read_far(descriptor: int, tensor: Tensor, blocks: Sequence[tuple[_Runs, np.ndarray]]) -> None:
+    """Reads the runs of several blocks in the order of the file, as many at once as follow one another."""
+    views = [memoryview(flat) for _, flat in blocks]
+    sizes = [runs.size for runs, _ in blocks]
+    starts = np.concatenate([runs.starts for runs, _ in blocks])
+    owners = np.repeat(np.arange(len(blocks)), [len(runs.starts) for runs, _ in blocks])
+    places = np.concatenate([np.arange(len(runs.starts)) * runs.size for runs, _ in blocks])
+    order = np.argsort(starts, kind='stable')
+    starts, owners, places = starts[order], owners[order], places[order]
+    ends = starts + np.asarray(sizes)[owners]
+    for i in range(0, len(starts), _MOST):
+        now = slice(i, i + _MOST)
+        targets = [
+            views[owner][place : place + sizes[owner]]
+            for owner, place in zip(owners[now].tolist(), places[now].tolist(), strict=True)
+        ]
+        jumps = np.flatnonzero(starts[now][1:] != ends[now][:-1]) + 1
+        edges = np.asarray([0, *jumps, len(targets)])
+        parts = [targets[first:last] for first, last in itertools.pairwise(edges.tolist())]
+        begins, wanted = starts[now][edges[:-1]], ends[now][edges[1:] - 1] - starts[now][edges[:-1]]
+        # Short runs are many: the loop over them is one of C.
+        counts = map(os.preadv, itertools.repeat(descriptor), parts, begins.tolist())
+        for part in np.flatnonzero(np.fromiter(counts, np.int64, len(parts)) < wanted).tolist():
+            _fill(descriptor, parts[part], int(begins[part]), tensor)
 
 
 def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
@@ -170,7 +222,7 @@ def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
         return
     row = _bytes(tensor.shape[1:], tensor.dtype)
     first, last = min(box[0].start for box in boxes), max(box[0].stop for box in boxes)
-    wanted = sum(_bytes([part.stop - part.start for part in box], tensor.dtype) for box in boxes)
+    wanted = sum(bytes_of(tensor, box) for box in boxes)
     if wanted * _SPARSE >= (last - first) * row:
         start = tensor.begin + first * row
         os.posix_fadvise(descriptor, start, (last - first) * row, os.POSIX_FADV_WILLNEED)
@@ -182,13 +234,13 @@ class _Runs:
 
     Attributes:
         size: how many bytes each has.
-        starts: where each begins, in the file.
+        starts: where each begins in the file, in ascending order.
         count: so many of them lie at equal distances, again and again.
         stride: that distance.
     """
 
     size: int
-    starts: list[int]
+    starts: np.ndarray
     count: int
     stride: int
 
@@ -199,27 +251,24 @@ def _runs(tensor: Tensor, box: Box) -> _Runs:
     while inner and box[inner] == slice(0, tensor.shape[inner]):
         inner -= 1
     size = tensor.dtype.itemsize * math.prod(part.stop - part.start for part in box[inner:])
-    starts = [tensor.begin + (box[inner].start * strides[inner] if box else 0)]
+    starts = np.asarray([tensor.begin + (box[inner].start * strides[inner] if box else 0)])
     for part, stride in zip(box[:inner], strides, strict=False):
-        starts = [start + row * stride for start in starts for row in range(part.start, part.stop)]
+        starts = (starts[:, None] + np.arange(part.start, part.stop) * stride).reshape(-1)
     if not inner:
         return _Runs(size, starts, 1, size)
     return _Runs(size, starts, box[inner - 1].stop - box[inner - 1].start, strides[inner - 1])
 
 
-def _fill(descriptor: int, target: np.ndarray, start: int, tensor: Tensor) -> None:
-    """Reads as many bytes as *target* has."""
-    done = os.preadv(descriptor, [target], start)
-    while done < target.nbytes:
-        count = os.preadv(descriptor, [memoryview(target.reshape(-1))[done:]], start + done)
+def _fill(descriptor: int, targets: list[Any], start: int, tensor: Tensor) -> None:
+    """Reads as many bytes as *targets* have, one target after the other."""
+    wanted = sum(target.nbytes for target in targets)
+    done = os.preadv(descriptor, targets, start)
+    while done < wanted:
+        rest = [*targets]
+        left = done
+        while left >= rest[0].nbytes:
+            left -= rest.pop(0).nbytes
+        count = os.preadv(descriptor, [memoryview(rest[0])[left:], *rest[1:]], start + done)
         if not count:
             raise CheckpointError(f'{tensor.file} became shorter while it was read: {tensor.name} ends early')
         done += count
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory that JAX takes without a copy on CPU."""
-    size = _bytes(shape, dtype)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size].view(dtype).reshape(shape)

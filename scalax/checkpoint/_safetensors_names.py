@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from scalax.checkpoint._rename import checked_pairs, substituted
-from scalax.errors import CheckpointError, near_names, shown
+from scalax.errors import ArgumentError, CheckpointError, near_names, shown
 
 Goal = str | tuple[str, tuple[int, ...]] | None
 Mapped = Mapping[str, Goal] | Sequence[tuple[Any, ...]] | Callable[[str], Goal] | None
@@ -22,8 +24,10 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
     Raises:
         CheckpointError: names that the mapping does not cover, or covers and which are not there; two tensors
             of one path, or one whose path goes through that of another.
+        ArgumentError: the mapping is none, or what it gives for a name is no path.
     """
     problems: list[str] = []
+    wrong: list[str] = []
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     if isinstance(mapping, Mapping):
         problems.extend(_absent(mapping, names))
@@ -34,8 +38,19 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
         except KeyError:
             problems.append(f'{name}: the mapping says nothing of it')
             continue
-        if goal is not None:
-            found[name] = (goal, ()) if isinstance(goal, str) else goal
+        if goal is None:
+            continue
+        checked = _checked(goal)
+        if checked is None:
+            wrong.append(f'{name}: {goal!r}')
+        else:
+            found[name] = checked
+    if wrong:
+        raise ArgumentError(
+            f'mapping: this is where tensors are to go, and is no path:\n{shown(wrong)}\n'
+            "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
+            'leave the tensor out.'
+        )
     problems.extend(_collisions(found))
     if problems:
         raise CheckpointError(
@@ -43,6 +58,15 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
             'What to do: give every tensor one path of its own, or None to leave it out.'
         )
     return found
+
+
+def _checked(goal: Any) -> tuple[str, tuple[int, ...]] | None:
+    """A path and axes, or None where *goal* is neither a path nor both."""
+    path, axes = goal if isinstance(goal, tuple | list) and len(goal) == 2 else (goal, ())
+    whole = isinstance(axes, Sequence) and all(
+        isinstance(axis, int | np.integer) and not isinstance(axis, bool) for axis in axes
+    )
+    return (path, tuple(map(int, axes))) if isinstance(path, str) and whole else None
 
 
 def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
@@ -60,7 +84,7 @@ def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
                 if replacement is None:
                     return None
                 path = substituted('mapping', regex, replacement, name).replace('.', '/')
-                return (path, tuple(axes[0])) if axes else path
+                return (path, axes[0]) if axes else path
         raise KeyError(name)
 
     return by_regex
@@ -69,7 +93,7 @@ def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
 def _absent(mapping: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     for name in mapping:
         if name not in names:
-            near = near_names(name, names)
+            near = near_names(str(name), names)
             yield f'{name}: the files have no such tensor' + (f'; did you mean {near[0]}?' if near else '')
 
 

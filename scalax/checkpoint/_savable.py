@@ -1,30 +1,60 @@
-"""Can every leaf of a tree be saved? Asked before anything is written."""
+"""Can every leaf of a tree be saved, and as what? Asked before anything is written."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from scalax._paths import NamedTree, has_foreign_dtype
+from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype
 from scalax.checkpoint._target import require_distinct
 from scalax.errors import CheckpointError, shown
 
 
-def require_savable(tree: NamedTree) -> None:
-    """Raises CheckpointError, which names every leaf that cannot be saved."""
+def savable(tree: NamedTree) -> NamedTree:
+    """The tree as it is saved: numpy arrays in the dtypes that JAX gives them, in which they are restored.
+
+    Raises:
+        CheckpointError: names every leaf that cannot be saved.
+    """
     require_distinct(tree.paths, 'the state')
     if tree.bare:
         raise CheckpointError("the state is a single leaf; give a tree, such as {'params': leaf}")
-    found = [f'{tree.describe(i)}: {why}' for i, leaf in enumerate(tree.leaves) for why in _reasons(leaf)]
+    leaves = [_as_held(leaf) for leaf in tree.leaves]
+    found = [
+        f'{tree.describe(i)}: {why}'
+        for i, leaf in enumerate(tree.leaves)
+        for why in _reasons(leaf, leaves[i])
+    ]
     found.extend(_same_name(tree))
     if found:
         raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown(found)}')
+    changed = any(leaf is not given for leaf, given in zip(leaves, tree.leaves, strict=True))
+    return dataclasses.replace(tree, leaves=leaves) if changed else tree
 
 
-def _reasons(leaf: Any) -> Iterator[str]:
+def _as_held(leaf: Any) -> Any:
+    """A leaf as JAX holds it: without x64, a numpy array of 64 bits has 32."""
+    if not isinstance(leaf, np.ndarray | np.generic) or has_foreign_dtype(leaf):
+        return leaf
+    dtype = canonical_dtype(leaf.dtype)
+    with np.errstate(over='ignore'):  # what does not fit is found by its value
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
+def _fits(leaf: Any, held: Any) -> bool:
+    """Whether the values of a numpy array fit in the dtype that JAX gives it; digits may be lost."""
+    if held is leaf:
+        return True
+    if leaf.dtype.kind in 'iu':
+        return bool((held == leaf).all())
+    return bool((np.isfinite(held) == np.isfinite(leaf)).all())
+
+
+def _reasons(leaf: Any, held: Any) -> Iterator[str]:
     if isinstance(leaf, jax.core.Tracer):
         yield 'it is a value inside a traced function; save outside of it'
     elif isinstance(leaf, jax.Array):
@@ -38,7 +68,14 @@ def _reasons(leaf: Any) -> Iterator[str]:
         if leaf.size == 0:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif has_foreign_dtype(leaf):
-            yield 'only numbers can be saved'
+            yield f'JAX has no arrays of dtype {leaf.dtype}'
+        elif not _fits(leaf, held):
+            yield (
+                f'it holds values that do not fit in {held.dtype}, which JAX makes of '
+                f'{leaf.dtype}; set jax_enable_x64, or save a Python number'
+            )
+    elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        yield 'it has more than 64 bits'
     elif not isinstance(leaf, bool | int | float):
         yield 'only arrays, typed keys and Python numbers can be saved'
 

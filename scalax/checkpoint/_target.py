@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,10 +46,12 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
 
     Raises:
         CheckpointError: two leaves have one path, or *only* chooses none.
-        ArgumentError: *only* is no regex.
+        ArgumentError: *only* is no regex, or *like* a function with arguments.
         ShardingError: some leaves cannot be sharded as asked.
     """
     made = is_function(like)
+    if made:
+        _require_no_arguments(like)
     pytree = jax.eval_shape(like) if made else like
     tree = NamedTree.of(pytree)
     require_distinct(tree.paths, 'like')
@@ -69,6 +72,20 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
         else:
             rest[path] = struct if made else leaf
     return Target(wanted, rest, tree)
+
+
+def _require_no_arguments(function: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of something built in, nothing is known
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ArgumentError(
+            f'restore: like is a function without arguments that makes the tree, and {error}. Bind arguments '
+            'with functools.partial'
+        ) from None
 
 
 def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

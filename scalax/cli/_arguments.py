@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
+
 from scalax.cli import _commands
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
@@ -25,7 +27,8 @@ the step (such as helper.sjit makes) and the tuple of its arguments; jax.ShapeDt
 """
 _SEARCH = """\
 Plans a step on every mesh that a slice can hold, quickly, and the best of them in full; ranks
-them, and says of each other one why it lost. Ctrl-C ranks what was planned until then.
+them, and says of each other one why it lost. Ctrl-C ranks what was planned until then, once the
+compiler is done with the mesh that it is at.
 
 FILE.py:make_step as in `plan`.
 """
@@ -47,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 3 if a step does not fit; 2 for what cannot be asked; 1 for other failures.
     """
     asked = _parser().parse_args(arguments)
+    # Nothing is run: accelerators that are here are left alone, also by what the user's file does.
+    jax.config.update('jax_platforms', 'cpu')
     try:
         fits = asked.answer(asked)
     except (PlanError, MissingDependencyError) as error:
@@ -137,10 +142,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default={},
         metavar='NAME=N,...',
-        help='how many slices lie along which axes: data=4',
-    )
-    parser.add_argument(
-        '--split', action='store_true', help='let one axis of the torus serve several mesh axes'
+        help='how many slices lie along which axes: data=4; one that --mesh does not name is only that',
     )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 
 from scalax.cli._load import load_function, pair
 from scalax.cli._topologies import table
-from scalax.errors import ArgumentError, PlanError, did_you_mean
+from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
@@ -21,8 +21,8 @@ from scalax.sharding import MeshShardingHelper
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
-    make_step = load_function(asked.function)
     helper = _helper(asked)
+    make_step = load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick)
     if asked.html:
@@ -35,7 +35,6 @@ def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
     make_step = load_function(asked.function)
-    jax.config.update('jax_platforms', 'cpu')
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
@@ -66,9 +65,9 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 def explain(asked: argparse.Namespace) -> None:
     """Prints what each leaf of a tree gets."""
-    make_state = load_function(asked.function)
     known = -1 not in asked.mesh.values()
     helper = _abstract_helper(asked) if known and not asked.topology else _helper(asked)
+    make_state = load_function(asked.function)
     tree, rules = pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     print(report.to_json() if asked.json else report)
@@ -85,26 +84,26 @@ def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
 
 
 def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
-    """A helper over the hardware that is asked for. Accelerators that are here are left alone."""
-    jax.config.update('jax_platforms', 'cpu')
-    names, dims = list(asked.mesh), list(asked.mesh.values())
-    unknown = [name for name in asked.dcn if name not in names]
-    if unknown:
-        raise ArgumentError(
-            f'--dcn names {unknown[0]!r}, which is no axis of --mesh ({did_you_mean(unknown[0], names)})'
-        )
+    """A helper over the hardware that is asked for; made before the user's file may use any devices."""
+    sizes: dict[str, int] = asked.mesh
     if not asked.topology:
-        return _simulated(asked, dims, names)
-    if not asked.split:  # which takes devices in their order, over several slices too
-        _require_dcn(asked)
-    slices = asked.slices or math.prod(asked.dcn.values())
+        return _simulated(asked, list(sizes.values()), list(sizes))
+    _require_dcn(asked)
+    across: dict[str, int] = asked.dcn
+    for name in across:
+        if name not in sizes and near_names(name, sizes):
+            raise ArgumentError(
+                f'--dcn names {name!r}, which is no axis of --mesh ({did_you_mean(name, sizes)}); '
+                f'if it is another axis, give it there too: {name}={across[name]}'
+            )
+    sizes = {**{name: size for name, size in across.items() if name not in sizes}, **sizes}
     return MeshShardingHelper.from_topology(
         asked.topology,
-        dims,
-        names,
-        asked.split,
-        num_slices=slices,
-        dcn_axis_dims=[asked.dcn.get(name, 1) for name in names] if asked.dcn else None,
+        list(sizes.values()),
+        list(sizes),
+        True,  # where whole axes of the torus do, they are taken all the same
+        num_slices=asked.slices or math.prod(across.values()),
+        dcn_axis_dims=[across.get(name, 1) for name in sizes] if across else None,
     )
 
 

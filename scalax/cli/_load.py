@@ -10,6 +10,8 @@ from typing import Any
 
 from scalax.errors import ArgumentError, did_you_mean
 
+_NAME = '__file_of_the_command__'
+
 
 def load_function(named: str) -> Callable[..., Any]:
     """The function that ``FILE.py:name`` names. The file is run; what it raises is not caught.
@@ -21,13 +23,13 @@ def load_function(named: str) -> Callable[..., Any]:
     if not colon or not name.isidentifier():
         raise ArgumentError(f'{named!r} names no function: write FILE.py:function')
     path = Path(file).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(_NAME, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ArgumentError(f'{file!r} is no Python file')
-    # As `python FILE.py` would have it: its neighbours can be imported.
+    # As `python FILE.py` would have it: its neighbours can be imported, and it takes the name of no module.
     sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[_NAME] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):

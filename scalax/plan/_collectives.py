@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from scalax.plan._groups import replica_groups, source_target_pairs, written_gro
 from scalax.plan._loops import Counted, visits
 from scalax.plan._mesh_axes import axes_of_groups, devices_along
 from scalax.plan._module import Computation, Instruction, Module
+from scalax.plan._places import Network, Place, networks_of
 from scalax.plan._sources import Source, source_of
 
 Kind = Literal[
@@ -33,6 +34,8 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Results that are one device's part of the array: the whole is as many times as large as the group.
 _PARTS = {'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all'}
+# Attributes of what sends something to other devices.
+_TO_OTHERS = ('replica_groups=', 'source_target_pairs=')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Collective:
             for groups of all devices along the axes.
         scattered: whether it is an all-reduce of which each device keeps but its own part: the partitioner's
             way to say reduce-scatter, which compilers for accelerators make of it.
+        networks: what carries it: ``'ici'`` between the chips of a slice, ``'dcn'`` between slices,
+            ``'chip'`` between the devices of a chip; several where groups need several. Empty where devices
+            do not lie in slices, as CPUs.
     """
 
     kind: Kind
@@ -64,14 +70,18 @@ class Collective:
     source: Source
     part: tuple[int, ...] = ()
     scattered: bool = False
+    networks: tuple[Network, ...] = ()
 
 
-def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(
+    module: Module, mesh: Mapping[str, int], places: Sequence[Place] = ()
+) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
 
     Args:
         module: the program after SPMD partitioning.
         mesh: mesh axis name -> size, in the order of the mesh.
+        places: where the devices of the mesh lie, in the order of the mesh.
 
     Raises:
         PlanError: some collective is written in a way that is not known.
@@ -82,12 +92,22 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ..
             kind = _kind(instruction)
             if kind is None:
                 continue
-            axes, group, part = _reach(instruction, kind, module.partitions, mesh)
-            if group > 1:
-                whole = instruction.bytes * (group if kind in _PARTS else 1)
-                source = source_of(module, visit.computation, instruction)
-                scattered = kind == 'all-reduce' and _keeps_a_part(visit.computation, instruction, group)
-                row = Collective(kind, axes, group, 0, visit.counted, whole, source, part, scattered)
+            reach = _reach(instruction, kind, module.partitions, mesh, places)
+            if reach.group > 1:
+                whole = instruction.bytes * (reach.group if kind in _PARTS else 1)
+                row = Collective(
+                    kind=kind,
+                    axes=reach.axes,
+                    group=reach.group,
+                    count=0,
+                    counted=visit.counted,
+                    bytes=whole,
+                    source=source_of(module, visit.computation, instruction),
+                    part=reach.part,
+                    scattered=kind == 'all-reduce'
+                    and _keeps_a_part(visit.computation, instruction, reach.group),
+                    networks=reach.networks,
+                )
                 counts[row] += visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
@@ -123,31 +143,54 @@ def _keeps_a_part(computation: Computation, instruction: Instruction, group: int
 
 
 def _kind(instruction: Instruction) -> Kind | None:
+    opcode, attributes = instruction.opcode, instruction.attributes
     for kind in KINDS:
-        if instruction.opcode == kind:
+        if opcode == kind:
             return kind
-        if instruction.opcode == f'{kind}-start':
+        if opcode == f'{kind}-start':
             raise PlanError(
-                f'the program holds {instruction.opcode!r}: it is not that which the partitioner left, but a '
+                f'the program holds {opcode!r}: it is not that which the partitioner left, but a '
                 'later one, in which collectives are rewritten'
             )
+    between_devices = opcode == 'send' and 'is_host_transfer=true' not in attributes
+    if between_devices or any(name in attributes for name in _TO_OTHERS):
+        raise PlanError(
+            f'the program holds {opcode!r}: devices send one another something in a way that is not known'
+        )
     return None
 
 
+class _Reach(NamedTuple):
+    """Along which mesh axes groups lie, how many devices each has, one that is a part of its axes."""
+
+    axes: tuple[str, ...]
+    group: int
+    part: tuple[int, ...]
+    networks: tuple[Network, ...]
+
+
 def _reach(
-    instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int]
-) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
-    """The mesh axes of a collective, how many devices a group of it has, and one that is a part of them."""
+    instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int], places: Sequence[Place]
+) -> _Reach:
     if kind == 'collective-permute':
-        pairs = source_target_pairs(instruction.attribute('source_target_pairs') or '')
-        axes = axes_of_groups(pairs, mesh)
-        return axes, devices_along(axes, mesh), ()
-    text = written_groups(instruction.attributes)
-    if text is None:
-        raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
-    groups = replica_groups(text, devices)
-    if np.unique(groups).size != groups.size or groups.max() >= devices:
+        text = instruction.attribute('source_target_pairs') or ''
+        groups = source_target_pairs(text)
+        groups = groups[groups[:, 0] != groups[:, 1]]  # nothing is sent to oneself
+        fit = not groups.size or groups.max() < devices
+    else:
+        text = written_groups(instruction.attributes) or ''
+        if not text:
+            raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
+        groups = replica_groups(text, devices)
+        # Groups of fewer are of replicas of the program, not of devices. A broadcast may leave some out.
+        fit = np.unique(groups).size == groups.size and groups.max() < devices
+        fit = fit and (groups.size == devices or kind == 'collective-broadcast')
+    if not fit:
         raise PlanError(f'the groups of a collective do not fit {devices} devices: {text}')
     axes = axes_of_groups(groups, mesh)
-    whole = groups.shape[1] == devices_along(axes, mesh)
-    return axes, int(groups.shape[1]), () if whole else tuple(map(int, groups[0]))
+    along = devices_along(axes, mesh)
+    if kind == 'collective-permute':
+        return _Reach(axes, along, (), networks_of(groups, places))
+    whole = groups.shape[1] == along
+    part = () if whole else tuple(map(int, groups[0]))
+    return _Reach(axes, int(groups.shape[1]), part, networks_of(groups, places))

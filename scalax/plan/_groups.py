@@ -11,6 +11,7 @@ devices, which is that of ``mesh.devices.flat``. The notations:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -22,12 +23,14 @@ from scalax.errors import PlanError
 Groups = npt.NDArray[np.int64]
 
 _LISTED = re.compile(r'\{(\{[\d, ]*\}(?:, ?\{[\d, ]*\})*)?\}$')
+_PAIRS = re.compile(r'\{(\{\d+, ?\d+\}(?:, ?\{\d+, ?\d+\})*)?\}$')
 _IOTA = re.compile(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$')
-_MESH = re.compile(r'mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{(.*)\}$')
+_SIZE, _PART = r"'[^']*'=\d+", r"'[^']*'(?::\(\d+\)\d+)?"
+_MESH = re.compile(
+    rf'mesh\[({_SIZE}(?:, ?{_SIZE})*)\](?:, device_ids=\((.*)\))? \{{((?:{_PART}(?:, ?{_PART})*)?)\}}$'
+)
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?$')
-
-
 _WRITTEN = re.compile(
     r'(?:^|[ ,])replica_groups=('
     r'mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}'
@@ -71,11 +74,13 @@ def replica_groups(text: str, devices: int) -> Groups:
         if len(shape) == 2 and math.prod(shape) == math.prod(size) and sorted(order) == [*range(len(size))]:
             return _order(size, found[3]).reshape(shape)
     if found := _MESH.match(text):
-        return _along_axes(found[1], found[2], found[3], text)
+        # An axis that the mesh lacks, or sizes that do not go into one another, which numpy refuses.
+        with contextlib.suppress(KeyError, ValueError):
+            return _along_axes(found[1], found[2], found[3])
     raise PlanError(f'the groups of a collective are written in a way that is not known: {text}')
 
 
-def _along_axes(sizes: str, order: str | None, named: str, text: str) -> Groups:
+def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
     mesh = {name: int(size) for name, size, _, _ in _AXIS.findall(sizes)}
     ids = np.arange(math.prod(mesh.values()))
     if order is not None:
@@ -83,8 +88,6 @@ def _along_axes(sizes: str, order: str | None, named: str, text: str) -> Groups:
         ids = np.array(_numbers(order)) if found is None else _order(_numbers(found[1]), found[2])
     wanted: list[tuple[str, int, int]] = []  # (axis, size before it, size) of each axis or part of one
     for name, _, before, size in _AXIS.findall(named):
-        if name not in mesh:
-            raise PlanError(f'the groups of a collective name an axis that their mesh lacks: {text}')
         wanted.append((name, int(before or 1), int(size or mesh[name])))
     # Every axis as three: what lies before the part that is named, that part, and what lies behind.
     parts: list[int] = []
@@ -106,15 +109,14 @@ def _along_axes(sizes: str, order: str | None, named: str, text: str) -> Groups:
 
 
 def source_target_pairs(text: str) -> npt.NDArray[np.int64]:
-    """The pairs (from, to) of a permutation, one a row.
+    """The pairs (from, to) of a permutation, one a row; there may be none.
 
     Raises:
         PlanError: this is no list of pairs.
     """
-    pairs = [_numbers(pair) for pair in re.findall(r'\{([^{}]*)\}', text)]
-    if not pairs or any(len(pair) != 2 for pair in pairs):
+    if not _PAIRS.match(text):
         raise PlanError(f'the pairs of a collective-permute are written in a way that is not known: {text}')
-    return np.array(pairs, np.int64)
+    return np.array(_numbers(text), np.int64).reshape(-1, 2)
 
 
 def _order(shape: list[int], transposed: str | None) -> Groups:

@@ -72,6 +72,7 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
 
     def __post_init__(self) -> None:
         may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
+        whole = ('torus_axes', 'ring_multiple', 'devices_per_chip', 'chips_per_host')
         others = ('name', 'ring_needs_all', 'device_kinds', 'sources')
         wrong = []
         for field in dataclasses.fields(self):
@@ -84,6 +85,8 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
                 least = 'at least 0' if field.name in may_be_zero else 'more than 0'
                 if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
                     wrong.append(f'{field.name} has to be {least}, got {value!r}')
+                elif field.name in whole and not isinstance(value, int):
+                    wrong.append(f'{field.name} has to be a whole number, got {value!r}')
         if wrong:
             raise PlanError(f'the hardware {self.name!r} cannot be: {"; ".join(wrong)}')
 
@@ -219,6 +222,8 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
     if isinstance(wanted, Hardware):
         return wanted
     if wanted is not None:
+        if not isinstance(wanted, str):
+            raise PlanError(f'hardware is a scalax.plan.Hardware or the name of one, got {wanted!r}')
         if wanted not in HARDWARE:
             raise PlanError(f'there is no hardware {wanted!r} ({did_you_mean(wanted, HARDWARE)})')
         return HARDWARE[wanted]

@@ -80,5 +80,6 @@ def _collective(row: Mapping[str, Any]) -> Collective:
             'counted': Counted(row['counted']),
             'source': Source(**row['source']),
             'part': tuple(row.get('part', ())),
+            'networks': tuple(row.get('networks', ())),
         }
     )

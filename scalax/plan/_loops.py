@@ -64,6 +64,8 @@ def _calls(
     elif instruction.opcode == 'conditional':
         for attribute in ('branch_computations', 'true_computation', 'false_computation'):
             yield from ((name, 1, Counted.AT_MOST) for name in instruction.called(attribute))
+    elif instruction.opcode == 'custom-call':
+        yield from ((name, 1, Counted.UNKNOWN) for name in instruction.called('called_computations'))
     elif instruction.opcode in ('call', 'fusion', 'async-start'):
         for attribute in ('to_apply', 'calls'):
             yield from ((name, 1, Counted.EXACTLY) for name in instruction.called(attribute))

@@ -15,7 +15,7 @@ from scalax._context import MeshOwner
 from scalax._mesh import require_devices
 from scalax._paths import join
 from scalax._resolve import Use, resolve
-from scalax._sjit import names_of_arguments, sjit
+from scalax._sjit import name_of, names_of_arguments, sjit
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
@@ -65,7 +65,7 @@ def make_plan(
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    name = str(getattr(fun, '__name__', type(fun).__name__))
+    name = name_of(fun)
     try:
         traced = function.trace(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
@@ -101,6 +101,7 @@ def make_plan(
         baked = constants(module)
         memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
+    places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
     positional, by_name = lowered.args_info
@@ -115,12 +116,12 @@ def make_plan(
         memory=memory,
         inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
         outputs=_report(lowered.out_info, returned, mesh),
-        collectives=collectives(module, sizes) if compiled.text else (),
+        collectives=collectives(module, sizes, places) if compiled.text else (),
         flops=flops.count,
         flops_counted=flops.counted,
         work=work_of(module),
         device_kind=device.device_kind,
-        places=places_of(mesh.devices.flat),
+        places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
         buffers=compiled.buffers,
@@ -131,7 +132,7 @@ def reject_own_argument(fun: Any, name: str) -> None:
     """Refuses an option that is also an argument of the user's function: whose would it be?"""
     if any(name == own for own, _ in _parameters(fun)):
         raise ArgumentError(
-            f'{name!r} is an option of plan, and an argument of {getattr(fun, "__name__", fun)!r}: '
+            f'{name!r} is an option of plan, and an argument of {name_of(fun)!r}: '
             f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scalax._html import escape, paragraphs, still_page, table
+from scalax.errors import PlanError
 from scalax.explain._text import human_bytes
 from scalax.plan._bars import Bar, memory_bars, time_bars
 from scalax.plan._chips import NOBODY, Chips, chips_of
@@ -91,11 +92,10 @@ def _limit(plan: Plan, whole: float) -> str:
 
 
 def _times(plan: Plan) -> str:
-    roofline = plan.known_roofline
-    if roofline is None:
-        return _texts(
-            [f'The numbers of {plan.device_kind!r} devices are not known: plan.roofline(hardware=...)']
-        )
+    try:
+        roofline = plan.roofline()
+    except PlanError as error:
+        return _texts([f'Not known: {error}'])
     bars = time_bars(roofline)
     longest = max(bar.value for bar in bars) or 1
     rows = ''.join(_time_row(bar, longest) for bar in bars)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from scalax.errors import PlanError, did_you_mean
+from scalax.plan._groups import Groups
 from scalax.plan._hardware import Hardware
+
+Network = Literal['ici', 'dcn', 'chip']
+NETWORKS: tuple[Network, ...] = get_args(Network)
 
 
 class Place(NamedTuple):
@@ -40,32 +45,31 @@ def _place(device: Any) -> Place:
     return Place(int(index), coords, int(getattr(device, 'core_on_chip', None) or 0))
 
 
-def networks_along(axes: Sequence[str], mesh: Mapping[str, int], places: Sequence[Place]) -> tuple[str, ...]:
-    """What joins the devices along mesh axes: ``'ici'`` inside a slice, ``'dcn'`` between slices, or both.
+def networks_of(groups: Groups, places: Sequence[Place]) -> tuple[Network, ...]:
+    """What joins the devices of groups: 'ici' chips of a slice, 'dcn' slices, 'chip' the devices of a chip.
 
     Args:
-        axes: the mesh axes.
-        mesh: mesh axis -> size.
+        groups: one row a group, of positions in the order of *places*.
         places: where the devices of the mesh lie, in the order of the mesh.
 
     Returns:
-        Nothing where devices do not lie in slices.
+        All that some group needs; nothing where devices do not lie in slices.
 
     Example:
         >>> places = [Place(slice, (x,)) for slice in range(2) for x in range(2)]
-        >>> networks_along(['data'], {'data': 2, 'tp': 2}, places)
-        ('dcn',)
+        >>> networks_of(np.array([[0, 2], [1, 3]]), places), networks_of(np.array([[0, 1, 2, 3]]), places)
+        (('dcn',), ('ici', 'dcn'))
     """
-    if not all(place.coords for place in places):
+    if not places or not all(place.coords for place in places):
         return ()
-    own = [i for i, name in enumerate(mesh) if name in axes]
-    rest = [i for i in range(len(mesh)) if i not in own]
-    grid = np.arange(len(places)).reshape(tuple(mesh.values())).transpose([*own, *rest])
-    slices = np.array([place.slice for place in places])[grid]
-    groups = slices.reshape(math.prod(grid.shape[: len(own)]), -1)  # a group in each column
-    across = bool((groups != groups[0]).any())
-    inside = any(len(set(column.tolist())) < len(column) for column in groups.T)
-    return tuple(name for name, there in (('ici', inside), ('dcn', across)) if there)
+    used: set[Network] = set()
+    for group in groups.tolist():
+        slices: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
+        for device in group:
+            slices[places[device].slice].append(places[device].coords)
+        used |= {'dcn'} if len(slices) > 1 else set()
+        used |= {'ici' if len({*chips}) > 1 else 'chip' for chips in slices.values() if len(chips) > 1}
+    return tuple(network for network in NETWORKS if network in used)
 
 
 def places_on_torus(
@@ -89,7 +93,7 @@ def places_on_torus(
     """
     hardware.need('torus_axes', for_='torus=')
     dimensions = hardware.torus_axes or 0
-    lengths = {name: (given,) if isinstance(given, int) else tuple(given) for name, given in torus.items()}
+    lengths = _lengths(torus)
     for name, wanted in lengths.items():
         if name not in mesh:
             raise PlanError(
@@ -113,3 +117,17 @@ def places_on_torus(
             across = across * size + at[name]
         places.append(Place(across, (*coords, *(0,) * (dimensions - used))))
     return tuple(places)
+
+
+def _lengths(torus: Any) -> dict[str, tuple[int, ...]]:
+    """A tuple for each mesh axis, of what the caller gave."""
+    if isinstance(torus, Mapping):
+        given = {name: (value,) if isinstance(value, int) else value for name, value in torus.items()}
+        if all(isinstance(value, Sequence) for value in given.values()):
+            lengths = {name: tuple(value) for name, value in given.items()}
+            if all(isinstance(length, int) for value in lengths.values() for length in value):
+                return lengths
+    raise PlanError(
+        'torus= says how long the axes of the torus are along which each mesh axis lies, such as '
+        f"{{'fsdp': (4, 4), 'tp': 4}}, got {torus!r}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from scalax.plan._hardware import Hardware, find_hardware, hardware_of
 from scalax.plan._loops import Counted
 from scalax.plan._memory import Buffer, Memory
 from scalax.plan._page import render_fragment, render_page
-from scalax.plan._places import Place, networks_along, places_on_torus
+from scalax.plan._places import NETWORKS, Network, Place, places_on_torus
 from scalax.plan._png import save_png
 from scalax.plan._roofline import Roofline, Seconds, make_roofline
 from scalax.plan._text import render
@@ -105,12 +106,12 @@ class Plan:
         return {axes: dict(kinds) for axes, kinds in totals.items()}
 
     @property
-    def networks(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """What carries that: axes as in `totals` -> ``'ici'`` in slices, ``'dcn'`` between them, or both.
-
-        Nothing where devices do not lie in slices.
-        """
-        return {axes: networks_along(axes, self.mesh, self.places) for axes in self.totals if self.places}
+    def networks(self) -> dict[tuple[str, ...], tuple[Network, ...]]:
+        """What carries that: axes as in `totals` -> the `Collective.networks` of all that run along them."""
+        used: dict[tuple[str, ...], set[Network]] = {}
+        for row in self.collectives:
+            used.setdefault(row.axes, set()).update(row.networks)
+        return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
 
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind are executed in one call.
@@ -144,7 +145,7 @@ class Plan:
         Raises:
             PlanError: it is not positive.
         """
-        if not 0 < model_flops < float('inf'):
+        if not isinstance(model_flops, numbers.Real) or not 0 < model_flops < float('inf'):
             raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
         return dataclasses.replace(self, model_flops=round(model_flops))
 
@@ -261,6 +262,7 @@ class Plan:
                     'counted': row.counted.value,
                     'bytes': row.bytes,
                     'source': row.source._asdict(),
+                    'networks': list(row.networks),
                     **({'part': list(row.part)} if row.part else {}),
                     **({'scattered': True} if row.scattered else {}),
                 }
@@ -289,5 +291,10 @@ class Plan:
 
         Args:
             other: the plan to compare with.
+
+        Raises:
+            ArgumentError: it is no plan.
         """
+        if not isinstance(other, Plan):
+            raise ArgumentError(f'diff takes another plan, got {type(other).__name__}: Plan.load reads one')
         return PlanDiff(self, other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,15 +18,12 @@ from scalax.plan._collectives import Collective
 from scalax.plan._hardware import Hardware
 from scalax.plan._loops import Counted
 from scalax.plan._mesh_axes import devices_along
-from scalax.plan._places import Place
+from scalax.plan._places import NETWORKS, Network, Place
 from scalax.plan._seconds import seconds_of
 from scalax.plan._torus import Line, Route, Torus, route_of, torus_of
 
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
-
-Network = Literal['ici', 'dcn', 'chip']
-_NETWORKS: tuple[Network, ...] = ('ici', 'dcn', 'chip')  # as in `Times`
 
 
 class Seconds(NamedTuple):
@@ -239,7 +236,7 @@ def _slowest(
     """The time of the slowest group on each network."""
     kind = 'reduce-scatter' if row.scattered else row.kind
     times = [(seconds_of(kind, row.bytes, route, hardware, per_chip), route) for route in routes]
-    for place, network in enumerate(_NETWORKS):
+    for place, network in enumerate(NETWORKS):
         seconds, lines = max((time[place], route.lines if network == 'ici' else ()) for time, route in times)
         if seconds:
             yield network, lines, seconds

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from scalax._spec import axis_sizes_text
+from scalax.errors import PlanError
 from scalax.explain._table import table
 from scalax.explain._text import columns, human_bytes
 from scalax.plan._collectives import Collective
@@ -26,9 +27,9 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = columns(width)
-    roofline = plan.known_roofline
-    times = [] if roofline is None else ['', *str(roofline).splitlines()]
-    return '\n'.join([head(plan), _flops(plan), *_memory(plan), *times, '', *_collectives(plan, width)])
+    return '\n'.join(
+        [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
+    )
 
 
 def head(plan: Plan) -> str:
@@ -50,13 +51,24 @@ def _flops(plan: Plan) -> str:
     return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
 
 
+def _times(plan: Plan) -> Iterable[str]:
+    """The roofline, or why there is none; of simulated devices nobody expects one."""
+    if plan.platform != 'cpu':
+        try:
+            yield from str(plan.roofline()).splitlines()
+        except PlanError as error:
+            yield f'no roofline: {error}'
+        yield ''
+
+
 def _memory(plan: Plan) -> Iterable[str]:
     memory = plan.memory
     yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
-    yield f'  temporaries  {human_bytes(memory.temporaries):>10}'
+    at_once = ', not all at a time' if memory.peak < memory.total else ''
+    yield f'  temporaries  {human_bytes(memory.temporaries):>10}{at_once}'
     if memory.peak > memory.total:
         yield f'  vector memory{human_bytes(memory.peak - memory.total):>10}, at least'
     if plan.buffers:
@@ -97,16 +109,21 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
     networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        over = f' ({" and ".join(networks[axes])})' if networks.get(axes) else ''
-        yield f'along {" x ".join(axes)}{over}: {each}'
+        yield f'along {_along(axes, networks[axes])}: {each}'
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:
     """What a row of the table of collectives says in each column."""
     return (
         f'{row.kind}, scattered' if row.scattered else row.kind,
-        ' x '.join(row.axes),
+        _along(row.axes, row.networks),
         f'{_SIGNS[row.counted]}{row.count}',
         human_bytes(row.bytes),
         str(row.source),
     )
+
+
+def _along(axes: Sequence[str], networks: Sequence[str]) -> str:
+    """``'data x fsdp (ici and dcn)'``."""
+    over = f' ({" and ".join(networks)})' if networks else ''
+    return f'{" x ".join(axes)}{over}'

@@ -1,0 +1,94 @@
+"""How do arrays move of which devices hold parts of a sum? ``jax.device_put`` moves blocks and copies only.
+
+The value of an unreduced array is the sum over its unreduced axes. Only compiled programs add parts up, and
+make them: parts that JAX makes of a value are the value itself in one place, and zeros in the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax import _spec
+from scalax._paths import describe_leaf
+from scalax.errors import Problem, ShardingError
+
+
+def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """``jax.device_put`` of all leaves at once, where arrays and shardings may have unreduced axes."""
+    whole = [_with_sums_of(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    directly = [
+        sharding if axes_of(leaf) else _reduced(sharding)
+        for leaf, sharding in zip(whole, shardings, strict=True)
+    ]
+    placed = jax.device_put(whole, directly)
+    return [
+        leaf if to is sharding else _parts_of(leaf, sharding)
+        for leaf, to, sharding in zip(placed, directly, shardings, strict=True)
+    ]
+
+
+def reduced(leaf: Any) -> Any:
+    """An array whose parts are added up; any other leaf as it is."""
+    return _resharding(_reduced(leaf.sharding))(leaf) if axes_of(leaf) else leaf
+
+
+def axes_of(leaf: Any) -> frozenset[Any]:
+    """The unreduced axes of an array; none of anything else."""
+    if not isinstance(leaf, jax.Array):
+        return frozenset()
+    return leaf.sharding.spec.unreduced if isinstance(leaf.sharding, NamedSharding) else frozenset()
+
+
+def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
+    """The leaf with its parts added up, unless it is to have parts of the same sums in other places."""
+    if not axes_of(leaf):
+        return leaf
+    stays = leaf.sharding.mesh == sharding.mesh
+    if stays and _parts(leaf.sharding.spec) == _parts(sharding.spec):
+        return leaf
+    # In one step, with a reduce-scatter where it is to be cut along these axes.
+    return _resharding(_reduced(sharding))(leaf) if stays else reduced(leaf)
+
+
+def _parts(spec: PartitionSpec) -> tuple[frozenset[Any], str]:
+    """The unreduced axes, and what their parts make: a sum, or in newer JAX something else."""
+    return spec.unreduced, getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
+
+
+def _parts_of(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array as parts of sums.
+
+    Raises:
+        ShardingError: there are no such parts, or XLA (of JAX 0.10 to 0.12) ends the process.
+    """
+    _, kind = _parts(sharding.spec)
+    if kind != 'sum' or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        what = 'complex numbers' if kind == 'sum' else 'arrays'
+        problem = Problem(
+            'unreduced',
+            describe_leaf('', leaf),
+            f'{what} cannot be placed as parts of a {kind}',
+            spec=str(sharding.spec),
+            hint='place it without unreduced axes.',
+        )
+        raise ShardingError([problem])
+    return _resharding(sharding)(leaf)
+
+
+def _reduced(sharding: NamedSharding) -> NamedSharding:
+    """The sharding without unreduced axes; the same object where it has none."""
+    spec = sharding.spec
+    if not spec.unreduced:
+        return sharding
+    return sharding.update(spec=PartitionSpec(*_spec.entries(spec), reduced=spec.reduced))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resharding(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+    return jax.jit(lambda value: jax.sharding.reshard(value, sharding))
