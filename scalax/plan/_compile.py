@@ -187,8 +187,8 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
 def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Compiles in a thread of its own, as Python hears nothing of Ctrl-C while a compiler runs in its thread.
 
-    The thread is left behind then. Python waits for it at its end: a compiler that is ended halfway aborts the
-    process.
+    The thread is left behind then. Python waits for it when it ends: a compiler that is ended halfway aborts
+    the process.
     """
     done: list[Any] = []
     failed: list[BaseException] = []
