@@ -329,6 +329,42 @@ def test_one_place_has_the_value_and_the_others_zeros() -> None:
     assert sorted(map(np.count_nonzero, blocks)) == [0, 0, 0, 0, 0, 0, 64, 64]
 
 
+UNREDUCED, REDUCED = P('a', unreduced={'b'}), P('a', reduced={'b'})
+
+
+@pytest.mark.parametrize(
+    'given', [unreduced, lambda: NUMBERS, PLACES['elsewhere']], ids=['parts', 'host', 'off']
+)
+def test_blocks_of_unreduced_arrays_are_parts_of_sums(given: Callable[[], Any]) -> None:
+    x = given()
+    whole = EXPLICIT.gather(x)
+    kinds = []
+
+    def total(block: jax.Array) -> jax.Array:
+        kinds.append(str(jax.typeof(block)))
+        return jax.lax.psum(block, 'b')
+
+    mapped = EXPLICIT.shard_map(total, UNREDUCED, P('a'))
+    np.testing.assert_array_equal(mapped(x), whole)
+    for rule in (UNREDUCED, P('b')):  # what comes as something else is made so inside
+        step = EXPLICIT.sjit(mapped, in_shardings=rule, on_mismatch='reshard')
+        np.testing.assert_array_equal(step(x), whole)
+    parts = EXPLICIT.shard(x, UNREDUCED)
+    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), whole)  # as its type says
+    assert set(kinds) == {'float32[2,8]{V:a, U:b}'}
+    same = EXPLICIT.shard_map(lambda block: block, UNREDUCED, UNREDUCED)(parts)
+    assert jax.typeof(same).sharding.spec.unreduced == {'b'}
+    np.testing.assert_array_equal(EXPLICIT.gather(same), whole)
+
+
+def test_blocks_of_reduced_arrays() -> None:
+    mapped = EXPLICIT.shard_map(lambda block: block, REDUCED, REDUCED)
+    for call in (mapped, EXPLICIT.sjit(mapped), EXPLICIT.sjit(mapped, in_shardings=REDUCED)):
+        out = call(NUMBERS)
+        assert out.sharding.spec.reduced == {'b'}
+        np.testing.assert_array_equal(EXPLICIT.gather(out), NUMBERS)
+
+
 def test_complex_numbers_are_not_made_unreduced() -> None:
     with pytest.raises(ShardingError) as caught:
         EXPLICIT.shard(NUMBERS.astype(np.complex64), P('a', unreduced={'b'}))
