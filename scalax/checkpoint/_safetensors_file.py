@@ -185,23 +185,23 @@ def _read_close(descriptor: int, tensor: Tensor, runs: _Runs, flat: np.ndarray) 
 def _read_far(descriptor: int, tensor: Tensor, blocks: Sequence[tuple[_Runs, np.ndarray]]) -> None:
     """Reads the runs of several blocks in the order of the file, as many at once as follow one another."""
     views = [memoryview(flat) for _, flat in blocks]
-    sizes = [runs.size for runs, _ in blocks]
+    sizes = np.asarray([runs.size for runs, _ in blocks])
+    firsts = np.cumsum([0, *(len(runs.starts) for runs, _ in blocks)])
     starts = np.concatenate([runs.starts for runs, _ in blocks])
-    owners = np.repeat(np.arange(len(blocks)), [len(runs.starts) for runs, _ in blocks])
-    places = np.concatenate([np.arange(len(runs.starts)) * runs.size for runs, _ in blocks])
     order = np.argsort(starts, kind='stable')
-    starts, owners, places = starts[order], owners[order], places[order]
-    ends = starts + np.asarray(sizes)[owners]
-    for i in range(0, len(starts), _MOST):
-        now = slice(i, i + _MOST)
-        targets = [
-            views[owner][place : place + sizes[owner]]
-            for owner, place in zip(owners[now].tolist(), places[now].tolist(), strict=True)
-        ]
-        jumps = np.flatnonzero(starts[now][1:] != ends[now][:-1]) + 1
+    # All that is more than a number or two of each run is made for some runs at a time: there may be many.
+    for i in range(0, len(order), _MOST):
+        now = order[i : i + _MOST]
+        owners = np.searchsorted(firsts, now, 'right') - 1
+        places = (now - firsts[owners]) * sizes[owners]
+        begin, end = starts[now], starts[now] + sizes[owners]
+        spans = zip(owners.tolist(), places.tolist(), sizes[owners].tolist(), strict=True)
+        targets = [views[owner][place : place + size] for owner, place, size in spans]
+        jumps = np.flatnonzero(begin[1:] != end[:-1]) + 1
         edges = np.asarray([0, *jumps, len(targets)])
         parts = [targets[first:last] for first, last in itertools.pairwise(edges.tolist())]
-        begins, wanted = starts[now][edges[:-1]], ends[now][edges[1:] - 1] - starts[now][edges[:-1]]
+        begins = begin[edges[:-1]]
+        wanted = end[edges[1:] - 1] - begins
         # Short runs are many: the loop over them is one of C.
         counts = map(os.preadv, itertools.repeat(descriptor), parts, begins.tolist())
         for part in np.flatnonzero(np.fromiter(counts, np.int64, len(parts)) < wanted).tolist():
