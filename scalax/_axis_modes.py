@@ -340,11 +340,7 @@ def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
     """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
     explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
     typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
-    reduced = spec.reduced & explicit
-    if unreduced := spec.unreduced & explicit:
-        sums = spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
-    else:
-        sums = PartitionSpec(reduced=reduced)
+    sums = _spec.with_sums(spec, explicit)
     return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
 
 

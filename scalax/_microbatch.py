@@ -68,7 +68,7 @@ def microbatch(
     Raises:
         ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
             dtype to accumulate in; integers in the result, which have no mean.
-        DataError: the rows do not divide by *n*; all such leaves are named.
+        DataError: the rows do not divide by *n*; all such leaves are named. Or the batch holds no array.
 
     Example:
         >>> import numpy as np
@@ -165,6 +165,11 @@ def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names)
 def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
     """Each array as a stack of *n* parts; the rows of one part lie *n* apart."""
     tree = NamedTree.of(whole)
+    if not len(tree):
+        raise DataError(
+            f'the batch of {name} ({", ".join(whole)}) holds no arrays: all parts would be the same. Name '
+            'the arguments that are the batch (batch=...)'
+        )
     wrong = [
         f'{tree.describe(i)}: {fault}'
         for i, leaf in enumerate(tree.leaves)

@@ -71,7 +71,8 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
     """The shape of anything JAX takes as an array, or None for what it does not take."""
     shape = getattr(leaf, 'shape', None)
     if shape is not None and hasattr(leaf, 'dtype'):
-        return tuple(shape)
+        # numpy would drop the mask without a word where it makes another array of such a one.
+        return None if isinstance(leaf, np.ma.MaskedArray) else tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
@@ -118,7 +119,9 @@ def describe_leaf(path: str, leaf: Any) -> str:
     name = path or '(the leaf itself)'
     if leaf_shape(leaf) is None:
         kind = type(leaf)
-        return f'{name}: {"" if kind.__module__ == "builtins" else f"{kind.__module__}."}{kind.__qualname__}'
+        remedy = ' (.filled() makes a plain array of it)' if isinstance(leaf, np.ma.MaskedArray) else ''
+        module = '' if kind.__module__ == 'builtins' else f'{kind.__module__}.'
+        return f'{name}: {module}{kind.__qualname__}{remedy}'
     if not hasattr(leaf, 'shape'):
         return f'{name}: Python {type(leaf).__name__}'
     return f'{name}: {leaf.dtype}{list(leaf.shape)}'

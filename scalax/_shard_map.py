@@ -23,7 +23,7 @@ from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
-from scalax._sjit._misplaced import lies_elsewhere
+from scalax._sjit._misplaced import lies_elsewhere, reject_deleted
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
@@ -95,7 +95,10 @@ class _Mapped:
         # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
         # code only once, since it finds the trace again.
         def body(*blocks: Any) -> Any:
-            return self.on_blocks(fun, treedef.unflatten(blocks))
+            results = self.on_blocks(fun, treedef.unflatten(blocks))
+            where = f'the outputs of {self._convention.name!r} (out_specs)'
+            resolve(None, results, self._mesh, use=Use.BOUNDARY, where=where)  # names what is no array
+            return results
 
         body.__name__ = body.__qualname__ = self._convention.name
         compiled = jax.jit(body)
@@ -108,10 +111,12 @@ class _Mapped:
 
         jax.eval_shape(run(look, out_specs=()), *leaves)
         shardings, out_treedef = self._outputs(out_specs, returned[-1])
-        results = run(
-            lambda *blocks: tuple(jax.tree.leaves(compiled(*blocks))),
-            out_specs=tuple(self._cut(sharding.spec) for sharding in shardings),
-        )(*leaves)
+
+        def leaves_of(*blocks: Any) -> tuple[Any, ...]:
+            return tuple(jax.tree.leaves(compiled(*blocks)))
+
+        leaves_of.__name__ = leaves_of.__qualname__ = self._convention.name  # as JAX's messages call it
+        results = run(leaves_of, out_specs=tuple(self._cut(sharding.spec) for sharding in shardings))(*leaves)
         return out_treedef.unflatten(self._laid(results, shardings))
 
     def on_blocks(self, fun: Callable[..., Any], row: Sequence[Any]) -> Any:
@@ -125,6 +130,7 @@ class _Mapped:
     ) -> tuple[list[PartitionSpec], list[Any]]:
         """The specs of the arguments, and the arguments as these ask, leaf by leaf."""
         layout = self._convention.layout(self._convention.extras_of(row))
+        reject_deleted(self._convention, layout, row)
         where = f'the arguments of {self._convention.name!r} (in_specs)'
         by_slot = resolve_slots(
             self._convention.rules_by_slot(
@@ -243,7 +249,7 @@ class _Mapped:
     def _cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
         return _spec.replaced(
-            PartitionSpec(),
+            _spec.with_sums(spec, self._manual),
             [
                 tuple(axis for axis in _spec.entry_axes(entry) if axis in self._manual)
                 for entry in _spec.entries(spec)
@@ -252,13 +258,17 @@ class _Mapped:
 
     def _of_type(self, leaf: Any) -> NamedSharding:
         """The sharding that the type of an argument has over Explicit axes."""
-        spec = PartitionSpec(*[_spec.UNCONSTRAINED] * len(jax.typeof(leaf).shape))
-        return named_sharding(self._mesh, _spec.replaced(spec, with_types(spec, leaf)))
+        kind = jax.typeof(leaf)
+        spec = PartitionSpec(*[_spec.UNCONSTRAINED] * len(kind.shape))
+        return named_sharding(self._mesh, _spec.replaced(kind.sharding.spec, with_types(spec, leaf)))
 
     def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
-        """An array that lies on other devices, moved: JAX would refuse it."""
+        """An array that lies on other devices, or as parts of other sums, moved: JAX would refuse it."""
         mesh = self._mesh
-        if isinstance(mesh, AbstractMesh) or not lies_elsewhere(leaf, mesh):
+        if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        sums = sharding.spec.unreduced or _unreduced.axes_of(leaf)
+        if not sums and not lies_elsewhere(leaf, mesh):
             return leaf
         return _unreduced.device_put([leaf], [sharding])[0]
 
@@ -269,12 +279,13 @@ class _Mapped:
 
     def _asked(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
         """What has to be asked of JAX: the type over Explicit axes, and the axes that are not manual."""
-        own = {axis for axis in _spec.spec_axes(sharding.spec) if axis not in self._manual}
+        spec = sharding.spec
+        own = {*_spec.spec_axes(spec), *spec.unreduced, *spec.reduced} - self._manual
         explicit = AxisType.Explicit in self._axes.types.values()
         if not own and not explicit:
             return None
         rank = len(jax.typeof(leaf).shape)
-        entries = [*_spec.entries(sharding.spec), *[None] * rank][:rank]
+        entries = [*_spec.entries(spec), *[None] * rank][:rank]
         now = with_types(PartitionSpec(*[_spec.UNCONSTRAINED] * rank), leaf) if explicit else [()] * rank
         # Along Auto axes that are not manual, what is not spoken of is the compiler's.
         free = _spec.UNCONSTRAINED if AxisType.Auto in self._axes.types.values() else ()
@@ -284,10 +295,10 @@ class _Mapped:
             if own.isdisjoint(names):
                 names = (*names, *[a for a in has if a not in self._manual and a not in own])
             wanted.append(names or free)
-        typed = _spec.replaced(PartitionSpec(), [() if entry is free else entry for entry in wanted])
+        typed = _spec.replaced(spec, [() if entry is free else entry for entry in wanted])
         if not own and has_type(leaf, self._mesh, typed):
             return None
-        return sharding.update(spec=_spec.replaced(PartitionSpec(), wanted))
+        return sharding.update(spec=_spec.replaced(spec, wanted))
 
 
 def _reject_needy(name: str, out_specs: RuleLike) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import AxisType, PartitionSpec
@@ -65,6 +65,14 @@ def replaced(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
     if spec.unreduced or spec.reduced:
         return spec.update(partitions=tuple(kept))
     return PartitionSpec(*kept)
+
+
+def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The unreduced and reduced axes of a spec that are among *axes*, and no entries."""
+    unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
+    if not unreduced:
+        return PartitionSpec(reduced=reduced)
+    return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -179,13 +179,8 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
 
 
 def near_names(word: str, known: Iterable[str]) -> list[str]:
-    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first.
-
-    Of a single letter nothing is a misspelling: every word that holds it would be near.
-    """
-    if len(word) < 2:
-        return []
-    return difflib.get_close_matches(word, [name for name in known if len(name) > 1], n=2, cutoff=0.6)
+    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
+    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
 
 
 def warn(message: str, category: type[ScalaxWarning]) -> None:

@@ -122,6 +122,20 @@ def check_saving_and_restoring() -> None:
     assert checkpointer.data(1) == {'position': 10 + me}
 
 
+def check_states_of_which_one_process_writes_all() -> None:
+    helper = meshes()[0]
+    one = helper.shard({'w': np.arange(3.0)}, P())
+    for number, wanted in enumerate([{'w': np.arange(3.0)}, {'step': 7}, one, {**one, 'step': 7}]):
+        where = folder(f'one-{jax.process_count()}-{number}')
+        with Checkpointer(where, timeout=60) as checkpointer:
+            checkpointer.save(1, wanted)
+        found = Checkpointer(where).restore(helper, P(), wanted, verify=True)
+        assert sorted(found) == sorted(wanted)
+        assert found.get('step') == wanted.get('step')
+        if 'w' in found:
+            assert np.asarray(found['w'].addressable_data(0)).tolist() == [0, 1, 2]
+
+
 def check_safetensors() -> None:
     """Every process reads the bytes of its own devices, and no others."""
     wanted = wide()

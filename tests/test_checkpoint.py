@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,38 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert numbers.position == 10
 
 
+def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    state = small(helper)
+
+    def saved(step: int) -> bool:
+        try:
+            return checkpointer.save(step, state)
+        except CheckpointError as error:  # another thread was earlier, with a later step
+            assert f'step {step} cannot be saved: {tmp_path} holds step' in str(error)
+            return False
+
+    with ThreadPoolExecutor(6) as pool:
+        done = dict(zip(range(6), pool.map(saved, range(6)), strict=True))
+        found = [pool.submit(checkpointer.restore, helper, RULE, state) for _ in range(6)]
+    assert done[5]
+    assert checkpointer.restored_step == checkpointer.latest_step() == 5
+    for one in found:
+        assert_equal(one.result(), state)
+    checkpointer.close()
+
+
+def test_another_run_in_the_same_folder_is_noticed(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    with Checkpointer(tmp_path) as first, Checkpointer(tmp_path) as second:
+        assert first.save(1, small(helper))
+        first.wait()
+        assert second.save(2, small(helper))
+        second.wait()
+        assert f'step 2 cannot be saved: {tmp_path} holds step 2 already, of another run' in message(
+            first.save, 2, small(helper)
+        )
+
+
 # --- What cannot be saved ------------------------------------------------------------------------
 
 
@@ -350,6 +383,10 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
         assert message(checkpointer.save, 1, jnp.ones(2)) == (
             "the state is a single leaf; give a tree, such as {'params': leaf}"
         )
+        for empty in ({}, {'a': None, 'b': ()}):
+            assert message(checkpointer.save, 1, empty) == (
+                'the state has no leaves: there is nothing to save'
+            )
         assert 'value inside a traced function' in message(
             jax.jit(lambda x: checkpointer.save(1, {'x': x})), jnp.ones(2)
         )

@@ -104,6 +104,38 @@ def test_plan_for_tpus(job, function, fits, code):
     assert (plan.device_kind, plan.fits, plan.mesh) == ('TPU v5 lite', fits, {'fsdp': 4, 'tp': 2})
 
 
+# Presses Ctrl-C as soon as a compiler runs, on a program that it takes long for.
+IMPATIENT = """
+import os, signal, threading, time
+
+def presses():
+    while all(thread.name != 'scalax-plan' for thread in threading.enumerate()):
+        time.sleep(0.001)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def make_slow(helper):
+    threading.Thread(target=presses, daemon=True).start()
+    def step(w, x):
+        for _ in range(300):
+            x = jax.nn.gelu(x @ w)
+        return x
+    step = helper.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp'))
+    return step, (jax.ShapeDtypeStruct((8192, 8192), 'bfloat16'),) * 2
+"""
+
+
+@tpu_compiler.needed
+def test_ctrl_c_leaves_the_compiler(job):
+    job.write_text(JOB + IMPATIENT)
+    on = ('--topology', 'v5e:2x2')
+    done = run('plan', f'{job}:make_slow', *on, '--mesh', 'fsdp=-1,tp=2')
+    assert (done.returncode, done.stdout, done.stderr) == (130, '', 'interrupted\n')
+    done = run('search', f'{job}:make_slow', *on, '--axes', 'fsdp,tp', '--json')
+    assert done.stderr == 'error: no mesh was planned: nobody knows whether the step fits\n'
+    assert done.returncode == 1 and json.loads(done.stdout)['candidates'] == []
+
+
 @tpu_compiler.needed
 def test_search(job, tmp_path):
     page = tmp_path / 'best.html'

@@ -150,6 +150,7 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over m
                 'text': np.array(['a'] * 8),
                 'shape': jax.ShapeDtypeStruct((8,), 'float32'),
                 'objects': np.array([None] * 8),
+                'swapped': np.ones(8, '>f4'),
             },
             {},
             f"""\
@@ -158,6 +159,7 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over m
   name: str is not an array
   objects: object[8]: JAX has no arrays of dtype object
   shape: float32[8] is not an array
+  swapped: >f4[8]: JAX has no arrays of dtype >f4
   text: <U1[8]: JAX has no arrays of dtype <U1
 {WHAT_TO_DO}""",
         ),

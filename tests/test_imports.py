@@ -77,7 +77,7 @@ OPTIONAL = [
 ]
 
 # Underscored, yet public: the methods of named tuples.
-PUBLIC_UNDERSCORED = {'_asdict', '_fields', '_make', '_replace'}
+PUBLIC_UNDERSCORED = {'_asdict', '_exit', '_fields', '_make', '_replace'}
 
 
 def relative(path: Path) -> str:

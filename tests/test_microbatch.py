@@ -241,6 +241,12 @@ ERRORS = {
         'What to do: choose a number of parts that divides the rows (those of each device, so that none have '
         'to move), or name the arguments that are the batch (batch=...).',
     ),
+    'nothing to divide': (
+        lambda: microbatch(loss, 4)({}, {'x': None}),
+        DataError,
+        'the batch of loss (batch) holds no arrays: all parts would be the same. Name the arguments that are '
+        'the batch (batch=...)',
+    ),
     'a mean of counts': (
         lambda: microbatch(lambda x: (x > 0).sum(), 2, batch=0)(ROWS),
         ArgumentError,

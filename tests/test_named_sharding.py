@@ -65,6 +65,14 @@ def test_memory_kinds(helper: MeshShardingHelper) -> None:
     assert helper.shard(placed, P('a'))['w'].sharding.memory_kind == 'device'
     step = helper.sjit(lambda x: x, in_shardings=host, out_shardings=host)
     assert step.shardings_for(placed['w']) == ((host,), host)
+    try:
+        out = step(placed['w'])
+    except jax.errors.JaxRuntimeError as error:  # XLA for CPUs, of JAX 0.10
+        assert 'Side-effect ops cannot be replicated' in str(error)
+    else:
+        assert out.sharding == host
+    moving = helper.sjit(lambda x: 2 * x, in_shardings=P('a'), on_mismatch='reshard')
+    assert moving(placed['w']).sharding.memory_kind == 'device'
     struct = helper.abstract({'w': NUMBERS}, host)['w']
     assert (struct.sharding.spec, struct.sharding.memory_kind) == (P('a'), 'pinned_host')
 
@@ -319,6 +327,42 @@ def test_one_place_has_the_value_and_the_others_zeros() -> None:
     blocks = np.stack([np.asarray(shard.data) for shard in placed.addressable_shards])
     np.testing.assert_array_equal(blocks.sum(axis=0), 2 * (NUMBERS + 1))  # two copies, along 'b'
     assert sorted(map(np.count_nonzero, blocks)) == [0, 0, 0, 0, 0, 0, 64, 64]
+
+
+UNREDUCED, REDUCED = P('a', unreduced={'b'}), P('a', reduced={'b'})
+
+
+@pytest.mark.parametrize(
+    'given', [unreduced, lambda: NUMBERS, PLACES['elsewhere']], ids=['parts', 'host', 'off']
+)
+def test_blocks_of_unreduced_arrays_are_parts_of_sums(given: Callable[[], Any]) -> None:
+    x = given()
+    whole = EXPLICIT.gather(x)
+    kinds = []
+
+    def total(block: jax.Array) -> jax.Array:
+        kinds.append(str(jax.typeof(block)))
+        return jax.lax.psum(block, 'b')
+
+    mapped = EXPLICIT.shard_map(total, UNREDUCED, P('a'))
+    np.testing.assert_array_equal(mapped(x), whole)
+    for rule in (UNREDUCED, P('b')):  # what comes as something else is made so inside
+        step = EXPLICIT.sjit(mapped, in_shardings=rule, on_mismatch='reshard')
+        np.testing.assert_array_equal(step(x), whole)
+    parts = EXPLICIT.shard(x, UNREDUCED)
+    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), whole)  # as its type says
+    assert set(kinds) == {'float32[2,8]{V:a, U:b}'}
+    same = EXPLICIT.shard_map(lambda block: block, UNREDUCED, UNREDUCED)(parts)
+    assert jax.typeof(same).sharding.spec.unreduced == {'b'}
+    np.testing.assert_array_equal(EXPLICIT.gather(same), whole)
+
+
+def test_blocks_of_reduced_arrays() -> None:
+    mapped = EXPLICIT.shard_map(lambda block: block, REDUCED, REDUCED)
+    for call in (mapped, EXPLICIT.sjit(mapped), EXPLICIT.sjit(mapped, in_shardings=REDUCED)):
+        out = call(NUMBERS)
+        assert out.sharding.spec.reduced == {'b'}
+        np.testing.assert_array_equal(EXPLICIT.gather(out), NUMBERS)
 
 
 def test_complex_numbers_are_not_made_unreduced() -> None:

@@ -129,6 +129,7 @@ LARGE = {'layers': [{'w': struct(64, 64)}, {'w': struct(4096, 4096)}], 'b': stru
             "its path ends with no parameter path; there is 'params/layers/1/w'",
         ),
         (LARGE, '0/mu/new', struct(4096, 4096), 'its path ends with no parameter path'),
+        ({'n': struct(8, 16), 'm': struct(8)}, 'nu', struct(8, 16), 'its path ends with no parameter path'),
         (
             {'kernel': struct(8, 16), 'b': struct(8)},
             '0/mu/kernle',

@@ -271,9 +271,31 @@ def double(x):
     return 2 * x
 
 
+def deleted():
+    x = HELPER.shard(X, P('a'))
+    x.delete()
+    return x
+
+
 def cases():
     host = TreePathShardingRule(('', P('a'))).with_memory_kind('pinned_host')
     return {
+        'results that are no arrays': (
+            lambda: HELPER.shard_map(lambda x: {'x': x, 'how': 'rows'}, P('a'), P('a'))(X),
+            errors.ShardingError,
+            "One leaf of the outputs of '<lambda>' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):\n"
+            '  how: str\n'
+            "    'rows' is not an array\n"
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
+        ),
+        'an argument that is deleted': (
+            lambda: HELPER.shard_map(double, P('a'), P('a'))(deleted()),
+            errors.ArgumentError,
+            'double got arrays that are deleted:\n'
+            '  x: float32[8, 8]\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their buffers. '
+            'Use the outputs of that call instead, or do not donate.',
+        ),
         'not a function': (
             lambda: HELPER.shard_map({}, P('a'), P('a')),
             errors.ArgumentError,
@@ -372,6 +394,13 @@ def cases():
             "in_specs of double: there is no argument 'y' (known: 'x')",
         ),
     }
+
+
+def test_what_jax_says_names_the_function():
+    with pytest.raises(
+        ValueError, match="the function 'double' was given out_specs which require replication"
+    ):
+        HELPER.sjit(HELPER.shard_map(double, P('a'), P()))(X)
 
 
 @pytest.mark.parametrize('case', cases().values(), ids=cases())

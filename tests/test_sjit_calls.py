@@ -291,6 +291,21 @@ def test_leaves_that_are_not_arrays():
     )
 
 
+@pytest.mark.parametrize('called_before', [False, True])
+def test_integers_of_more_bits_than_jax_has(called_before):
+    compiled = HELPER.sjit(lambda x, sizes: x * sizes['many'])
+    if called_before:
+        compiled(Y, {'few': 1, 'many': 1})
+    with pytest.raises(ArgumentError) as error:
+        compiled(Y, {'few': 1, 'many': 2**40})
+    assert str(error.value) == (
+        '<lambda> got integers that do not fit in int32, which JAX makes of a Python int:\n'
+        '  sizes/many: Python int\n'
+        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
+        'allows 64 bits.'
+    )
+
+
 def test_wrong_calls_fail_as_python_calls_do():
     compiled = HELPER.sjit(positional_only)
     with pytest.raises(TypeError, match=r"positional_only\(\) missing 1 required positional argument: 'y'"):

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from scalax._recent import Recent
 from scalax._sjit._body import Inside
@@ -109,6 +111,11 @@ def spread(form: Any, tree: Any) -> Shardings:
     return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
 
 
+def _takes_host_data(form: Any) -> bool:
+    """Whether an array of numpy is placed by one ``jax.device_put``, with what `collapsed` made."""
+    return isinstance(form, NamedSharding) and form.is_fully_addressable and not form.spec.unreduced
+
+
 @dataclasses.dataclass(eq=False)
 class Program:
     """A jitted function with the signatures it serves.
@@ -180,8 +187,15 @@ class Program:
         forms = {
             slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
         }
+        alone = all(map(_takes_host_data, forms.values()))
 
         def placed(*row: Any) -> Any:
+            # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
+            if alone and all(type(row[slot]) is np.ndarray for slot in forms):
+                found = list(row)
+                for slot, form in forms.items():
+                    found[slot] = jax.device_put(row[slot], form)
+                return direct(*found)
             wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
             return direct(*place(layout, row, wanted, explicit=True, mismatched=False, move=moved))
 

@@ -8,7 +8,7 @@ the type of an array on a mesh with Explicit axes holds its sharding over those.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,10 @@ def leaf_type(leaf: Any) -> LeafType:
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    try:
+        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    except ValueError as error:  # of masked arrays
+        raise TypeError(str(error)) from None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
 
@@ -85,13 +88,14 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
     """The signature of a call.
 
     Raises:
-        ArgumentError: a leaf that is not an array, or a static value that cannot be hashed.
+        ArgumentError: a leaf that is not an array, an integer of more bits than JAX has, or a static value
+            that cannot be hashed.
     """
     leaves, treedef = dynamic_leaves(layout, row)
     try:
         types = tuple(map(leaf_type, leaves))
-    except TypeError:
-        raise _not_arrays(convention, layout, row) from None
+    except (TypeError, OverflowError) as error:
+        raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
     return Signature(treedef, types, _static_key(convention, layout, row), _axis_mapping.current())
 
 
@@ -116,15 +120,28 @@ def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None
 
 
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
-    bad = []
+    return ArgumentError(
+        f'{convention.name} got leaves that are not arrays:\n{shown(_raising(TypeError, layout, row))}\n'
+        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
+        'static_argnames.'
+    )
+
+
+def _too_large(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
+    return ArgumentError(
+        f'{convention.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
+        f'Python int:\n{shown(_raising(OverflowError, layout, row))}\n'
+        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
+        'allows 64 bits.'
+    )
+
+
+def _raising(kind: type[Exception], layout: Layout, row: Sequence[Any]) -> Iterator[str]:
+    """The leaves of which JAX raises such errors, as messages name them."""
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             try:
                 leaf_type(leaf)
-            except TypeError:
-                bad.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
-    return ArgumentError(
-        f'{convention.name} got leaves that are not arrays:\n{shown(bad)}\n'
-        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
-        'static_argnames.'
-    )
+            except (TypeError, OverflowError) as error:
+                if isinstance(error, kind):
+                    yield describe_leaf(slot_path(layout, slot, path) or '', leaf)

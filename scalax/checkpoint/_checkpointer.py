@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
+import threading
 import types
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from scalax import _mesh
 from scalax._paths import NamedTree
@@ -25,11 +27,26 @@ if TYPE_CHECKING:
     from scalax._prefix import RuleLike
 
 
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
+
+
+def _one_at_a_time(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method that waits until no other thread is in one of these of the same checkpointer."""
+
+    @functools.wraps(method)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with cast(Checkpointer, args[0])._lock:
+            return method(*args, **kwargs)
+
+    return called
+
+
 class Checkpointer:
     """Saves and restores the state of a training run; every process has one, for the same directory.
 
     A save copies the arrays to the host and returns; they are written behind the following steps. What went
-    wrong there is raised by the next `save`, `wait` or `close`.
+    wrong there is raised by the next `save`, `wait` or `close`. Threads may share it; they take turns.
 
     Args:
         directory: where; made by the first save. All processes have to see the same files there.
@@ -79,12 +96,14 @@ class Checkpointer:
         self._reached: int | None = None  # the last step that was saved or restored
         self._restored: int | None = None
         self._damaged: set[int] = set()
+        self._lock = threading.RLock()
 
     @property
     def restored_step(self) -> int | None:
         """The step of the last `restore`; None before the first."""
         return self._restored
 
+    @_one_at_a_time
     def save(self, step: int, state: Any, *, data: Any = None, force: bool = False) -> bool:
         """Saves a tree behind the following steps; its arrays may be donated as soon as this returns.
 
@@ -126,6 +145,7 @@ class Checkpointer:
         self._reached = step
         return True
 
+    @_one_at_a_time
     def restore(
         self,
         helper: MeshShardingHelper,
@@ -220,6 +240,7 @@ class Checkpointer:
         saved = self._saved(self._restored if step is None else step)
         return _data_state.restored(saved, saved.description().processes)
 
+    @_one_at_a_time
     def wait(self) -> None:
         """Waits until what `save` was given is on the disk.
 
@@ -238,6 +259,7 @@ class Checkpointer:
                 manager.close()
             raise
 
+    @_one_at_a_time
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
         self.wait()
@@ -278,8 +300,10 @@ class Checkpointer:
                 )
         for damaged in sorted(self._damaged & set(self._manager.all_steps())):
             self._manager.delete(damaged)
+        # Asked of the disk: another run may save here as well.
+        steps = complete_steps(self._directory)
+        later = [known for known in steps if known >= step and known not in self._damaged]
         self._damaged.clear()
-        later = [known for known in self._manager.all_steps() if known >= step]
         if later:
             raise CheckpointError(
                 f'step {step} cannot be saved: {self._directory} holds {_steps(later)} already, of another '

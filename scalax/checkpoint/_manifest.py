@@ -39,8 +39,12 @@ def measured(root: Path, names: Iterable[str], checksums: bool) -> dict[str, Fil
 
 
 def names_below(root: Path, folder: str = '') -> Iterator[str]:
-    """The paths, relative to *root*, of all files in a folder below it, in a fixed order."""
-    for path in sorted((root / folder if folder else root).iterdir()):
+    """The paths, relative to *root*, of all files in a folder below it, in a fixed order.
+
+    None where there is no such folder: a process that has no array to write makes none.
+    """
+    top = root / folder if folder else root
+    for path in sorted(top.iterdir()) if top.exists() else ():
         name = f'{folder}/{path.name}' if folder else path.name
         if path.is_dir():
             yield from names_below(root, name)

@@ -21,6 +21,8 @@ def savable(tree: NamedTree) -> NamedTree:
         CheckpointError: names every leaf that cannot be saved.
     """
     require_distinct(tree.paths, 'the state')
+    if not tree.leaves:
+        raise CheckpointError('the state has no leaves: there is nothing to save')
     if tree.bare:
         raise CheckpointError("the state is a single leaf; give a tree, such as {'params': leaf}")
     leaves = [_as_held(leaf) for leaf in tree.leaves]

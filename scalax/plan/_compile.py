@@ -187,7 +187,8 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
 def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Compiles in a thread of its own, as Python hears nothing of Ctrl-C while a compiler runs in its thread.
 
-    The thread is left behind then; it keeps no process alive.
+    The thread is left behind then. Python waits for it when it ends: a compiler that is ended halfway aborts
+    the process.
     """
     done: list[Any] = []
     failed: list[BaseException] = []
@@ -198,7 +199,7 @@ def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name='scalax-plan', daemon=True)
+    thread = threading.Thread(target=run, name='scalax-plan')
     thread.start()
     thread.join()
     if failed:

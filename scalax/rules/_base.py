@@ -329,8 +329,8 @@ def strangers(tree: NamedTree) -> list[Problem]:
 
 
 def short(value: Any) -> str:
-    """What somebody gave, as messages show it."""
-    text = repr(value)
+    """What somebody gave, as messages show it: on one line."""
+    text = ' '.join(repr(value).split())
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 

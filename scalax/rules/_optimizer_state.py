@@ -204,7 +204,7 @@ class _Known:
         found = self._longest(path)
         if not found:
             above, _, name = path.rpartition('/')
-            last = [one for one in self._endings if one and '/' not in one]
+            last = [one for one in self._endings if len(one) > 1 and '/' not in one]  # 'nu' means no 'n'
             found = next((self._longest(f'{above}/{one}') for one in near_names(name, last)), '')
         return found
 
