@@ -228,6 +228,15 @@ SLICES = {
     'the same everywhere': (sliced('%at = s32[] constant(2)'), False),
     'by zero': (sliced(*computed(0, 4)), False),
     'from an argument': (sliced('%q = s32[] parameter(1)', start='%q'), False),
+    # Each line doubles the ways to the number of the device; a few of these would take for ever.
+    'doubled': (
+        sliced(
+            '%d0 = u32[] add(%me, %me)',
+            *(f'%d{n + 1} = u32[] add(%d{n}, %d{n})' for n in range(60)),
+            start='%d60',
+        ),
+        False,
+    ),
     'a larger part': (sliced(*table('{0, 0, 2, 2, 4, 4, 4, 4}'), taken=4), False),
 }
 

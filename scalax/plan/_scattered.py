@@ -8,6 +8,7 @@ written out (``constant({...})``): a slice that begins where one of them says is
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from scalax.plan._module import Computation, Instruction
 Values = npt.NDArray[np.int64]
 """A number, or a list of them, for each device."""
 
+_DEEP = 30  # the steps from a device's number to where its part begins
 _SAME = ('bitcast', 'convert', 'copy', 'reshape')
 _COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
     'add': operator.add,
@@ -62,11 +64,11 @@ def _is_own_part(
     if user.opcode != 'dynamic-slice' or user.bytes * count != instruction.bytes:
         return False
     whole, part = instruction.arrays[0].dims, user.arrays[0].dims
-    starts = []
+    evaluation, starts = _Evaluation(computation, groups.size), []
     for dimension, (size, taken) in enumerate(zip(whole, part, strict=True)):
         if taken < size:
             try:
-                start = _value(computation, user.operands[1 + dimension], groups.size)
+                start = evaluation.value(user.operands[1 + dimension])
             except _NotWrittenOut:
                 return True
             if start is None or start.ndim != 1 or (start % taken).any():
@@ -75,33 +77,50 @@ def _is_own_part(
     return all(len(set(zip(*rows, strict=True))) == count for rows in zip(*starts, strict=True))
 
 
-def _value(computation: Computation, name: str, devices: int) -> Values | None:
-    """What an instruction computes on each device; None if that depends on more than the device's number."""
-    instruction = computation.instructions.get(name)
-    if instruction is None or len(instruction.arrays) != 1 or instruction.arrays[0].dtype[0] not in 'sup':
-        return None
-    dims, opcode = instruction.arrays[0].dims, instruction.opcode
-    if opcode == 'partition-id':
-        return np.arange(devices)
-    if opcode == 'constant':
-        if '...' in instruction.operands[0]:
+class _Evaluation:
+    """What instructions of a computation give on each device, as far as that depends on its number alone."""
+
+    def __init__(self, computation: Computation, devices: int) -> None:
+        self.computation, self.devices = computation, devices
+        self.known: dict[str, Values | None] = {}
+
+    def value(self, name: str, depth: int = 0) -> Values | None:
+        """What an instruction gives; None if that depends on more, or on too much."""
+        if name not in self.known:
+            instruction = self.computation.instructions.get(name)
+            number = instruction is not None and [array.dtype[0] in 'sup' for array in instruction.arrays]
+            self.known[name] = self._compute(instruction, depth) if number == [True] and instruction else None
+        return self.known[name]
+
+    def _compute(self, instruction: Instruction, depth: int) -> Values | None:
+        dims, opcode = instruction.arrays[0].dims, instruction.opcode
+        if opcode == 'partition-id':
+            return np.arange(self.devices)
+        if opcode == 'constant':
+            return self._constant(instruction.operands[0], dims)
+        values = []
+        for operand in instruction.operands if depth < _DEEP else ():
+            value = self.value(operand, depth + 1)
+            if value is None:
+                return None
+            values.append(value)
+        if opcode in _SAME and values:
+            return values[0].reshape(self.devices, *dims)
+        if opcode == 'dynamic-slice' and dims == (1,) and [value.ndim for value in values] == [2, 1]:
+            table, start = values
+            return table[np.arange(self.devices), np.clip(start, 0, table.shape[1] - 1)][:, None]
+        if len({value.shape for value in values}) != 1:
+            return None
+        if opcode in _COMPUTED and not (opcode in ('divide', 'remainder') and (values[1] <= 0).any()):
+            return np.asarray(_COMPUTED[opcode](*values), np.int64)
+        if opcode == 'compare' and (compared := _COMPARED.get(instruction.attribute('direction'))):
+            return np.asarray(compared(*values), np.int64)
+        return np.where(values[0] != 0, values[1], values[2]) if opcode == 'select' else None
+
+    def _constant(self, text: str, dims: tuple[int, ...]) -> Values | None:
+        if '...' in text:
             raise _NotWrittenOut
-        numbers = [int(number) for number in re.findall(r'-?\d+', instruction.operands[0])]
-        known = len(numbers) == int(np.prod(dims)) and len(dims) <= 1
-        return np.tile(np.array(numbers).reshape(dims), (devices, *[1] * len(dims))) if known else None
-    given = [_value(computation, operand, devices) for operand in instruction.operands]
-    values = [value for value in given if value is not None]
-    if len(values) < len(given) or not given:
-        return None
-    if opcode in _SAME:
-        return values[0].reshape(devices, *dims)
-    if opcode == 'dynamic-slice' and dims == (1,) and values[0].ndim == 2:
-        table, start = values[0], np.clip(values[1], 0, values[0].shape[1] - 1)
-        return table[np.arange(devices), start][:, None]
-    if opcode in _COMPUTED and not (opcode in ('divide', 'remainder') and (values[1] <= 0).any()):
-        return np.asarray(_COMPUTED[opcode](*values), np.int64)
-    if opcode == 'compare' and (compared := _COMPARED.get(instruction.attribute('direction'))):
-        return np.asarray(compared(*values), np.int64)
-    if opcode == 'select':
-        return np.where(values[0] != 0, values[1], values[2])
-    return None
+        numbers = [int(number) for number in re.findall(r'-?\d+', text)]
+        if len(dims) > 1 or len(numbers) != math.prod(dims):
+            return None
+        return np.tile(np.array(numbers).reshape(dims), (self.devices, *[1] * len(dims)))
