@@ -369,6 +369,18 @@ def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
         assert known in str(dataclasses.replace(full, quick=True, memory=memory))
 
 
+@pytest.mark.parametrize(('axis', 'scattered'), [('a', True), ('b', False)])
+def test_a_sum_is_scattered_only_along_its_own_axis(axis, scattered):
+    def block(x):
+        whole = jax.lax.psum(x, 'a')
+        return jax.lax.dynamic_slice_in_dim(whole, 4 * jax.lax.axis_index(axis), 4)
+
+    plan = CUBE.plan(CUBE.shard_map(block, P(), P(axis), check_vma=False), array(8, 8))
+    assert [(row.kind, row.axes, row.scattered) for row in plan.collectives] == [
+        ('all-reduce', ('a',), scattered)
+    ]
+
+
 def test_a_program_that_nothing_places_runs_on_one_device():
     plan = HELPER.plan(lambda x: 2 * x, np.ones(4))
     assert (plan.devices, plan.collectives) == (1, ())

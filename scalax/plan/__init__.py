@@ -3,8 +3,8 @@
 ``_compile`` has the compiler write its program down, ``_memory`` reads what it holds, ``_shardings`` how
 arguments of a program lie that it refused, ``_module`` reads the program, ``_loops`` says how often each
 part runs, ``_groups`` and ``_mesh_axes`` who talks to whom, ``_sources`` because of which line of the
-user's program, ``_collectives`` puts these together; ``_plan`` is the outcome, ``_text`` prints it, ``_json``
-writes and reads it, ``_diff`` compares two.
+user's program, ``_scattered`` which all-reduces are reduce-scatters, ``_collectives`` puts these together;
+``_plan`` is the outcome, ``_text`` prints it, ``_json`` writes and reads it, ``_diff`` compares two.
 
 ``_flops`` counts the operations of the whole step in its jaxpr (``_operations`` those of one primitive,
 ``_jaxpr_loops`` the rounds of loops), ``_work`` those of one device and the bytes that it moves.

@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from scalax.errors import PlanError
-from scalax.plan._groups import replica_groups, source_target_pairs, written_groups
+from scalax.plan._groups import Groups, replica_groups, source_target_pairs, written_groups
 from scalax.plan._loops import Counted, visits
 from scalax.plan._mesh_axes import axes_of_groups, devices_along
 from scalax.plan._module import Computation, Instruction, Module
 from scalax.plan._places import Network, Place, networks_of
+from scalax.plan._scattered import keeps_a_part
 from scalax.plan._sources import Source, source_of
 
 Kind = Literal[
@@ -105,7 +106,7 @@ def collectives(
                     source=source_of(module, visit.computation, instruction),
                     part=reach.part,
                     scattered=kind == 'all-reduce'
-                    and _keeps_a_part(visit.computation, instruction, reach.group),
+                    and keeps_a_part(visit.computation, instruction, reach.groups),
                     networks=reach.networks,
                 )
                 counts[row] += visit.count
@@ -135,13 +136,6 @@ def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
         yield instruction
 
 
-def _keeps_a_part(computation: Computation, instruction: Instruction, group: int) -> bool:
-    users = computation.users.get(instruction.name, [])
-    return bool(users) and all(
-        user.opcode == 'dynamic-slice' and user.bytes * group == instruction.bytes for user in users
-    )
-
-
 def _kind(instruction: Instruction) -> Kind | None:
     opcode, attributes = instruction.opcode, instruction.attributes
     for kind in KINDS:
@@ -161,8 +155,9 @@ def _kind(instruction: Instruction) -> Kind | None:
 
 
 class _Reach(NamedTuple):
-    """Along which mesh axes groups lie, how many devices each has, one that is a part of its axes."""
+    """Groups, along which mesh axes they lie, how many devices each has, one that is a part of its axes."""
 
+    groups: Groups
     axes: tuple[str, ...]
     group: int
     part: tuple[int, ...]
@@ -190,7 +185,7 @@ def _reach(
     axes = axes_of_groups(groups, mesh)
     along = devices_along(axes, mesh)
     if kind == 'collective-permute':
-        return _Reach(axes, along, (), networks_of(groups, places))
+        return _Reach(groups, axes, along, (), networks_of(groups, places))
     whole = groups.shape[1] == along
     part = () if whole else tuple(map(int, groups[0]))
-    return _Reach(axes, int(groups.shape[1]), part, networks_of(groups, places))
+    return _Reach(groups, axes, int(groups.shape[1]), part, networks_of(groups, places))
