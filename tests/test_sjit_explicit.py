@@ -235,6 +235,16 @@ def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, o
     assert seen == [(types, ['y'] if types[1] is AxisType.Explicit else [])]
 
 
+@pytest.mark.parametrize('ambient', MESHES)
+def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
+    step = helper.sjit(lambda x: 2 * x, in_shardings=P('x'), out_shardings=P('y'))
+    with jax.set_mesh(MESHES[ambient].mesh):
+        out = step(X)
+        assert jax.eval_shape(step, X).shape == (8, 8)
+    np.testing.assert_array_equal(out, 2 * X)
+    assert lies(out, helper, P('y'))
+
+
 def test_an_array_off_the_mesh_that_no_rule_places():
     elsewhere = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
     for _ in range(2):

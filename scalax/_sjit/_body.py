@@ -53,15 +53,15 @@ class Body:
 
     def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
         """The outputs of a call, sharded as *inside* says; without it, as they come, on the mesh in force."""
-        mesh = self._mesh_entered(layout, row) if inside else contextlib.nullcontext()
-        with _context.entered(self._contexts.get(self._names)), mesh:
-            outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
-        if inside is None:
-            return outputs
-        if inside.outputs is None:
-            inside.outputs = self._boundary.outputs(outputs, layout, row, inside.arguments)
-        # The out_shardings of a jit say nothing about types, and nothing at all where it is traced.
-        return as_typed(outputs, inside.outputs) if self._boundary.any_explicit else outputs
+        with self._mesh_entered(layout, row) if inside else contextlib.nullcontext():
+            with _context.entered(self._contexts.get(self._names)):
+                outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
+            if inside is None:
+                return outputs
+            if inside.outputs is None:
+                inside.outputs = self._boundary.outputs(outputs, layout, row, inside.arguments)
+            # The out_shardings of a jit say nothing about types, and nothing at all where it is traced.
+            return as_typed(outputs, inside.outputs) if self._boundary.any_explicit else outputs
 
     def _outputs(
         self, signature: Signature, layout: Layout, row: Sequence[Any], constraints: Mapping[int, Shardings]
