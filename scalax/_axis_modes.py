@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax import _mesh, _spec
 from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
 from scalax._context import ActiveHelper
+from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, check
 from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit import sjit
@@ -88,18 +89,30 @@ class _Switched(abc.ABC):
         body.__name__ = body.__qualname__ = self.name
         compiled = jax.jit(body)
 
-        @functools.wraps(fun)
-        def switched(*args: Any, **kwargs: Any) -> Any:
-            row = convention.row(args, kwargs)
+        @functools.lru_cache(maxsize=8)
+        def without_arrays(structure: Any) -> Callable[[], Any]:
+            # Nothing says on which devices to run: sjit knows.
+            out_shardings = None if self.inside is EXPLICIT else self._rules
+            helper, row = self._active.mesh_helper, structure.unflatten([])
+            return sjit(helper, lambda: self._run(row), out_shardings=out_shardings, jit_kwargs={})
+
+        def call(row: Sequence[Any]) -> Any:
             if is_compiled():
                 return self._run(row)
             # Outside of a compiled function JAX knows no other axis types than those of the mesh.
             if jax.tree.leaves(row):
                 return compiled(*self._placed(row))
-            # Nothing says on which devices to run: sjit knows.
-            out_shardings = None if self.inside is EXPLICIT else self._rules
-            helper = self._active.mesh_helper
-            return sjit(helper, lambda: self._run(row), out_shardings=out_shardings, jit_kwargs={})()
+            return without_arrays(jax.tree.structure(row))()
+
+        @functools.wraps(fun)
+        def switched(*args: Any, **kwargs: Any) -> Any:
+            row = convention.row(args, kwargs)
+            try:
+                return call(row)
+            except Exception as error:
+                if arose_below(error, _Switched._results.__code__):
+                    hide_ours(error)
+                raise
 
         return switched
 
@@ -112,10 +125,13 @@ class _Switched(abc.ABC):
         with self._active:
             with _entered(inner):
                 leaves = self._enter(row, leaves, outer, inner)
-                args, keywords = self._convention.restore(treedef.unflatten(leaves))
-                results = self._fun(*args, **keywords)
+                results = self._results(treedef.unflatten(leaves))
             with _entered(outer):
                 return self._leave(results, outer, inner)
+
+    def _results(self, row: Sequence[Any]) -> Any:
+        args, keywords = self._convention.restore(row)
+        return self._fun(*args, **keywords)
 
     def _inner(self, outer: AnyMesh) -> AbstractMesh:
         types = MeshAxes.of(outer).types

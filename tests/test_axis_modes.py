@@ -570,3 +570,17 @@ def test_errors(case):
     with pytest.raises(kind) as error:
         act()
     assert str(error.value) == message
+
+
+def test_a_call_without_arrays_compiles_once():
+    helper = MeshShardingHelper([4, 2], ['data', 'model'])
+    traces = []
+
+    def made():
+        traces.append(1)
+        return jnp.arange(8.0)
+
+    make = helper.auto_axes(made, out_sharding=P('data'))
+    for _ in range(2):
+        np.testing.assert_array_equal(make(), np.arange(8.0))
+    assert len(traces) == 1

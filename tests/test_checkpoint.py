@@ -366,6 +366,7 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
         'd': 'text',
         'e': gone,
         'f': jnp.ones((0, 2)),
+        'g': np.ma.masked_array(np.ones(2, np.float32), [True, False]),
     }
     with Checkpointer(tmp_path) as checkpointer:
         assert message(checkpointer.save, 1, state) == (
@@ -374,6 +375,7 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
             '  d: str: only arrays, typed keys and Python numbers can be saved\n'
             '  e: float32[3]: it was donated to a compiled function, and is gone; save what that returned\n'
             '  f: float32[0, 2]: Orbax does not write arrays without elements; leave it out\n'
+            '  g: numpy.ma.MaskedArray (.filled() makes a plain array of it): its mask would be lost\n'
             '  a.b: Orbax has one name for it and for a/b: a.b; rename one of their keys'
         )
         assert message(checkpointer.save, 1, {'a/b': jnp.ones(2), 'a': {'b': jnp.ones(2)}}) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,12 @@ def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
     if is_compiled() or explicit_spec(sharding) is not None:
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
-    return jax.jit(lambda value: value, out_shardings=sharding)(leaf)
+    return _moving(sharding)(leaf)
+
+
+@functools.lru_cache(maxsize=256)
+def _moving(sharding: NamedSharding) -> Callable[[Any], Any]:
+    return jax.jit(lambda value: value, out_shardings=sharding)
 
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:

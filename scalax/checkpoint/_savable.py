@@ -66,6 +66,8 @@ def _reasons(leaf: Any, held: Any) -> Iterator[str]:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif jax.process_count() > 1 and leaf.is_fully_addressable:
             yield 'it lies on this process alone; shard it over the mesh of all, or make it a numpy array'
+    elif isinstance(leaf, np.ma.MaskedArray):
+        yield 'its mask would be lost'
     elif isinstance(leaf, np.ndarray | np.generic):
         if leaf.size == 0:
             yield 'Orbax does not write arrays without elements; leave it out'
