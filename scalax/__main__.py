@@ -11,7 +11,13 @@ _INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
 
 def _run() -> int:
     try:
-        return main()
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads has read enough, as `head` has: what is left goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         return _INTERRUPTED

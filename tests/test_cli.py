@@ -125,6 +125,15 @@ def make_slow(helper):
 """
 
 
+def test_whoever_reads_may_have_read_enough():
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, 'wb') as out:
+        command = [sys.executable, '-W', 'error', '-m', 'scalax', 'topologies']
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (1, '')
+
+
 @tpu_compiler.needed
 def test_ctrl_c_leaves_the_compiler(job):
     job.write_text(JOB + IMPATIENT)
