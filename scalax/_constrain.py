@@ -155,7 +155,8 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     Likewise where auto_axes or explicit_axes has given its axes other types.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    if ambient.empty or (not ambient.manual_axes and not _is_retyped(ambient, mesh)):
+    retyped = has_other_types(ambient, mesh) and is_traced()
+    if ambient.empty or (not ambient.manual_axes and not retyped):
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
@@ -165,9 +166,10 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return ambient
 
 
-def _is_retyped(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether *ambient* has the axes of *mesh*, of other types."""
     same = list(ambient.shape.items()) == list(mesh.shape.items())
-    return same and ambient.axis_types != mesh.axis_types and is_traced()
+    return same and ambient.axis_types != mesh.axis_types
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:

@@ -245,6 +245,32 @@ def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
     assert lies(out, helper, P('y'))
 
 
+@pytest.mark.parametrize('ambient', MESHES)
+@pytest.mark.parametrize('donated', [(), (0,)], ids=['kept', 'donated'])
+def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types(ambient, donated):
+    auto = MeshShardingHelper([4, 2], ['x', 'y'])
+    step = auto.sjit(lambda x, y: (2 * x, y), in_shardings=SPEC, out_shardings=SPEC, donate_argnums=donated)
+    batches = [(make(), make()) for make in [lambda: jnp.asarray(X)] * 4 + [lambda: X.copy()] * 4]
+    traced = []
+
+    def listen(event, _, **__):
+        if event == '/jax/core/compile/jaxpr_trace_duration':
+            traced.append(event)
+
+    with jax.set_mesh(MESHES[ambient].mesh):
+        for kind in batches[:4], batches[4:]:
+            step(*kind[0])
+            step(*kind[1])
+            jax.monitoring.register_event_duration_secs_listener(listen)
+            try:
+                outs = step(*kind[2])
+                np.testing.assert_array_equal(step(*kind[3])[0], 2 * X)
+            finally:
+                jax.monitoring.unregister_event_duration_listener(listen)
+            assert not traced
+            assert all(lies(out, auto, SPEC) for out in outs)
+
+
 def test_an_array_off_the_mesh_that_no_rule_places():
     elsewhere = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
     for _ in range(2):

@@ -159,8 +159,11 @@ class State:
             return self.body.run(call.signature, layout, row, inside)
         resolved, placed = self._resolve(row, _placement.moved)
         program = resolved.program
-        if self.boundary.any_explicit:
-            program.place_first(_placement.slots_off_the_mesh(row, resolved.inside.arguments))
+        explicit = self.boundary.any_explicit
+        # Under a jax.set_mesh of other types only what is placed finds its trace again.
+        if explicit or _constrain.has_other_types(jax.sharding.get_abstract_mesh(), self.helper.mesh):
+            slots = _placement.slots_off_the_mesh(row, resolved.inside.arguments)
+            program.place_first(slots, explicit=explicit)
         assert program.call is not None  # a resolved signature has a compiled program
         self.hot = self._hottest(program.call)
         with self._placing:
