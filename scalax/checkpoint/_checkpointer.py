@@ -255,7 +255,7 @@ class Checkpointer:
             return
         try:
             with self._failures():
-                self._manager.wait_until_finished()
+                _wait_for(self._manager)
         except CheckpointError:
             # The next save makes another manager, which first deletes what this one has left behind.
             manager, self._manager, self._reached = self._manager, None, None
@@ -359,6 +359,23 @@ class Checkpointer:
                 CheckpointWarning,
             )
         return saved
+
+
+def _wait_for(manager: Any) -> None:
+    """Waits in another thread: Orbax forgets a step, and never deletes it, where Ctrl-C ends its own wait."""
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            manager.wait_until_finished()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, name='scalax-wait', daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _number(step: Any) -> int:
