@@ -6,6 +6,7 @@ The state is the same everywhere, and known; what differs is on which mesh it is
 import collections
 import functools
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -183,10 +184,57 @@ def check_all_ask_for_the_same() -> None:
     assert np.asarray(checkpointer.restore(helper, P(), like)['w'].addressable_data(0)).tolist() == [2] * 8
 
 
+def check_what_fails_on_one_process_is_raised_by_all() -> None:
+    """Before they read arrays, for which each would wait for the others."""
+    helper = meshes()[0]
+    me, last = jax.process_index(), jax.process_count() - 1
+    where, part = folder(f'one-fails-{jax.process_count()}'), folder(f'one-sees-{jax.process_count()}')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2):
+            data = None if me == last else {'position': me}
+            checkpointer.save(step, {'w': helper.shard(np.full(8, step), P('x'))}, data=data)
+    if me == last:
+        shutil.copytree(where / '1', part / '1')
+    like = {'w': jax.ShapeDtypeStruct((8,), np.int32)}
+
+    def fails() -> dict[str, Any]:
+        if me == last:
+            raise FileNotFoundError('no configuration')
+        return like
+
+    class Iterator:
+        state = None
+
+        def set_state(self, state: Any) -> None:
+            self.state = state
+
+    iterator = Iterator()
+    for directory, mine, own, others in [
+        (where, {'like': fails}, 'no configuration', f'process {last}: FileNotFoundError: no configuration'),
+        (
+            where,
+            {'data': iterator},
+            'has no data state',
+            f'process {last}: CheckpointError: the checkpoint of',
+        ),
+        (
+            part if me == last else where,
+            {'step': 2},
+            'has no checkpoint of step 2: it has 1',
+            'other processes do not see it there',
+        ),
+    ]:
+        error = caught(
+            Checkpointer(directory).restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine}
+        )
+        assert (own if me == last else others) in str(error), error
+    assert iterator.state is None
+
+
 def caught(function: Any, **kwargs: Any) -> BaseException:
     try:
         function(**kwargs)
-    except ScalaxError as error:
+    except (ScalaxError, FileNotFoundError) as error:
         return error
     raise AssertionError('no error was raised')
 

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from scalax.checkpoint import Checkpointer
+from scalax.checkpoint import Checkpointer, _handler
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -195,7 +197,7 @@ sys.path.insert(0, {tests!r})
 import numpy as np
 from absl import logging as absl_logging
 absl_logging.set_verbosity(absl_logging.FATAL)
-from scalax.checkpoint import Checkpointer
+from scalax.checkpoint import Checkpointer, _handler
 from scalax.errors import CheckpointError
 from scalax.sharding import MeshShardingHelper, PartitionSpec as P
 from test_checkpoint_faults import state
@@ -268,6 +270,40 @@ def test_a_process_that_is_killed_while_it_saves(
     assert (tmp_path / 'run' / '2.orbax-checkpoint-tmp').exists()
     assert Checkpointer(tmp_path / 'run').latest_step() == 1
     assert_restores(tmp_path / 'run', helper, 1, verify=True)
+
+
+def test_ctrl_c_while_a_save_is_waited_for(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save goes on, and its step counts as one of those that are kept."""
+    waited_for, released = threading.Event(), threading.Event()
+    write_own = _handler.StateHandler._write_own
+
+    def write_late(*args: Any) -> None:
+        assert released.wait(60)
+        write_own(*args)
+
+    def press() -> None:
+        assert waited_for.wait(60)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(_handler.StateHandler, '_write_own', write_late)
+    presser = threading.Thread(target=press)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+        presser.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                waited_for.set()
+                checkpointer.wait()
+        finally:
+            released.set()
+        presser.join(60)
+        for step in (2, 3):
+            assert checkpointer.save(step, helper.shard(state(step), P('fsdp')))
+    assert [path.name for path in tmp_path.iterdir()] == ['3']
+    assert_restores(tmp_path, helper, 3, verify=True)
 
 
 def test_an_error_in_the_loop_is_not_hidden_by_one_of_a_save(

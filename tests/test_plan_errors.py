@@ -48,6 +48,27 @@ def test_a_compiler_is_left_at_once():
     threads[0].join(60)
 
 
+def test_a_compiler_sees_the_settings_of_its_caller():
+    """It calls back into Python for custom_partitioning, where they decide what is traced."""
+    seen = []
+
+    class Records:
+        def compile(self, compiler_options):
+            seen.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+            seen.append((jax.config.jax_numpy_rank_promotion, jax.config.jax_threefry_partitionable))
+            raise jax.errors.JaxRuntimeError('no program')
+
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision('float32'),
+        jax.numpy_rank_promotion('raise'),
+        jax.threefry_partitionable(False),
+        pytest.raises(jax.errors.JaxRuntimeError, match='no program'),
+    ):
+        compile_lowered(Records(), 'cpu')
+    assert seen == [(True, 'float32'), ('raise', False)]
+
+
 def test_a_function_that_needs_values():
     def step(x):
         return x if x.sum() > 0 else -x

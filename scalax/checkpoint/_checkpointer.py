@@ -20,7 +20,7 @@ from scalax.checkpoint._orbax import orbax, path_of
 from scalax.checkpoint._savable import savable
 from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, ScalaxError, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -195,20 +195,24 @@ class Checkpointer:
             _data_state.require_settable(data)
             self.wait()
             target = target_of(helper, rules, like, only)
-        except ScalaxError as fault:  # raised once all have been told
+        except Exception as fault:  # also of `like` itself; raised once all have been told
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
         _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
         saved = self._choose(helper, step, verify)
-        description = saved.description()
-        names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
-        leaves = {names[leaf.path]: leaf for leaf in description.leaves}
-        if not description.processes:
-            leaves = with_keys(target.wanted, leaves)
-        require_fit(target.wanted, leaves, cast, bool(only), saved.where)
-        state = None if data is None else _data_state.restored(saved, description.processes)
+        try:
+            description = saved.description()
+            names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
+            leaves = {names[leaf.path]: leaf for leaf in description.leaves}
+            if not description.processes:
+                leaves = with_keys(target.wanted, leaves)
+            require_fit(target.wanted, leaves, cast, bool(only), saved.where)
+            state = None if data is None else _data_state.restored(saved, description.processes)
+        except Exception as fault:  # such as a data state that other processes have saved, and this one not
+            error = fault
+        _agreed.same(helper.mesh, call, {}, error)
         values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
         if data is not None:
             data.set_state(state)
@@ -251,7 +255,7 @@ class Checkpointer:
             return
         try:
             with self._failures():
-                self._manager.wait_until_finished()
+                _wait_for(self._manager)
         except CheckpointError:
             # The next save makes another manager, which first deletes what this one has left behind.
             manager, self._manager, self._reached = self._manager, None, None
@@ -327,15 +331,19 @@ class Checkpointer:
         latest = self.latest_step() if step is None else _number(step)
         if latest is None:
             raise CheckpointError(f'{self._directory} has no checkpoint')
-        return found(self._directory, latest)
+        return found(self._directory, latest, complete_steps(self._directory))
 
     def _choose(self, helper: MeshShardingHelper, step: int | None, verify: bool) -> Saved:
         """The step to restore, the same on every process."""
-        steps = _agreed.steps(helper.mesh, complete_steps(self._directory))
-        if step is not None and step in steps:
-            steps = [step]
-        elif step is not None:
-            return found(self._directory, step)
+        here = complete_steps(self._directory)
+        steps = _agreed.steps(helper.mesh, here)
+        if step is not None and step in here and step not in steps:
+            raise CheckpointError(
+                f'step {step} is in {self._directory} as this process sees it, and other processes do not '
+                'see it there: all have to see the same files'
+            )
+        if step is not None:
+            steps = [found(self._directory, step, here).step]
         saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
         if saved is None and not passed:
@@ -351,6 +359,23 @@ class Checkpointer:
                 CheckpointWarning,
             )
         return saved
+
+
+def _wait_for(manager: Any) -> None:
+    """Waits in another thread: Orbax forgets a step, and never deletes it, where Ctrl-C ends its own wait."""
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            manager.wait_until_finished()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, name='scalax-wait', daemon=True)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _number(step: Any) -> int:

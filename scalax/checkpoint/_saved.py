@@ -163,13 +163,12 @@ def _by_hand(path: str, leaf: Any) -> LeafDescription:
     return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
 
 
-def found(directory: Path, step: int) -> Saved:
-    """One step.
+def found(directory: Path, step: int, steps: Sequence[int]) -> Saved:
+    """One of the *steps* of a directory.
 
     Raises:
         CheckpointError: there is none of this number.
     """
-    steps = complete_steps(directory)
     if step not in steps:
         raise CheckpointError(f'{directory} has no checkpoint of step {step!r}: {_listed(steps)}')
     return Saved(directory, step)

@@ -39,6 +39,17 @@ _PLENTY = 2**40
 _LARGE = 2**29
 _NO_TABLES = Tables('', '', '')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
+# Settings of JAX that a thread can have to itself, and that matter where a compiler calls back into Python,
+# as it does for custom_partitioning: their names are those of their context managers.
+_OWN = (
+    'enable_x64',
+    'default_matmul_precision',
+    'numpy_dtype_promotion',
+    'numpy_rank_promotion',
+    'default_prng_impl',
+    'threefry_partitionable',
+    'log_compiles',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +203,14 @@ def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any
     """
     done: list[Any] = []
     failed: list[BaseException] = []
+    own = [(getattr(jax, name), getattr(jax.config, f'jax_{name}')) for name in _OWN]
 
     def run() -> None:
         try:
-            done.append(compile_(compiler_options=options))
+            with contextlib.ExitStack() as stack:
+                for setting, value in own:
+                    stack.enter_context(setting(value))
+                done.append(compile_(compiler_options=options))
         except BaseException as error:
             failed.append(error)
 
