@@ -108,6 +108,8 @@ def test_plan_for_tpus(job, function, fits, code):
 IMPATIENT = """
 import os, signal, threading, time
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
+
 def presses():
     while all(thread.name != 'scalax-plan' for thread in threading.enumerate()):
         time.sleep(0.001)
