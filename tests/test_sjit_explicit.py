@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from scalax.errors import MeshError, PlacementError
+from scalax.errors import ArgumentError, MeshError, PlacementError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, NamedSharding, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -269,6 +269,21 @@ def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types
                 jax.monitoring.unregister_event_duration_listener(listen)
             assert not traced
             assert all(lies(out, auto, SPEC) for out in outs)
+
+
+def test_a_compiled_program_says_that_axes_have_other_types_where_it_is_called():
+    auto = MeshShardingHelper([4, 2], ['x', 'y'])
+    double = auto.sjit(lambda x: 2 * x, in_shardings=SPEC)
+    x = jnp.asarray(X)
+    program = double.get_jitted_function_by_args(x)
+    with jax.set_mesh(EXPLICIT.mesh), pytest.raises(ArgumentError) as error:
+        program(x)
+    assert str(error.value) == (
+        'this compiled program of <lambda> was asked for where mesh axes have the types of its mesh, and '
+        'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): leave '
+        'that for the call, or call <lambda> itself'
+    )
+    np.testing.assert_array_equal(program(x), 2 * X)
 
 
 def test_an_array_off_the_mesh_that_no_rule_places():

@@ -40,9 +40,13 @@ class Missed(ArgumentError):
     Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, other_types: bool) -> None:
         super().__init__(
-            f'this compiled program of {name} was asked for with other arguments (another tree, other '
+            f'this compiled program of {name} was asked for where mesh axes have the types of its mesh, and '
+            'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): leave '
+            f'that for the call, or call {name} itself'
+            if other_types
+            else f'this compiled program of {name} was asked for with other arguments (another tree, other '
             f'shapes, dtypes or static values; on Explicit axes also other shardings, and a '
             f'ShapeDtypeStruct has one from helper.abstract): call {name} itself, which has a program for '
             'each'

@@ -208,7 +208,7 @@ class State:
         return Chooser(cases, lambda row: self._look(row).signature, self._miss)
 
     def _miss(self) -> Missed:
-        return Missed(self, self.convention.name)
+        return Missed(self, self.convention.name, other_types=self._runs_inline())
 
     # Resolving ---------------------------------------------------------------------------------------
 
