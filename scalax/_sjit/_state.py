@@ -291,16 +291,18 @@ class State:
         assert inside.outputs is not None  # the trace has set them
         forms = tuple(collapsed(jax.tree.structure(row[i]), call.arguments[i]) for i in layout.dynamic)
         shape = Shape(layout, forms, collapsed(traced.out_tree, inside.outputs))
-        if self.programs.get(shape) is None:
+        known = self.programs.get(shape)
+        if known is None:
             kwargs = self.options.jit_kwargs
             if self.boundary.any_explicit and shape.outputs is None:
                 # Outputs may depend on no argument, and JAX would drop what says on which devices to run.
                 kwargs = {'keep_unused': True, **kwargs}
             program.compile(shape, self.convention, self.helper.mesh.size, kwargs)
-        program = self.programs.add(shape, program)
-        program.known.put(signature, inside)
+            known = self.programs.add(shape, program)
+        # What was found serves, whatever another thread has cleared since: this one may not be compiled.
+        known.known.put(signature, inside)
         self.body.warn_unused(layout)
-        return self.resolved.add(signature, Resolved(program, inside, traced.out_tree))
+        return self.resolved.add(signature, Resolved(known, inside, traced.out_tree))
 
     # The traced function -----------------------------------------------------------------------------
 
