@@ -142,8 +142,11 @@ def test_reduced_axes() -> None:
     np.testing.assert_array_equal(EXPLICIT.gather(placed), NUMBERS)
     step = EXPLICIT.sjit(lambda x: with_sharding_constraint(2 * x, rule), in_shardings=P('a'))
     assert step(NUMBERS).sharding.spec.reduced == {'b'}
+
+    def loss(w, x):
+        return jnp.einsum('ij,kj->ik', x, w).sum()
+
     # The gradient of what is reduced comes as parts of a sum: one collective at the end, if at all.
-    loss = lambda w, x: jnp.einsum('ij,kj->ik', x, w).sum()  # noqa: E731
     grad = EXPLICIT.sjit(jax.grad(loss), in_shardings=(P(None, None, reduced={'b'}), P('b')))
     assert grad(NUMBERS, NUMBERS).sharding.spec.unreduced == {'b'}
 
