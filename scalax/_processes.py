@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._threads import in_a_thread
 from scalax.errors import DataError
 
 
@@ -133,23 +133,7 @@ def without_context(function: Callable[..., Any], *args: Any) -> Any:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*args)
-    results: list[Any] = []
-    errors: list[BaseException] = []
-    x64 = bool(jax.config.jax_enable_x64)
-
-    def call() -> None:
-        try:
-            with jax.enable_x64(x64):
-                results.append(function(*args))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name='scalax-without-context')
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return in_a_thread('scalax-without-context', lambda: function(*args))
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,6 +23,7 @@ LAYERS = [
     '_recent',
     '_aligned',
     '_frames',
+    '_threads',
     '_paths',
     '_spec',
     '_html',

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 
+from scalax._threads import in_a_thread
 from scalax.errors import PlanError
 from scalax.plan._memory import Buffer, Memory, Tables, assigned_memory, largest_buffers
 from scalax.plan._module import parse
@@ -39,17 +39,6 @@ _PLENTY = 2**40
 _LARGE = 2**29
 _NO_TABLES = Tables('', '', '')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
-# Settings of JAX that a thread can have to itself, and that matter where a compiler calls back into Python,
-# as it does for custom_partitioning: their names are those of their context managers.
-_OWN = (
-    'enable_x64',
-    'default_matmul_precision',
-    'numpy_dtype_promotion',
-    'numpy_rank_promotion',
-    'default_prng_impl',
-    'threefry_partitionable',
-    'log_compiles',
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,25 +190,7 @@ def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any
     The thread is left behind then. Python waits for it when it ends: a compiler that is ended halfway aborts
     the process.
     """
-    done: list[Any] = []
-    failed: list[BaseException] = []
-    own = [(getattr(jax, name), getattr(jax.config, f'jax_{name}')) for name in _OWN]
-
-    def run() -> None:
-        try:
-            with contextlib.ExitStack() as stack:
-                for setting, value in own:
-                    stack.enter_context(setting(value))
-                done.append(compile_(compiler_options=options))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name='scalax-plan')
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    return in_a_thread('scalax-plan', lambda: compile_(compiler_options=options))
 
 
 def _last(folder: Path, what: str) -> str:
