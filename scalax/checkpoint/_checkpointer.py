@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 from scalax import _mesh
 from scalax._paths import NamedTree
+from scalax._threads import in_a_thread
 from scalax.checkpoint import _agreed, _data_state, _rename
 from scalax.checkpoint._compare import require_fit, with_keys
 from scalax.checkpoint._describe import Description, described
@@ -363,19 +364,7 @@ class Checkpointer:
 
 def _wait_for(manager: Any) -> None:
     """Waits in another thread: Orbax forgets a step, and never deletes it, where Ctrl-C ends its own wait."""
-    failed: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            manager.wait_until_finished()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=wait, name='scalax-wait', daemon=True)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    in_a_thread('scalax-wait', manager.wait_until_finished)
 
 
 def _number(step: Any) -> int:
