@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._constrain import is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, is_concrete, is_mismatched, same_types
+from scalax._sjit._placement import Shardings, is_concrete, is_elsewhere, is_mismatched, same_types
 from scalax._sjit._signature import slot_path
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, shown
@@ -33,12 +33,21 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
         )
 
 
-def reject_foreign_types(convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any) -> None:
-    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*."""
+def reject_foreign_types(
+    convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any, *, movable: bool = False
+) -> None:
+    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*.
+
+    Those that are *movable* may be of other axes on as many devices.
+    """
     bad = []
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            if not isinstance(leaf, jax.core.Tracer):
+                continue
             theirs = jax.typeof(leaf).sharding.mesh
+            if movable and theirs.size == mesh.size:
+                continue
             if AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh):
                 described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
@@ -55,10 +64,14 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+def any_mismatched(
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    wrong: Callable[[Any, NamedSharding | None], bool] = is_mismatched,
+) -> bool:
     """Whether an argument is committed to another sharding than the rules say."""
     return any(
-        is_mismatched(leaf, sharding)
+        wrong(leaf, sharding)
         for slot, wanted in shardings.items()
         for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
     )
@@ -80,10 +93,11 @@ def reject_mismatched(
         shardings: for each dynamic slot the shardings of its leaves.
         by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
     """
-    if not any_mismatched(row, shardings):
+    wrong = is_mismatched if by_rules else is_elsewhere
+    if not any_mismatched(row, shardings, wrong):
         return
     bad = []
-    for described, leaf, sharding in _described(layout, row, shardings, is_mismatched):
+    for described, leaf, sharding in _described(layout, row, shardings, wrong):
         lies, asked = told_apart(leaf.sharding, sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
