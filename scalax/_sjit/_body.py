@@ -122,8 +122,8 @@ class Body:
             )
 
 
-def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
-    """Raises MeshError, because of *error*, under a ``jax.set_mesh`` of other devices or another order."""
+def reject_other_devices(name: str, mesh: Any) -> None:
+    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
     try:
         ambient = jax.sharding.get_mesh()
     except ValueError:  # inside of jax.jit
@@ -134,4 +134,4 @@ def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
     raise MeshError(
         f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
         f'{theirs}: leave that mesh for the call'
-    ) from error
+    ) from None

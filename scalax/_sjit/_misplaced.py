@@ -30,7 +30,30 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
             f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
             'What to do: they were donated to an earlier call (donate_argnums), which reused their '
             'buffers. Use the outputs of that call instead, or do not donate.'
-        )
+        ) from None
+
+
+def reject_donated_twice(
+    convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
+) -> None:
+    """Raises ArgumentError, because of *error*, if an array was given twice and donated, and is still there."""
+    places: dict[int, list[tuple[str, Any, bool]]] = {}
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            if is_concrete(leaf) and not leaf.is_deleted():
+                name = slot_path(layout, slot, path) or ''
+                places.setdefault(id(leaf), []).append((name, leaf, layout.slots[slot].donated))
+    bad = [
+        f'{describe_leaf(" and ".join(name for name, _, _ in given), given[0][1])}'
+        for given in places.values()
+        if len(given) > 1 and any(donated for _, _, donated in given)
+    ]
+    if bad:
+        raise ArgumentError(
+            f'{convention.name} got one array in several places, and donates it (donate_argnums):\n'
+            f'{shown(bad)}\n'
+            'What to do: give a copy in each place (jnp.copy), or do not donate.'
+        ) from error
 
 
 def reject_foreign_types(
@@ -101,14 +124,14 @@ def reject_mismatched(
         lies, asked = told_apart(leaf.sharding, sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
-        raise _off_the_mesh(convention, bad)
+        raise _off_the_mesh(convention, bad) from None
     if bad:
         raise PlacementError(
             f'{convention.name} got arrays that are committed to another sharding than in_shardings '
             f'says:\n{shown(bad)}\n'
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
-        )
+        ) from None
 
 
 def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
@@ -126,9 +149,8 @@ def reject_elsewhere(
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
     mesh: Any,
-    error: Exception,
 ) -> None:
-    """Raises PlacementError, because of *error*, about arrays of other devices that no rule speaks about."""
+    """Raises PlacementError about arrays of other devices that no rule speaks about."""
 
     def elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
         return sharding is None and lies_elsewhere(leaf, mesh)
@@ -137,7 +159,7 @@ def reject_elsewhere(
     for described, leaf, _ in _described(layout, row, shardings, elsewhere):
         bad.append(f'{described} lies as {_short(leaf.sharding)}{_of_devices(leaf.sharding)}')
     if bad:
-        raise _off_the_mesh(convention, bad) from error
+        raise _off_the_mesh(convention, bad) from None
 
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
@@ -164,9 +186,8 @@ def reject_refused(
     layout: Layout,
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
-    error: Exception,
 ) -> None:
-    """Raises PlacementError about what JAX refused, with *error*, under ``jax.grad`` or ``jax.vmap``."""
+    """Raises PlacementError about what JAX refused under ``jax.grad`` or ``jax.vmap``."""
     bad = []
     for described, leaf, sharding in _described(layout, row, shardings, _refused):
         lies, asked = told_apart(_lies(leaf), sharding)
@@ -178,7 +199,7 @@ def reject_refused(
             'What to do: move the arrays before the transformation (helper.shard), compile the '
             "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
             'moved at every such call.'
-        ) from error
+        ) from None
 
 
 def _refused(leaf: Any, sharding: NamedSharding | None) -> bool:

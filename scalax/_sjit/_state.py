@@ -23,6 +23,10 @@ from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, signature_of
 
+# How JAX says that an argument is deleted. What a run raises, which has used up what was donated to it, is a
+# JaxRuntimeError.
+_OF_DELETED = (RuntimeError, ValueError)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolved:
@@ -119,16 +123,18 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if self._runs_inline():
             return True
+        if isinstance(error, jax.errors.JaxRuntimeError):  # the right program: others are refused by then
+            call = self._look(row)
+            _misplaced.reject_donated_twice(self.convention, call.layout, row, error)
+            return False
         refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
         if refusal:
-            reject_other_devices(self.convention.name, self.helper.mesh, refusal)
+            reject_other_devices(self.convention.name, self.helper.mesh)
         call = self._look(row)
-        # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
-        # the same classes: then its own error counts.
-        if 'deleted' in str(error):
+        if type(error) in _OF_DELETED:
             _misplaced.reject_deleted(self.convention, call.layout, row)
         if refusal:
-            self._reject_elsewhere(call.layout, row, call.arguments, refusal)
+            self._reject_elsewhere(call.layout, row, call.arguments)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -137,7 +143,7 @@ class State:
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
             if refusal:
-                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments, refusal)
+                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments)
             return False
         return _misplaced.any_mismatched(row, call.arguments) or (
             refusal is not None and _misplaced.any_refused(row, call.arguments)
@@ -173,13 +179,16 @@ class State:
         with self._placing:
             try:
                 return program.call(*placed)
+            except jax.errors.JaxRuntimeError as error:
+                _misplaced.reject_donated_twice(self.convention, layout, row, error)
+                raise
             except ValueError as error:
-                reject_other_devices(self.convention.name, self.helper.mesh, error)
                 if not _arose_inside(error):
+                    reject_other_devices(self.convention.name, self.helper.mesh)
                     arguments = resolved.inside.arguments
-                    self._reject_elsewhere(layout, row, arguments, error)
+                    self._reject_elsewhere(layout, row, arguments)
                     if self.options.on_mismatch == 'error':
-                        _misplaced.reject_refused(self.convention, layout, row, arguments, error)
+                        _misplaced.reject_refused(self.convention, layout, row, arguments)
                 raise
 
     def _runs_inline(self) -> bool:
@@ -286,9 +295,9 @@ class State:
         )
 
     def _reject_elsewhere(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: ValueError
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings]
     ) -> None:
-        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
+        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
