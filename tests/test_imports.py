@@ -23,6 +23,7 @@ LAYERS = [
     '_version',
     'errors',
     '_recent',
+    '_json',
     '_aligned',
     '_frames',
     '_threads',
