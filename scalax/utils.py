@@ -79,8 +79,8 @@ class JaxRNG:
         """
         if isinstance(keys, str):
             raise ArgumentError(
-                f'JaxRNG takes a list of names, got the string {keys!r}, each letter of which would be a name: '
-                f'rng([{keys!r}]) gives a dict with one key, and rng() gives one key'
+                f'JaxRNG takes a list of names, got the string {keys!r}, each letter of which would be a '
+                f'name: rng([{keys!r}]) gives a dict with one key, and rng() gives one key'
             )
         if keys is None:
             with _drawing:
