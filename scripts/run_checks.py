@@ -6,8 +6,8 @@ Usage: python -m scripts.run_checks static
 
 *release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
 With *all*, the tests on the oldest JAX run beside everything else, with their output kept back until they
-end. A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did
-not come to its end, they say which test was begun last. No process of a step outlives it.
+end. A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest
+did not come to its end, they say which test was begun last. No process of a step outlives it.
 """
 
 from __future__ import annotations
