@@ -59,10 +59,10 @@ bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) 
 
 test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and all tests on the newest and the oldest JAX
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) scripts/run_checks.py all --oldest-python $(OLDEST)/bin/python
+	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python
 
 check: $(DEV_STAMP) ## format, lint and types only
-	@$(PY) scripts/run_checks.py static
+	@$(PY) -m scripts.run_checks static
 
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)

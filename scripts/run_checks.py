@@ -1,16 +1,20 @@
 """Runs the checks of scalax, each as a named step, and sums them up at the end.
 
-Usage: python scripts/run_checks.py static
-       python scripts/run_checks.py all --oldest-python .venv-oldest/bin/python
+Usage: python -m scripts.run_checks static
+       python -m scripts.run_checks release
+       python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python
 
-The tests on the oldest JAX run beside everything else, with their output kept back until they end.
-A failed step stops nothing; the last lines say what failed, and so does the exit status.
+*release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
+With *all*, the tests on the oldest JAX run beside everything else, with their output kept back until they
+end. A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest
+did not come to its end, they say which test was begun last. No process of a step outlives it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -23,9 +27,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts import left_behind
+
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 2400
+TIMEOUT_S = (
+    3600  # no test takes longer than a minute without a reason (limits.py); this is for the sum of them
+)
 GRACE_S = 10
+_numbers = itertools.count()
 
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
@@ -42,6 +51,7 @@ class Step:
     command: list[str]
     junit: Path | None = None
     log: Path | None = None
+    mark: str = field(default_factory=lambda: f'SCALAX_CHECKS_{os.getpid()}_{next(_numbers)}')
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
@@ -54,10 +64,11 @@ class Step:
         self.started = time.monotonic()
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.log.open('wb')) if self.log else None
-            # A session of its own makes the step and all that it starts one group to be ended.
+            # A session of its own: a terminal's Ctrl-C comes here only.
             self.process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
+                env={**os.environ, self.mark: '1', 'SCALAX_RUNNING_TEST': str(self.running or '')},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT if out else None,
@@ -69,42 +80,49 @@ class Step:
         assert self.process is not None
         try:
             left = TIMEOUT_S - (time.monotonic() - self.started)
-            code = self.process.wait(timeout=max(left, 0))
-            self.problem = describe_exit(code)
-            self.signal_group(signal.SIGKILL)  # a test may have left a process behind
+            self.problem = describe_exit(self.process.wait(timeout=max(left, 0)))
         except subprocess.TimeoutExpired:
-            self.kill()
-            self.problem = f'killed after {TIMEOUT_S} s'
+            self.problem = f'ended after {TIMEOUT_S} s{self.at_test()}'
+            self.end()
         self.seconds = time.monotonic() - self.started
+        if processes := left_behind.end(self.mark):
+            self.problem = self.problem or 'left processes behind'
+            title(f'{self.name}: left behind, and ended now: {"; ".join(processes)}')
         if self.log:
             title(f'{self.name}: its output')
             print(self.log.read_text(encoding='utf-8', errors='replace'), flush=True)
         if self.junit:
             self.read_counts(self.junit)
 
-    def kill(self) -> None:
-        """Ends the step, if it still runs: first politely, then not."""
+    def end(self) -> bool:
+        """Ends the step, if it still runs, with all that it has started; returns whether it did."""
         if self.process is None or self.process.poll() is not None:
-            return
-        self.signal_group(signal.SIGINT)  # at which pytest says where it was
+            return False
+        self.process.send_signal(signal.SIGINT)  # at which pytest says where it was, and cleans up
         # A second Ctrl-C means: at once.
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self.process.wait(timeout=GRACE_S)
-        self.signal_group(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+        left_behind.end(self.mark)
+        return True
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signals the step and all that it started, as far as they are still there."""
-        assert self.process is not None
-        # macOS answers "not permitted" where only a zombie is left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+    def at_test(self) -> str:
+        """Which test was begun last, as the end of a sentence; nothing where there are no tests."""
+        if self.running is None or not self.running.exists():
+            return ''
+        return f', in {self.running.read_text(encoding="utf-8")}'
+
+    @property
+    def running(self) -> Path | None:
+        """The file in which pytest names the test that runs (see limits.py)."""
+        return self.junit and self.junit.with_suffix('.running')
 
     def read_counts(self, junit: Path) -> None:
         try:
             suites = list(ET.parse(junit).getroot().iter('testsuite'))
         except (OSError, ET.ParseError):
-            self.problem = self.problem or 'wrote no test report'
+            self.problem = f'{self.problem or "no test report"}{self.at_test()}'
             return
         for suite in suites:
             total, failed, errors, skipped = (
@@ -154,15 +172,15 @@ def static_steps(python: str) -> list[Step]:
     ]
 
 
-def test_steps(python: str, scratch: Path) -> list[Step]:
-    doctests, tests = scratch / 'doctests.xml', scratch / 'newest.xml'
+def test_steps(python: str, scratch: Path, jax: str) -> list[Step]:
+    doctests, tests = scratch / 'doctests.xml', scratch / 'tests.xml'
     return [
         Step(
             'docstrings',
             [python, *PYTEST, f'--junit-xml={doctests}', '--doctest-modules', 'scalax'],
             junit=doctests,
         ),
-        Step('tests (newest JAX)', [python, *PYTEST, f'--junit-xml={tests}', 'tests'], junit=tests),
+        Step(f'tests ({jax})', [python, *PYTEST, f'--junit-xml={tests}', 'tests'], junit=tests),
     ]
 
 
@@ -186,7 +204,9 @@ def run(steps: list[Step], beside: list[Step]) -> None:
             step.finish()
     finally:
         for step in [*steps, *beside]:
-            step.kill()
+            at_test = step.at_test()
+            if step.end():
+                title(f'{step.name}: ended{at_test}')
 
 
 def summarise(steps: list[Step], seconds: float) -> bool:
@@ -225,21 +245,25 @@ def interruptible() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('what', choices=['static', 'all'])
+    parser.add_argument('what', choices=['static', 'release', 'all'])
     parser.add_argument('--oldest-python', help='the interpreter that has the oldest JAX')
     args = parser.parse_args()
     if args.what == 'all' and not args.oldest_python:
         parser.error('all needs --oldest-python')
 
     begun = time.monotonic()
+    python, oldest = sys.executable, args.oldest_python
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
-        steps, beside = static_steps(sys.executable), []
-        if args.what == 'all':
+        steps, beside = static_steps(python), []
+        if args.what == 'release':
+            print(describe_python(python))
+            steps = [steps[-1], *test_steps(python, Path(folder), 'this JAX')]
+        elif args.what == 'all':
             # Not resolved: that would lead out of the virtual environment.
-            oldest = str(Path(args.oldest_python).absolute())
-            print(f'newest: {describe_python(sys.executable)}')
+            oldest = str(Path(oldest).absolute())
+            print(f'newest: {describe_python(python)}')
             print(f'oldest: {describe_python(oldest)}')
-            steps += test_steps(sys.executable, Path(folder))
+            steps += test_steps(python, Path(folder), 'newest JAX')
             beside.append(oldest_step(oldest, Path(folder)))
         run(steps, beside)
         passed = summarise([*steps, *beside], time.monotonic() - begun)
