@@ -174,7 +174,7 @@ class Checkpointer:
             _agreed.saved_alike(call, tree, error)
         except BaseException:
             if begun:
-                self._writer.remove(staging)
+                self._writer.discard(staging)
             raise
         assert tree is not None
         self._damaged.clear()

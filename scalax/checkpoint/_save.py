@@ -150,13 +150,11 @@ class Save(threading.Thread):
             self._writer.commit(self.step, self._staging)
         except BaseException as error:
             self.error = error
+            self._writer.discard(self._staging)
             try:
                 self._writer.require()
-            except CheckpointError as taken:  # which explains why the folder is gone, or is not ours any more
+            except CheckpointError as taken:  # who has taken the directory deletes unfinished saves
                 self.error = taken
-            else:
-                with contextlib.suppress(OSError):
-                    self._writer.remove(self._staging)
 
     def _finalize(self) -> None:
         folder, files = self._root / FOLDER, dict[str, _manifest.File]()

@@ -90,9 +90,10 @@ class Writer:
         if first and known is not None:
             self._replaced = self._later(step, damaged)
             self._warn_of_replaced()
-        self._refuse(step, self._later(step, [*damaged, *self._replaced]))
+        later = self._later(step, [*damaged, *self._replaced])
         there = [one for one in complete_steps(self.directory) if one in damaged]
         self.require()
+        self._refuse(step, later)
         for one in there:
             self.remove(self.directory / str(one))
 
@@ -142,6 +143,13 @@ class Writer:
             self.require()
             for step in old:
                 self.remove(self.directory / str(step))
+
+    def discard(self, staging: Path) -> None:
+        """Deletes the folder of a save that has failed."""
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self._renames:  # it is that of the step, which another may be writing
+                self.require()
+            self.remove(staging)
 
     def remove(self, path: Path) -> None:
         """Deletes a folder, all of it at once for those who read; what cannot be goes with the next save."""
