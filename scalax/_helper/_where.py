@@ -121,7 +121,14 @@ class Where:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
 
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
+
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
         types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
         return f'MeshShardingHelper({MeshAxes.of(self._mesh)}{types})'
+
+
+def _unpickled(cls: type[Where], parts: Any, on_indivisible: OnIndivisible) -> Where:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)
