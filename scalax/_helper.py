@@ -177,6 +177,9 @@ class MeshShardingHelper:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
 
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
+
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
         types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
@@ -743,3 +746,9 @@ class MeshShardingHelper:
         _mesh.require_devices(self._mesh, 'prefetch')
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
+
+
+def _unpickled(
+    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
+) -> MeshShardingHelper:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)
