@@ -92,8 +92,7 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
             'with_sharding_annotation(pytree, name): the name is a string, got '
             f'{type(sharding_name).__name__}'
         )
-    context = _context.current()
-    found = context.bound(sharding_name) if context else None
+    found = _context.bound(sharding_name)
     if found is None:
         return pytree
     helper, rules = found

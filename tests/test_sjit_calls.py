@@ -465,7 +465,6 @@ AOT_CALLS = {
         8 * X + 4,
     ),
     'keywords': (((X,), {'w': 1.0, 'y': 3.0}), ((X,), {'y': 3.0, 'w': 1.0}), 9 * X + 1),
-    'a keyword with a name of ours': (((X,), {'self': 1.0}), ((X,), {'self': 1.0}), 6 * X + 1),
 }
 
 

@@ -235,17 +235,35 @@ class Convention:
             row += self.split_keywords(bound.arguments.get(self.keywords, {}))
         return tuple(row)
 
-    def dynamic_row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-        """The dynamic slots of a call in which the static arguments are left out."""
-        static = {slot.name for slot in self.layout(0).slots if slot.static}
-        dynamic = inspect.Signature([p for p in self.parameters if p.name not in static])
-        bound = dynamic.bind(*args, **keywords)
-        row = [bound.arguments.get(name, OMITTED) for name in self.positional if name not in static]
-        row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
-        row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only if name not in static]
+    def as_called(
+        self, row: Sequence[Any], count: int, names: Sequence[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a row in the form of a call: *count* by position, and these names."""
+        values = dict(zip(self.positional, row, strict=False))
+        rest = list(row)
         if self.keywords:
-            row += self.split_keywords(bound.arguments.get(self.keywords, {}))[bool(self.static_keywords) :]
-        return row
+            values |= rest.pop()
+        if self.donated_keywords:
+            values |= rest.pop()
+        if self.static_keywords:
+            values |= rest.pop()
+        values |= zip(self.keyword_only, rest[len(rest) - len(self.keyword_only) :], strict=True)
+        return tuple(row[:count]), {name: values[name] for name in names}
+
+    def selected_as_called(self, layout: Layout, count: int, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
+        named = self.positional + self.keyword_only
+        slots = {slot.name: slot for slot in layout.slots if slot.name in named}
+
+        def which(what: str, others: Iterable[str]) -> tuple[list[int], list[str]]:
+            numbers = [i for i, slot in enumerate(layout.slots[:count]) if getattr(slot, what)]
+            return numbers, [
+                name for name in names if (getattr(slots[name], what) if name in slots else name in others)
+            ]
+
+        static, donated = which('static', self.static_keywords), which('donated', self.donated_keywords)
+        options = ('static_argnums', 'static_argnames', 'donate_argnums', 'donate_argnames')
+        return dict(zip(options, (*static, *donated), strict=True))
 
     def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
         """The last slots of a row: the static and donated keywords, if there can be any, and the others."""
