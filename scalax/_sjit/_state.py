@@ -227,9 +227,11 @@ class State:
         """Reads a call.
 
         Raises:
-            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
+            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
+                name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
+        self.convention.reject_misnamed(row)
         layout = self.convention.layout(self.convention.extras_of(row))
         given = signature_of(self.convention, layout, row)
         arguments = self._arguments.get(given)
