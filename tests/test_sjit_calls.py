@@ -480,3 +480,16 @@ def test_executables_are_called_as_the_function_is(lowered, called, expected):
     args, kwargs = called
     np.testing.assert_allclose(executable(*args, **kwargs), expected)
     assert executable.memory_analysis().argument_size_in_bytes >= X.nbytes // 8
+
+
+@pytest.mark.parametrize('static', [None, 0])
+def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
+    """The program of one number reads too few arguments of another, and would answer for it."""
+    compiled = HELPER.sjit(lambda *args: sum(args), static_argnums=static)
+    for count in (1, 2, 3, 1, 2, 4):
+        assert compiled(*range(1, count + 1)) == sum(range(1, count + 1))
+
+
+def test_fewer_extra_arguments_after_more():
+    compiled = HELPER.sjit(lambda *args: sum(args))
+    assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
