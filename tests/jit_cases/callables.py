@@ -261,7 +261,7 @@ def no_function_yet(jit):
     return jit(None)(lambda x: x + 1)(X)
 
 
-@case(defect='a generator function is refused at the call, with a warning', raises=True)
+@case(meant={'error': 'own-errors'}, raises=True)
 def generator_function(jit):
     def f(x):
         yield x

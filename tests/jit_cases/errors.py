@@ -338,7 +338,7 @@ def out_of_a_generator(jit):
     return list(numbers())
 
 
-@case(defect='a function that calls itself without end is a KeyError of the recordings')
+@case
 def recursion_without_end(jit):
     @jit
     def f(x):
@@ -370,7 +370,7 @@ def rank_promotion(jit):
         return first, error_of(f, M, M[0])
 
 
-@case(defect='options of jax.jit are looked at when the first program is made')
+@case
 def wrong_options(jit):
     return [
         error_of(jit, lambda x: x, **{name: value})

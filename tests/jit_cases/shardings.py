@@ -65,7 +65,7 @@ def arrives_on_one_device(jit):
     return jit(lambda x: x * 2, in_shardings=on('x'))(jax.device_put(X, jax.devices()[1]))
 
 
-@case(defect='a single device is where P() is')
+@case
 def arrives_on_one_device_replicated(jit):
     return jit(lambda x: x * 2, in_shardings=on())(jax.device_put(X, jax.devices()[0]))
 
