@@ -579,3 +579,16 @@ def test_generated_lines_can_be_shown():
     frame = inspect.getframeinfo(own._rawentry.tb_frame)
     assert frame.filename.startswith('<scalax sjit of failing, ')
     assert frame.code_context == ['    return _scalax_state.slow((x,))\n']
+
+
+@pytest.mark.parametrize('static', [None, 0])
+def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
+    """The program of one number reads too few arguments of another, and would answer for it."""
+    compiled = HELPER.sjit(lambda *args: sum(args), static_argnums=static)
+    for count in (1, 2, 3, 1, 2, 4):
+        assert compiled(*range(1, count + 1)) == sum(range(1, count + 1))
+
+
+def test_fewer_extra_arguments_after_more():
+    compiled = HELPER.sjit(lambda *args: sum(args))
+    assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]

@@ -339,6 +339,8 @@ class State:
 
     def _inside(self, mine: Known, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
+        if len(row) != len(layout.slots):  # another number of extra positional arguments
+            raise self._miss()
         if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         signature = signature_of(self.convention, layout, row)
