@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from scalax import _agree, _processes
 from scalax._paths import NamedTree
 from scalax.checkpoint._orbax import orbax
-from scalax.checkpoint._saved import Saved
 from scalax.errors import CheckpointError
 
 
@@ -130,8 +129,12 @@ def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
     return sorted(set.intersection(*seen))
 
 
-def damage(mesh: Mesh, saved: Saved, checksums: bool) -> list[str]:
+def damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
     """What is wrong with a step's files; every process looks at some of them, and learns of all.
+
+    Args:
+        mesh: of the arrays.
+        look: finds what is wrong, given the number of this process and how many there are.
 
     Raises:
         CheckpointError: a process cannot look.
@@ -141,7 +144,7 @@ def damage(mesh: Mesh, saved: Saved, checksums: bool) -> list[str]:
     wrong: list[str] = []
     error: CheckpointError | None = None
     try:
-        wrong = saved.damage(checksums, share) or saved.unreadable()
+        wrong = look(share)
     except OSError as fault:
         wrong = [f'it cannot be read: {fault}']
     except CheckpointError as fault:

@@ -244,7 +244,7 @@ class Checkpointer:
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
         _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
-        saved = self._choose(helper, here, step, verify)
+        saved = self._choose(helper, here, step, verify, data is not None)
         try:
             description = saved.description()
             names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
@@ -341,7 +341,7 @@ class Checkpointer:
         return found(self._directory, latest, complete_steps(self._directory))
 
     def _choose(
-        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool
+        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
     ) -> Saved:
         """The step to restore, the same on every process, of those that are *here*."""
         self._known = set(here)
@@ -353,7 +353,15 @@ class Checkpointer:
             )
         if step is not None:
             steps = [found(self._directory, step, here).step]
-        saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
+
+        def damage(saved: Saved) -> list[str]:
+            def look(share: tuple[int, int]) -> list[str]:
+                wrong = saved.damage(verify, share) or saved.unreadable()
+                return wrong or (_data_state.damage(saved) if data else [])
+
+            return _agreed.damage(helper.mesh, look)
+
+        saved, passed = choose(self._directory, steps, damage)
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
         if saved is None and not passed:
             raise CheckpointError(f'{self._directory} has no checkpoint')
