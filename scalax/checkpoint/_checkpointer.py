@@ -99,8 +99,6 @@ class Checkpointer:
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
         self._writer = Writer(self._directory)
-        self._token: str | None = None  # that of process 0, from the first save on
-        self._saves = 0
         self._running: Save | None = None
         self._reached: int | None = None  # the last step that was saved or restored
         self._restored: int | None = None
@@ -147,12 +145,8 @@ class Checkpointer:
             error = fault
         if error is None and ((step % self._save_every and not force) or step == self._reached):
             return False
-        _agreed.meet('save', self._timeout)
-        if self._token is None:
-            self._token = _agreed.first_of_all(self._writer.token)
-        self._saves += 1
-        staging = self._writer.staging(step, self._saves, self._token)
-        begun = False
+        _agreed.meet('call', self._timeout)  # of any kind: who makes another is found by what they say
+        begun, name = False, self._writer.name()
         try:
             if error is not None:
                 raise error
@@ -165,21 +159,21 @@ class Checkpointer:
             if jax.process_index() == 0:
                 with _failures(step, self._directory):
                     self._writer.prepare(step, self._known, self._damaged)
-                    begin(staging)
+                    begin(self._writer.staging(step, name))
                 begun = True
         except Exception as fault:  # raised once all have been told
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-            _agreed.saved_alike(call, tree, error)
+            name = _agreed.saved_alike(call, name, tree, error)
         except BaseException:
             if begun:
-                self._writer.discard(staging)
+                self._writer.discard(self._writer.staging(step, name))
             raise
         assert tree is not None
         self._damaged.clear()
         content = Content(as_orbax_takes_it(state), described(tree), encoded, self._checksums)
-        self._running = Save(self._writer, step, staging, content, self._keep, self._timeout)
+        self._running = Save(self._writer, step, name, content, self._keep, self._timeout)
         with _failures(step, self._directory):
             self._running.copy()
         self._reached = step
@@ -228,7 +222,7 @@ class Checkpointer:
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
-        _agreed.meet('restore', self._timeout, helper.mesh)
+        _agreed.meet('call', self._timeout, helper.mesh)
         error: Exception | None = None
         target, here = None, []
         try:
