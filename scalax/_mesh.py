@@ -77,7 +77,10 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
-    options = {'num_slices': num_slices} if num_slices > 1 else {}
+    options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+    if small := _LESS_THAN_A_HOST.fullmatch(topology):
+        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
+        options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
     try:
         if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
             raise ValueError('a side of 0 chips')
@@ -96,6 +99,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     return list(described.devices)
 
 
+_LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 
