@@ -29,7 +29,13 @@ ROUND_TIMEOUT_S = 3600
 
 def run_round(seed: int, examples: int) -> int:
     """Runs about that many examples and returns how many passed; none where one failed."""
-    profile = ['--hypothesis-profile=fuzz', f'--hypothesis-seed={seed}', '--hypothesis-show-statistics']
+    profile = [
+        '--longest',
+        str(ROUND_TIMEOUT_S),
+        '--hypothesis-profile=fuzz',
+        f'--hypothesis-seed={seed}',
+        '--hypothesis-show-statistics',
+    ]
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', *profile, *TESTS],
         cwd=ROOT,
