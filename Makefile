@@ -77,7 +77,7 @@ verify: $(VERIFY_STAMPS) ## types and all tests on each JAX in between (VERIFY="
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
 
-fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS: --max-examples, --seed)
+fuzz: $(DEV_STAMP) ## check a million random safetensors headers, and 50,000 compositions of rules (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)
 
 faults: $(EXAMPLES_STAMP) ## kill processes of a training 50 times, and check that nothing is lost (flags in ARGS)

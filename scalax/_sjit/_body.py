@@ -67,8 +67,8 @@ class Body:
         self, signature: Signature, layout: Layout, row: Sequence[Any], constraints: Mapping[int, Shardings]
     ) -> Any:
         leaves, _ = dynamic_leaves(layout, row)
-        trace, kinds = self.recordings.contexts.current(), placement_kinds(leaves)
-        recording = self.recordings.find(signature, trace, kinds)
+        kinds = placement_kinds(leaves)
+        recording = self.recordings.find(signature, kinds)
         # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
         # the user's lines should run.
         if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -77,7 +77,7 @@ class Body:
         for slot, shardings in constraints.items():
             constrained[slot] = apply_shardings(row[slot], shardings)
         args, keywords = self._convention.restore(constrained)
-        self.recordings.user_code_ran(signature, trace, kinds)
+        self.recordings.user_code_ran(signature, kinds)
         return self._fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
@@ -122,8 +122,8 @@ class Body:
             )
 
 
-def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
-    """Raises MeshError, because of *error*, under a ``jax.set_mesh`` of other devices or another order."""
+def reject_other_devices(name: str, mesh: Any) -> None:
+    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
     try:
         ambient = jax.sharding.get_mesh()
     except ValueError:  # inside of jax.jit
@@ -134,4 +134,4 @@ def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
     raise MeshError(
         f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
         f'{theirs}: leave that mesh for the call'
-    ) from error
+    ) from None

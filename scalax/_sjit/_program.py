@@ -26,7 +26,7 @@ from scalax._recent import Recent
 from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._misplaced import reject_deleted
-from scalax._sjit._placement import Shardings, moved, place
+from scalax._sjit._placement import Moves, Shardings, moved, place
 from scalax._sjit._signature import Signature
 from scalax.errors import ArgumentError, StructureError
 
@@ -177,12 +177,11 @@ class Program:
         inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
         return self._jit(inner, count)
 
-    def place_first(self, slots: frozenset[int], *, explicit: bool) -> None:
+    def place_first(self, slots: frozenset[int], moves: Moves) -> None:
         """Makes calls place what is not on the mesh in these slots, before JAX sees it.
 
-        On Explicit axes the types of host data would be wrong, and every call traced in vain. What
-        another signature wants elsewhere is noticed as always: inside the trace. Without *explicit* types
-        only arrays and donated data are placed, as they are for the trace.
+        Where types say how arrays are placed, those of host data would be wrong, and every call traced in
+        vain. What another signature wants elsewhere is noticed as always: inside the trace.
         """
         direct, layout = self._direct, self.layout
         if slots <= self._placed_first or direct is None:
@@ -192,7 +191,7 @@ class Program:
         forms = {
             slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
         }
-        alone = explicit and all(map(_takes_host_data, forms.values()))
+        alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*row: Any) -> Any:
             # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
@@ -202,7 +201,7 @@ class Program:
                     found[slot] = jax.device_put(row[slot], form)
                 return direct(*found)
             wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
-            return direct(*place(layout, row, wanted, explicit=explicit, mismatched=False, move=moved))
+            return direct(*place(row, wanted, moves, moved))
 
         self.call = placed
 

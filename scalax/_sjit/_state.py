@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from scalax import _constrain, _context, _mesh
 from scalax._frames import arose_below, hide_ours
@@ -21,6 +22,10 @@ from scalax._sjit._placement import Shardings
 from scalax._sjit._program import Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, signature_of
+
+# How JAX says that an argument is deleted. What a run raises, which has used up what was donated to it, is a
+# JaxRuntimeError.
+_OF_DELETED = (RuntimeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +73,10 @@ class State:
         self.helper, self.fun, self.convention, self.options = helper, fun, convention, options
         self.boundary = Boundary(helper, convention, options)
         self.body = Body(fun, self.boundary)
+        # Over types of other Explicit axes JAX ignores shardings of Auto ones, inside of another function.
+        self._refuses_explicit = not self.boundary.any_explicit and (
+            self.boundary.any_rule or options.out_shardings is not None
+        )
         self._placing = _Placing()
         self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
         self.clear()
@@ -114,16 +123,18 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if self._runs_inline():
             return True
+        if isinstance(error, jax.errors.JaxRuntimeError):  # the right program: others are refused by then
+            call = self._look(row)
+            _misplaced.reject_donated_twice(self.convention, call.layout, row, error)
+            return False
         refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
         if refusal:
-            reject_other_devices(self.convention.name, self.helper.mesh, refusal)
+            reject_other_devices(self.convention.name, self.helper.mesh)
         call = self._look(row)
-        # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
-        # the same classes: then its own error counts.
-        if 'deleted' in str(error):
+        if type(error) in _OF_DELETED:
             _misplaced.reject_deleted(self.convention, call.layout, row)
         if refusal:
-            self._reject_elsewhere(call.layout, row, call.arguments, refusal)
+            self._reject_elsewhere(call.layout, row, call.arguments)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -132,7 +143,7 @@ class State:
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
             if refusal:
-                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments, refusal)
+                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments)
             return False
         return _misplaced.any_mismatched(row, call.arguments) or (
             refusal is not None and _misplaced.any_refused(row, call.arguments)
@@ -159,23 +170,25 @@ class State:
             return self.body.run(call.signature, layout, row, inside)
         resolved, placed = self._resolve(row, _placement.moved)
         program = resolved.program
-        explicit = self.boundary.any_explicit
-        # Under a jax.set_mesh of other types only what is placed finds its trace again.
-        if explicit or _constrain.has_other_types(jax.sharding.get_abstract_mesh(), self.helper.mesh):
-            slots = _placement.slots_off_the_mesh(row, resolved.inside.arguments)
-            program.place_first(slots, explicit=explicit)
+        moves = self._moves(mismatched=False)
+        if moves.unplaced or moves.foreign:
+            slots = _placement.slots_to_place(row, resolved.inside.arguments, moves)
+            program.place_first(slots, moves)
         assert program.call is not None  # a resolved signature has a compiled program
         self.hot = self._hottest(program.call)
         with self._placing:
             try:
                 return program.call(*placed)
+            except jax.errors.JaxRuntimeError as error:
+                _misplaced.reject_donated_twice(self.convention, layout, row, error)
+                raise
             except ValueError as error:
-                reject_other_devices(self.convention.name, self.helper.mesh, error)
                 if not _arose_inside(error):
+                    reject_other_devices(self.convention.name, self.helper.mesh)
                     arguments = resolved.inside.arguments
-                    self._reject_elsewhere(layout, row, arguments, error)
+                    self._reject_elsewhere(layout, row, arguments)
                     if self.options.on_mismatch == 'error':
-                        _misplaced.reject_refused(self.convention, layout, row, arguments, error)
+                        _misplaced.reject_refused(self.convention, layout, row, arguments)
                 raise
 
     def _runs_inline(self) -> bool:
@@ -225,23 +238,30 @@ class State:
         if arguments is None:
             arguments = self.boundary.arguments(layout, row)
             self._arguments.put(given, arguments)
-        if self.boundary.any_explicit:
-            # The types of arguments hold their shardings there, so what counts is what they will be.
-            moved = self._placed(row, layout, arguments, _placement.as_moved)
+        if self._refuses_explicit or self.boundary.any_explicit:
+            # JAX reshards to another mesh where all axes are Explicit.
+            movable = AxisType.Auto not in self.helper.mesh.axis_types
+            _misplaced.reject_foreign_types(self.convention, layout, row, self.helper.mesh, movable=movable)
+        moved = self._placed(row, arguments, _placement.as_moved)
+        if any(one is not other for one, other in zip(moved, row, strict=True)):
+            # Types may hold shardings: what counts is what they will be.
             given = signature_of(self.convention, layout, moved)
         return Call(row, layout, arguments, given)
 
+    def _moves(self, mismatched: bool | None = None) -> _placement.Moves:
+        """Which arguments are moved at a call; *mismatched* by the option of the user."""
+        # On Explicit axes types say how arrays are placed. Under a jax.set_mesh of other types only what is
+        # placed finds its trace again. Elsewhere jax.jit places them.
+        ambient = jax.sharding.get_abstract_mesh()
+        unplaced = self.boundary.any_explicit or _constrain.has_other_types(ambient, self.helper.mesh)
+        if mismatched is None:
+            mismatched = self.options.on_mismatch == 'reshard'
+        return _placement.Moves(unplaced, mismatched, self._refuses_explicit)
+
     def _placed(
-        self, row: Sequence[Any], layout: Layout, arguments: Mapping[int, Shardings], move: _placement.Move
+        self, row: Sequence[Any], arguments: Mapping[int, Shardings], move: _placement.Move
     ) -> list[Any]:
-        return _placement.place(
-            layout,
-            row,
-            arguments,
-            explicit=self.boundary.any_explicit,
-            mismatched=self.options.on_mismatch == 'reshard',
-            move=move,
-        )
+        return _placement.place(row, arguments, self._moves(), move)
 
     def resolve(self, row: Sequence[Any]) -> tuple[Resolved, Sequence[Any]]:
         """The program of a call that is not run, and the call's row as moved arguments would be.
@@ -264,10 +284,10 @@ class State:
         known = self.resolved.get(call.signature)
         if known is None:
             # Traced with what the arguments will be: nothing moves before all rules are known to fit.
-            as_moved = self._placed(row, call.layout, call.arguments, _placement.as_moved)
+            as_moved = self._placed(row, call.arguments, _placement.as_moved)
             with self._placing:
                 known = self._new(dataclasses.replace(call, row=as_moved))
-        return known, self._placed(row, call.layout, call.arguments, move)
+        return known, self._placed(row, call.arguments, move)
 
     def _reject_mismatched(self, call: Call) -> None:
         _misplaced.reject_mismatched(
@@ -275,9 +295,9 @@ class State:
         )
 
     def _reject_elsewhere(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: ValueError
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings]
     ) -> None:
-        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
+        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
@@ -323,6 +343,8 @@ class State:
         signature = signature_of(self.convention, layout, row)
         inside = program.known.get(signature)
         if inside is None:
+            if self._refuses_explicit and any(kind[-1] is not None for kind in signature.types):
+                raise self._miss()
             known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
             if known is None or known.program is not program:
                 raise self._miss()
