@@ -178,7 +178,11 @@ class State:
         self.hot = self._hottest(program.call)
         with self._placing:
             try:
-                return program.call(*placed)
+                outputs = program.call(*placed)
+                if not resolved.inside.looked_at:
+                    resolved.inside.looked_at = True
+                    _misplaced.warn_left_alone(self.convention, row, resolved.inside.arguments, outputs)
+                return outputs
             except jax.errors.JaxRuntimeError as error:
                 _misplaced.reject_donated_twice(self.convention, layout, row, error)
                 raise
@@ -316,7 +320,12 @@ class State:
 
     def _reject_mismatched(self, call: Call) -> None:
         _misplaced.reject_mismatched(
-            self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
+            self.convention,
+            call.layout,
+            call.row,
+            call.arguments,
+            self.boundary.any_rule,
+            returned=self.options.out_shardings is None and bool(self.resolved.items()),
         )
 
     def _reject_elsewhere(
