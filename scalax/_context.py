@@ -189,7 +189,7 @@ class ContextCache:
         own = {name: (self._helper, rules) for name, rules in bindings.items()}
         merged = {**(outer.bindings if outer else {}), **own}
         key = tuple(
-            (name, helper, _hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
+            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
         )
         with self._lock:
             known = self._contexts.get(key)
@@ -220,11 +220,12 @@ class _ByIdentity:
         return id(self.rules)
 
 
-def _hashable(rules: Any) -> Any:
+def hashable(rules: Any) -> Any:
+    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
     try:
         hash(rules)
     except TypeError:
-        return tuple(map(_hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+        return tuple(map(hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
     return rules
 
 
