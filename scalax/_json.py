@@ -17,7 +17,7 @@ _DIGITS = 300  # of an integer that is a finite float whatever they are
 _LONGEST = 120  # characters of a value in a message
 
 
-def parse(text: str | bytes) -> Any:
+def parse(text: str | bytes | bytearray) -> Any:
     """The value of a JSON text, of which all readers of JSON say the same.
 
     Python's own reader takes more: NaN, a key twice (the last one counts), half of a surrogate pair, and
@@ -37,7 +37,7 @@ def parse(text: str | bytes) -> Any:
         ...
         ValueError: the key 'a' is there twice in one object
     """
-    if isinstance(text, bytes):
+    if isinstance(text, bytes | bytearray):
         text = text.decode('utf-8')
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
@@ -121,7 +121,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))
 
 
-def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
     """All bytes of a regular file.
 
     Args:
@@ -139,7 +139,7 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         return exactly(file, size, 0)
 
 
-def exactly(file: BinaryIO, size: int, position: int) -> bytes:
+def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
     """So many bytes of a file, from a position on.
 
     Raises:
@@ -154,7 +154,7 @@ def exactly(file: BinaryIO, size: int, position: int) -> bytes:
         if not count:
             raise ValueError(f'it became shorter while it was read: {done:,} of {size:,} bytes were there')
         done += count
-    return bytes(data)
+    return data
 
 
 def reason(error: OSError | ValueError) -> str:

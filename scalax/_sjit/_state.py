@@ -239,9 +239,11 @@ class State:
         """Reads a call.
 
         Raises:
-            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
+            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
+                name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
+        self.convention.reject_misnamed(row)
         layout = self.convention.layout(self.convention.extras_of(row))
         given = signature_of(self.convention, layout, row)
         arguments = self._arguments.get(given)
@@ -354,6 +356,8 @@ class State:
 
     def _inside(self, mine: Known, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
+        if len(row) != len(layout.slots):  # another number of extra positional arguments
+            raise self._miss()
         if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         if not self._placing and self._refuses_foreign and _misplaced.any_foreign(row, self.boundary.mesh):
