@@ -356,6 +356,41 @@ def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
         assert first.save(6, small(helper))
 
 
+# --- Trees of other libraries --------------------------------------------------------------------
+
+
+def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """Nodes that have indices beside names: Orbax cannot restore them as they are."""
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, seed: int, layers: int = 11) -> None:
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(layers)])
+            self.heads = nnx.List([nnx.List([nnx.Linear(8, 4, rngs=rngs)])])
+
+    model = Model(0)
+    graph, params = nnx.split(model)
+    for number, (state, like) in enumerate(
+        [
+            ({'model': model, 'step': 3}, {'model': Model(1), 'step': 0}),
+            ({'params': params}, {'params': nnx.split(Model(1))[1]}),
+            ({'params': nnx.to_pure_dict(params)}, {'params': nnx.to_pure_dict(nnx.split(Model(1))[1])}),
+        ]
+    ):
+        checkpointer = save(tmp_path / str(number), state)
+        found = checkpointer.restore(helper, P(), like, verify=True)
+        assert jax.tree.structure(found) == jax.tree.structure(like)
+        assert_equal(found, state)
+    kernel = checkpointer.restore(helper, P(), state, only='layers/10/kernel')['params']['layers'][10]
+    np.testing.assert_array_equal(kernel['kernel'], model.layers[10].kernel)
+    by_hand = ocp.StandardCheckpointer().restore(tmp_path / '0' / '1' / 'state')
+    np.testing.assert_array_equal(
+        by_hand['model']['layers']['10']['kernel']['value'], model.layers[10].kernel[...]
+    )
+    assert graph is not None
+
+
 # --- What cannot be saved ------------------------------------------------------------------------
 
 

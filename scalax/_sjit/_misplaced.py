@@ -36,7 +36,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 def reject_donated_twice(
     convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
 ) -> None:
-    """Raises ArgumentError, because of *error*, if an array was donated twice, and is still there."""
+    """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:

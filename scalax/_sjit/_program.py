@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,9 @@ from scalax._sjit._misplaced import reject_deleted
 from scalax._sjit._placement import Moves, Shardings, moved, place
 from scalax._sjit._signature import Signature
 from scalax.errors import ArgumentError, StructureError
+
+Known = Recent[Signature, Inside]
+"""The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument ends the process with a segmentation fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
@@ -126,15 +129,15 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        known: the signatures whose shardings are this program's, each with what its trace needs to know.
         inner: the function that is jitted; takes a row of slots.
+        known: the signatures it serves.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
     layout: Layout
     inner: Callable[..., Any]
-    known: Recent[Signature, Inside] = dataclasses.field(default_factory=Recent)
+    known: Known
     jitted: Any = None
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
@@ -176,6 +179,15 @@ class Program:
         parameters = list(inspect.signature(self.inner, follow_wrapped=False).parameters.values())
         inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
         return self._jit(inner, count)
+
+    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
+        """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
+        return jax.jit(fun, **selected, **self._options)
+
+    def outlives(self, state: Any) -> Any:
+        """The jitted function, for somebody who may hold it longer than anything holds *state*."""
+        self.inner.__dict__['_kept'] = state
+        return self.jitted
 
     def place_first(self, slots: frozenset[int], moves: Moves) -> None:
         """Makes calls place what is not on the mesh in these slots, before JAX sees it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._program import Missed, Program, Shape, collapsed
+from scalax._sjit._program import Known, Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, signature_of
 
@@ -61,7 +62,12 @@ class State:
 
     No lock is held while a user's code is traced: two threads that meet a new signature together may
     both resolve it, as under ``jax.jit``, and the first one's program is kept.
+
+    Attributes:
+        hot: what calls try first: the program that the last ones used, or one that chooses.
     """
+
+    hot: Callable[..., Any]
 
     def __init__(
         self,
@@ -78,7 +84,9 @@ class State:
             self.boundary.any_rule or options.out_shardings is not None
         )
         self._placing = _Placing()
-        self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
+        # What is kept here, and refers to this in turn, does so by this: a function that nobody holds any
+        # longer goes at once, with the arrays that it closes over.
+        self._weak: State = weakref.proxy(self)
         self.clear()
 
     def clear(self) -> None:
@@ -87,26 +95,15 @@ class State:
         self.programs: Recent[Shape, Program] = Recent()
         self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
         self.body.recordings = Recordings()
-        self.hot = self._nothing_yet
+        self.hot = self._nothing_yet()
 
-    def keep_hot_in(self, namespace: dict[str, Any], name: str) -> None:
-        """Says where the caller looks for the program to try."""
-        self._hot_is = namespace, name
-        self.hot = self._nothing_yet
+    def _nothing_yet(self) -> Callable[..., Any]:
+        this = self._weak
 
-    @property
-    def hot(self) -> Callable[..., Any]:
-        """What calls try first: the program that the last ones used, or one that chooses."""
-        namespace, name = self._hot_is
-        return namespace[name]
+        def nothing_yet(*row: Any) -> Any:
+            raise this._miss()
 
-    @hot.setter
-    def hot(self, call: Callable[..., Any]) -> None:
-        namespace, name = self._hot_is
-        namespace[name] = call
-
-    def _nothing_yet(self, *row: Any) -> Any:
-        raise self._miss()
+        return nothing_yet
 
     # What the generated caller runs -----------------------------------------------------------------
 
@@ -218,7 +215,8 @@ class State:
         cases = [(known.program.layout, s, known.program) for s, known in self.resolved.items()]
         if len({id(program) for _, _, program in cases}) < 2:  # none, if another thread has cleared them
             return call
-        return Chooser(cases, lambda row: self._look(row).signature, self._miss)
+        this = self._weak
+        return Chooser(cases, lambda row: this._look(row).signature, lambda: this._miss())
 
     def _miss(self) -> Missed:
         return Missed(self, self.convention.name, other_types=self._runs_inline())
@@ -229,9 +227,11 @@ class State:
         """Reads a call.
 
         Raises:
-            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
+            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
+                name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
+        self.convention.reject_misnamed(row)
         layout = self.convention.layout(self.convention.extras_of(row))
         given = signature_of(self.convention, layout, row)
         arguments = self._arguments.get(given)
@@ -327,26 +327,29 @@ class State:
     # The traced function -----------------------------------------------------------------------------
 
     def _program(self, layout: Layout) -> Program:
+        this, known = self._weak, Known()
+
         def inner(*row: Any) -> Any:
-            return self._inside(program, layout, row)
+            return this._inside(known, layout, row)
 
         inner.__name__ = inner.__qualname__ = self.convention.name
         inner.__dict__['__signature__'] = self.convention.row_signature(layout)
         inner.__dict__['__wrapped__'] = self.fun  # where JAX's messages point
-        program = Program(layout, inner)
-        return program
+        return Program(layout, inner, known)
 
-    def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
+    def _inside(self, mine: Known, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
+        if len(row) != len(layout.slots):  # another number of extra positional arguments
+            raise self._miss()
         if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         signature = signature_of(self.convention, layout, row)
-        inside = program.known.get(signature)
+        inside = mine.get(signature)
         if inside is None:
             if self._refuses_explicit and any(kind[-1] is not None for kind in signature.types):
                 raise self._miss()
             known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
-            if known is None or known.program is not program:
+            if known is None or known.program.known is not mine:
                 raise self._miss()
             inside = known.inside
         return self.body.run(signature, layout, row, inside)
