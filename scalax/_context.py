@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from scalax._prefix import RuleLike, check, is_rule, key_of
 from scalax._recent import Recent
+from scalax._resolve import are_pure
 from scalax._spec import OnIndivisible
 from scalax.errors import StructureError
 
@@ -175,12 +176,14 @@ class ContextCache:
     """Gives the same Context for the same bindings, whoever asks and wherever.
 
     Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again. They are here as long as somebody holds them.
+    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
+    function, and with it perhaps the helper, is here as long as somebody else holds it.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
+        self._kept: Recent[Context, None] = Recent()
         self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -195,7 +198,9 @@ class ContextCache:
             known = self._contexts.get(key)
             if known is None:
                 known = self._contexts[key] = Context(self._helper, merged)
-            return known
+        if all(are_pure(rules) for _, rules in merged.values()):
+            self._kept.put(known, None)
+        return known
 
 
 _caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
