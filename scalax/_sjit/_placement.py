@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from scalax import _unreduced
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._resolve import named_sharding
-from scalax._sjit._signature import explicit_spec, traced_dtype
+from scalax._sjit._signature import explicit_spec, traced_dtype, type_of
 
 Shardings = Sequence[NamedSharding | None]
 Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
@@ -22,6 +22,11 @@ Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
 def is_concrete(leaf: Any) -> bool:
     """Whether a leaf is a jax.Array with buffers, rather than a tracer, numpy data or a struct."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def is_reference(leaf: Any) -> bool:
+    """Whether a leaf is a reference to an array (jax.new_ref), rather than one of an outer trace."""
+    return isinstance(leaf, jax.Ref) and not isinstance(leaf, jax.core.Tracer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Moves:
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
     def _moves(self, leaf: Any, sharding: NamedSharding) -> bool:
+        if isinstance(leaf, jax.Ref):
+            return False  # others write to it
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.unplaced and leaf.sharding is None
         if isinstance(leaf, jax.core.Tracer) and self.unplaced and not _has_type(leaf, sharding):
@@ -210,13 +217,15 @@ def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
     """
     if sharding is None or not is_elsewhere(leaf, sharding):
         return False
+    if isinstance(leaf, jax.Ref):
+        return True
     whole = leaf.sharding.is_fully_replicated and sharding.is_fully_replicated
     return not (whole and leaf.sharding.memory_kind == sharding.memory_kind)
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
     """Whether an array is committed to anything but *sharding*."""
-    if sharding is None or not is_concrete(leaf) or not leaf.committed:
+    if sharding is None or not (is_reference(leaf) or (is_concrete(leaf) and leaf.committed)):
         return False
     if isinstance(sharding.mesh, AbstractMesh):
         return False
