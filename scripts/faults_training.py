@@ -5,8 +5,8 @@
 Parameters and Adam's moments are sharded over all devices of all processes, the state is donated, noise is
 drawn from a key in it, data come in shuffled epochs from an iterator with a state, loaded ahead. It goes on
 until the step that stands in FOLDER/goal, and saves every few steps. Process 0 writes every loss, to the
-last bit, into FOLDER/losses. Some arrays of the state hold the number of the job, and nothing depends on them:
-in a step that two jobs have written, they would hold two numbers.
+last bit, into FOLDER/losses. Some arrays of the state hold the number of the job, and nothing depends on
+them: in a step that two jobs have written, they would hold two numbers.
 """
 
 from __future__ import annotations
