@@ -272,7 +272,6 @@ def test_a_process_that_is_killed_while_it_saves(
     assert_restores(tmp_path / 'run', helper, 1, verify=True)
 
 
-@pytest.mark.usefixtures('hears_ctrl_c')
 def test_ctrl_c_while_a_save_is_waited_for(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
