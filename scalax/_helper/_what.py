@@ -112,7 +112,7 @@ class What(Where):
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+        return _transfer.put_on(self.mesh, pytree, lambda: self._shardings(rules, pytree)[0])
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
