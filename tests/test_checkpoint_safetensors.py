@@ -1,5 +1,6 @@
 """safetensors files: every tensor lands in its shards bit by bit, from the bytes that are needed."""
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import load_safetensors
-from scalax.checkpoint._safetensors_file import DTYPES, read_boxes, tensors_of
+from scalax.checkpoint._safetensors_file import read_boxes
+from scalax.checkpoint._safetensors_header import DTYPES, Tensor
+from scalax.checkpoint._safetensors_header import tensors_of as tensors_of_opened
 from scalax.errors import CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -39,10 +42,15 @@ def write(path: Path, tensors: dict[str, np.ndarray]) -> Path:
     return path
 
 
+def tensors_of(file: Path) -> list[Tensor]:
+    with file.open('rb', buffering=0) as opened:
+        return tensors_of_opened(file, opened)
+
+
 def test_every_dtype_bit_by_bit(tmp_path: Path, helper: MeshShardingHelper) -> None:
     names = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
     tensors = {f'a.{name}': bits((8, 4), dtype) for name, dtype in names.items() if dtype.name not in WIDE}
-    assert len(tensors) == 14
+    assert len(tensors) == 16
     tree = load_safetensors(helper, write(tmp_path / 'x.safetensors', tensors), P('fsdp', 'tp'))
     for name, wanted in tensors.items():
         array = tree['a'][name.removeprefix('a.')]
@@ -193,14 +201,17 @@ def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file = write(tmp_path / 'x.safetensors', {'x': x})
     [tensor] = tensors_of(file)
     preadv = os.preadv
+    read: list[int] = []
 
     def short(descriptor: int, buffers: list[Any], position: int) -> int:
-        return preadv(descriptor, [memoryview(buffers[0]).cast('B')[:999]], position)
+        read.append(preadv(descriptor, [memoryview(buffers[0]).cast('B')[:999]], position))
+        return read[-1]
 
     monkeypatch.setattr(os, 'preadv', short)
     with file.open('rb') as opened:
         box = (slice(1, 8), slice(7, 4000))
         np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
+        assert sum(read) == x[box].nbytes  # each byte once: what a read has brought is not asked for again
         os.truncate(file, file.stat().st_size - 1500)
         with pytest.raises(CheckpointError, match='became shorter while it was read: x ends early'):
             read_boxes(opened.fileno(), tensor, [box])
@@ -327,34 +338,157 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert f'{second} is truncated: its header has ' in error_of(helper, tmp_path, P())
     second.write_bytes(b'')
     assert error_of(helper, tmp_path, P()).startswith(
-        f'{second} is no safetensors file: its header cannot be'
+        f'{second} is no safetensors file: its header cannot have 0 bytes'
     )
     second.write_bytes(len(b'{"a": 3}').to_bytes(8, 'little') + b'{"a": 3}')
-    assert error_of(helper, tmp_path, P()).startswith(f'{second} is no safetensors file: TypeError')
+    assert error_of(helper, tmp_path, P()) == (
+        f'{second} is no safetensors file: a is not an object with dtype, shape, data_offsets, but 3'
+    )
     write(second, {'lm_head.weight': bits((4,), 'int8')})
     text = error_of(helper, index, P())
     assert text.startswith('the files do not fit together:\n  model.layers.2.mlp.up_proj.weight is not in ')
     second.unlink()
-    assert error_of(helper, index, P()) == (f'files that {index.name} names are not there:\n  {second}')
+    missing = f'{second}: No such file or directory'
+    assert error_of(helper, index, P()) == f'files that {index.name} names cannot be read:\n  {missing}'
     for files in (second, [second]):
-        assert error_of(helper, files, P()) == f'files are not there:\n  {second}'
+        assert error_of(helper, files, P()) == f'files cannot be read:\n  {missing}'
     first = tmp_path / 'model-00001-of-00002.safetensors'
     write(second, {'model.layers.0.mlp.up_proj.weight': bits((4,), 'int8')})
     assert error_of(helper, [first, second], P()) == (
         f'the files do not fit together:\n  model.layers.0.mlp.up_proj.weight is in {first} and in {second}'
     )
-    index.write_text('{}')
-    assert error_of(helper, tmp_path, P()) == f"{index} is no index: KeyError: 'weight_map'"
     empty = tmp_path / 'empty'
     empty.mkdir()
     assert error_of(helper, empty, P()) == (
         f'{empty} has no .safetensors files; name the file, the files or the index'
     )
-    for wrong in (3, {'a': 3}):
-        index.write_text(json.dumps({'weight_map': wrong}))
-        assert error_of(helper, tmp_path, P()) == (
-            f'{index} is no index: its weight_map does not give a file for each tensor'
+
+
+def no_index(index: Path, helper: MeshShardingHelper, content: bytes | str) -> str:
+    index.write_bytes(content if isinstance(content, bytes) else content.encode())
+    said = error_of(helper, index, P())
+    head = f'{index} is no index: '
+    assert said.startswith(head)
+    return said.removeprefix(head)
+
+
+def test_what_is_no_index(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    index = tmp_path / 'model.safetensors.index.json'
+    for text in ('{}', '[]', '3', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}'):
+        said = no_index(index, helper, text)
+        assert said == 'it has no weight_map that gives a file for each tensor'
+    for content, message in [
+        ('', 'Expecting value: line 1 column 1 (char 0)'),
+        ('{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' is there twice in one object"),
+        ('{"weight_map": ' * 10**5, 'it is nested more than 127 deep'),
+        ('{"weight_map": {"a": NaN}}', 'NaN is no number of JSON'),
+        (
+            '{"weight_map": {}}'.encode('utf-16'),
+            "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+    ]:
+        assert no_index(index, helper, content) == message
+    index.unlink()
+    assert error_of(helper, index, P()) == f'{index} is no index: No such file or directory'
+    index.mkdir()
+    assert error_of(helper, index / 'x.index.json', P()).endswith('is no index: No such file or directory')
+    os.mkfifo(tmp_path / 'pipe.safetensors.index.json')
+    said = error_of(helper, tmp_path / 'pipe.safetensors.index.json', P())
+    assert said.endswith('is no index: it is no regular file')
+    large = tmp_path / 'large.safetensors.index.json'
+    large.touch()
+    os.truncate(large, 1 << 40)
+    assert error_of(helper, large, P()).endswith('bytes, and 100,000,000 are taken at most')
+
+
+@pytest.mark.parametrize('name', ['../x.safetensors', '/{}/x.safetensors', 'a/../../x.safetensors'])
+def test_an_index_names_files_in_its_own_folder(
+    tmp_path: Path, helper: MeshShardingHelper, name: str
+) -> None:
+    write(tmp_path / 'x.safetensors', {'x': bits((2,), 'int8')})
+    folder = tmp_path / 'model'
+    (folder / 'a').mkdir(parents=True)
+    index = folder / 'model.safetensors.index.json'
+    name = name.format(tmp_path)
+    index.write_text(json.dumps({'weight_map': {'x': name}}))
+    for files in (index, folder):
+        assert error_of(helper, files, P()) == (
+            f'{index} names files outside of its folder:\n'
+            f'  x: {name!r}\n'
+            'What to do: name the files themselves in place of the index, if they are what is wanted.'
         )
+    # Below it is fine, and so are links: the cache of the Hugging Face Hub is made of them.
+    (folder / 'a' / 'x.safetensors').symlink_to(tmp_path / 'x.safetensors')
+    index.write_text(json.dumps({'weight_map': {'x': 'a/x.safetensors'}}))
+    assert load_safetensors(helper, folder, P())['x'].shape == (2,)
+
+
+def test_files_that_are_none(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    index = tmp_path / 'model.safetensors.index.json'
+    names = ['a' * 5000, 'a\0b', '', '.', 'pipe', 'zero', 'gone', 'loop', 'folder']
+    os.mkfifo(tmp_path / 'pipe')
+    (tmp_path / 'zero').symlink_to('/dev/zero')
+    (tmp_path / 'gone').symlink_to(tmp_path / 'nowhere')
+    (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+    (tmp_path / 'folder').mkdir()
+    index.write_text(json.dumps({'weight_map': {f't{i}': name for i, name in enumerate(names)}}))
+    said = error_of(helper, index, P()).splitlines()
+    assert said[0] == f'files that {index.name} names cannot be read:'
+    assert [line.rpartition(': ')[2] for line in said[1:]] == [
+        'File name too long',
+        'embedded null byte',
+        'Is a directory',
+        'it is no regular file',
+        'it is no regular file',
+        'No such file or directory',
+        'Too many levels of symbolic links',
+        'Is a directory',
+    ]
+    assert len(said[1]) < 200
+    for file in (tmp_path / 'pipe', '/dev/zero', ['/dev/zero']):
+        assert error_of(helper, file, P()).endswith(': it is no regular file')
+    assert error_of(helper, 'a' * 5000, P()).endswith(': File name too long')
+    with tmp_path.joinpath('sparse').open('wb') as file:
+        file.write((10**8).to_bytes(8, 'little'))
+        file.truncate(1 << 40)
+    assert error_of(helper, tmp_path / 'sparse', P()) == (
+        f'{tmp_path / "sparse"} is no safetensors file: Expecting value: line 1 column 1 (char 0)'
+    )
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """What is read is what the header was read of."""
+    x = bits((8, 4), 'int8')
+    file = write(tmp_path / 'x.safetensors', {'x': x})
+    other = write(tmp_path / 'other', {'x': x[::-1].copy()})
+
+    def mapping(name: str) -> str:
+        os.replace(other, file)
+        return name
+
+    np.testing.assert_array_equal(load_safetensors(helper, file, P('fsdp'), mapping)['x'], x)
+
+
+def test_a_disk_that_fails(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / 'x.safetensors', {'x': bits((8, 4), 'int8')})
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, 'preadv', broken)
+    assert error_of(helper, file, P()) == f'{file} cannot be read: x: {os.strerror(errno.EIO)}'
+
+
+def test_names_that_make_deep_trees(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    deep = '.'.join('a' * 100)
+    file = write(tmp_path / 'x.safetensors', {deep: bits((2,), 'int8')})
+    assert jax.tree.leaves(load_safetensors(helper, file, P()))[0].shape == (2,)
+    file = write(tmp_path / 'x.safetensors', {'.'.join('a' * 10**5): bits((2,), 'int8')})
+    said = error_of(helper, file, P())
+    assert ' goes to a path of more than 100 keys' in said
+    assert len(said) < 500
 
 
 @pytest.mark.parametrize(
@@ -373,15 +507,15 @@ def test_headers_that_make_no_sense(
     file = tmp_path / 'x.safetensors'
     entry = {'dtype': 'F32', 'shape': [4], 'data_offsets': [0, 16]}
 
-    def write_header(header: dict[str, Any]) -> None:
+    def write_header(header: dict[str, Any], size: int = 16) -> None:
         text = json.dumps(header).encode()
-        file.write_bytes(len(text).to_bytes(8, 'little') + text + bytes(64))
+        file.write_bytes(len(text).to_bytes(8, 'little') + text + bytes(size))
 
     write_header({'x': {**entry, **changes}})
     assert error_of(helper, file, P()) == (
-        f'{file} is damaged: x has {wanted}; both are whole numbers, at least 0'
+        f'{file} is damaged: x has {wanted}; both are lists of whole numbers, at least 0, and offsets are two'
     )
-    write_header({'x': entry, 'none': {**entry, 'shape': [0], 'data_offsets': [8, 8]}})
+    write_header({'x': entry, 'none': {**entry, 'shape': [0], 'data_offsets': [16, 16]}})
     assert load_safetensors(helper, file, P())['x'].shape == (4,)
-    write_header({'x': entry, 'y': {**entry, 'data_offsets': [8, 24]}})
+    write_header({'x': entry, 'y': {**entry, 'data_offsets': [8, 24]}}, 24)
     assert error_of(helper, file, P()) == f'{file} is damaged: x and y overlap'

@@ -1,7 +1,9 @@
 """Reports: folded tables, golden files, differences, bytes of small dtypes."""
 
 import dataclasses
+import itertools
 import json
+import os
 import re
 
 import hypothesis
@@ -465,7 +467,7 @@ def one_row(**values):
             '{"version": 1, "mesh": {}, "rows": [], "unused_rules": "ab"}',
             "a whole report: unused_rules is not of type list: 'ab'",
         ),
-        (one_row(more=3), "a whole report: ReportRow.__init__() got an unexpected keyword argument 'more'"),
+        (one_row(more=3), "a whole report: a row has what no row of this version has: ['more']"),
         ('{"version": 1, "mesh": {}, "rows": [3]}', 'a whole report: a row is not of type dict: 3'),
         (one_row(path=3), 'a whole report: path is not of type str: 3'),
         (one_row(bytes='8'), "a whole report: bytes is not of type int: '8'"),
@@ -496,6 +498,79 @@ def test_load_says_what_it_takes(tmp_path):
     path.write_bytes(b'\xff{}')
     with pytest.raises(DataError, match=r'golden\.json.* is not the JSON of a report: .*utf-8'):
         ShardingReport.load(path)
+
+
+def test_files_that_are_no_reports(tmp_path):
+    path = tmp_path / 'golden.json'
+    os.mkfifo(path)
+    for file in (path, '/dev/zero'):
+        with pytest.raises(DataError) as error:
+            ShardingReport.load(file)
+        assert str(error.value) == f'{str(file)!r} is not the JSON of a report: it is no regular file'
+    large = tmp_path / 'large.json'
+    large.touch()
+    os.truncate(large, 1 << 40)
+    with pytest.raises(DataError, match='it has 1,099,511,627,776 bytes, and 100,000,000 are taken at most'):
+        ShardingReport.load(large)
+    with pytest.raises(DataError, match='null byte'):
+        ShardingReport.load('a\0b')
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        (
+            '{"version": 1, "version": 1}',
+            "the JSON of a report: the key 'version' is there twice in one object",
+        ),
+        ('{"version": 1, "mesh": NaN}', 'the JSON of a report: NaN is no number of JSON'),
+        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested more than 127 deep'),
+        (one_row(bytes=-1), 'a whole report: bytes is not a number from 0 to 2**63: -1'),
+        (
+            one_row(bytes=10**20),
+            'a whole report: bytes is not a number from 0 to 2**63: 100000000000000000000',
+        ),
+        (one_row(shape=[True]), 'a whole report: a size of shape is not of type int: True'),
+        (one_row(spec=[['x', 3]]), 'a whole report: an axis of spec is not of type str: 3'),
+        (
+            one_row(spec={'entries': ['x'], 'unreduced': 'x', 'reduced': []}),
+            "a whole report: unreduced is not of type list: 'x'",
+        ),
+        (
+            one_row(path='a' * 10**6, bytes='b' * 10**6),
+            f"a whole report: bytes is not of type int: '{'b' * 59} ... {'b' * 39}'",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_hostile_reports(text, message):
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(text)
+    assert str(error.value) == f'the text is not {message}'
+
+
+def test_a_spec_that_jax_refuses():
+    spec = {'entries': ['x'], 'unreduced': ['x'], 'reduced': []}
+    with pytest.raises(DataError, match='the text is not a whole report: spec is no PartitionSpec: '):
+        ShardingReport.load(one_row(spec=spec))
+
+
+def test_reports_steer_no_terminal():
+    texts = {key: f'{key}\x1b[2J\n\u202e' for key in ('path', 'dtype', 'rule', 'reason', 'memory_kind')}
+    report = ShardingReport.load(one_row(**texts))
+    for width in (60, 200):
+        text = report.to_text(width) + str(report.diff(ShardingReport.load(one_row())))
+        assert text.replace('\n', '').isprintable()
+
+
+def test_paths_with_very_many_keys_and_digits():
+    rows = [
+        json.loads(ROW) | {'path': '/'.join('01' * 20_000)},
+        json.loads(ROW) | {'path': f'a/{"9" * 5000}'},
+    ]
+    values = json.loads(one_row()) | {'rows': rows}
+    report = ShardingReport.load(json.dumps(values))
+    assert '2 arrays' in str(report)
 
 
 # --- Values ---------------------------------------------------------------------------------------

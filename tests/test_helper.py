@@ -53,6 +53,33 @@ def test_repr(helper, text):
     assert repr(helper) == text
 
 
+def test_the_helper_is_one_class():
+    assert MeshShardingHelper.__mro__ == (MeshShardingHelper, object)
+    assert pickle.loads(pickle.dumps(MeshShardingHelper)) is MeshShardingHelper
+    # What a rule may be is said where people look first.
+    for kind in ('ShardingRule', 'PartitionSpec', 'NamedSharding', 'None', 'prefix'):
+        assert kind in MeshShardingHelper.__doc__
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: MeshShardingHelper([8], ['data'], axis_type=AxisType.Auto),
+            "MeshShardingHelper.__init__() got an unexpected keyword argument 'axis_type'",
+        ),
+        (
+            lambda: HELPER.gather(),
+            "MeshShardingHelper.gather() missing 1 required positional argument: 'pytree'",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_name_the_class_that_users_know(call, message):
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value).startswith(message)  # Python may add what was probably meant
+
+
 # --- Placing and fetching -------------------------------------------------------------------------
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 
-from scalax import _mesh
+from scalax import _json, _mesh
 from scalax._paths import canonical_dtype
-from scalax.checkpoint._safetensors_file import Box, Tensor, bytes_of, read_ahead, read_boxes, tensors_of
+from scalax.checkpoint._safetensors_file import Box, bytes_of, read_ahead, read_boxes
+from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
 from scalax.errors import ArgumentError, CheckpointError, shown
 
@@ -71,7 +71,19 @@ def load_safetensors(
         (4, 8)
     """
     _mesh.require_devices(helper.mesh, 'load_safetensors')
-    tensors = _all_tensors(_listed(files))
+    listed = _listed(files)
+    with contextlib.ExitStack() as stack:
+        opened = _opened(stack, listed)
+        return _load(helper, _all_tensors(listed.places, opened), rules, mapping, opened)
+
+
+def _load(
+    helper: MeshShardingHelper,
+    tensors: Sequence[Tensor],
+    rules: RuleLike,
+    mapping: Mapped,
+    opened: Mapping[Path, BinaryIO],
+) -> Any:
     wanted = goals([tensor.name for tensor in tensors], mapping)
     tree: dict[str, Any] = {}
     tensors = [tensor for tensor in tensors if tensor.name in wanted]
@@ -80,20 +92,15 @@ def load_safetensors(
         path, axes = wanted[tensor.name]
         _put(tree, path, jax.ShapeDtypeStruct(_transposed(tensor, axes), tensor.dtype))
     shardings = helper.match_sharding_rule(rules, tree)
-    with contextlib.ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(file.open('rb', buffering=0)).fileno()
-            for file in dict.fromkeys(tensor.file for tensor in tensors)
-        }
-        loads = []
-        for tensor in tensors:
-            path, axes = wanted[tensor.name]
-            loads.append(_Load(opened[tensor.file], tensor, path, axes, _get(shardings, path)))
-        largest = max((load.largest for load in loads), default=0)
-        for i, load in enumerate(loads):
-            for coming in loads[i : i + 2]:
-                coming.read_ahead()
-            _put(tree, load.path, load.array(largest))
+    loads = []
+    for tensor in tensors:
+        path, axes = wanted[tensor.name]
+        loads.append(_Load(opened[tensor.file].fileno(), tensor, path, axes, _get(shardings, path)))
+    largest = max((load.largest for load in loads), default=0)
+    for i, load in enumerate(loads):
+        for coming in loads[i : i + 2]:
+            coming.read_ahead()
+        _put(tree, load.path, load.array(largest))
     return tree
 
 
@@ -181,7 +188,7 @@ def _transposed(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
         return tensor.shape
     if sorted(axes) != list(range(len(tensor.shape))):
         raise CheckpointError(
-            f'{tensor.name} is {tensor.dtype}{list(tensor.shape)}, and the mapping gives it the axes '
+            f'{tensor.label} is {tensor.dtype}{list(tensor.shape)}, and the mapping gives it the axes '
             f'{tuple(axes)}: they are the numbers 0 to {len(tensor.shape) - 1} in another order'
         )
     return tuple(tensor.shape[axis] for axis in axes)
@@ -189,7 +196,7 @@ def _transposed(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
 
 def _require_dtypes(tensors: Iterable[Tensor]) -> None:
     changed = [
-        f'{tensor.name}: {tensor.dtype}{list(tensor.shape)} would become {canonical_dtype(tensor.dtype)}'
+        f'{tensor.label}: {tensor.dtype}{list(tensor.shape)} would become {canonical_dtype(tensor.dtype)}'
         for tensor in tensors
         if canonical_dtype(tensor.dtype) != tensor.dtype
     ]
@@ -200,8 +207,20 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
         )
 
 
-def _listed(files: Files) -> dict[Path, list[str] | None]:
-    """The files, each with the tensors that an index says are in it."""
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """The files to load.
+
+    Attributes:
+        places: each file with the tensors that an index says are in it.
+        index: the name of that index; empty where there is none.
+    """
+
+    places: Mapping[Path, Sequence[str]]
+    index: str = ''
+
+
+def _listed(files: Files) -> _Listed:
     if not isinstance(files, str | os.PathLike):
         if isinstance(files, bytes) or not isinstance(files, Iterable):
             raise ArgumentError(f'load_safetensors: files is a path, or a list of paths, got {files!r}')
@@ -209,63 +228,79 @@ def _listed(files: Files) -> dict[Path, list[str] | None]:
         for file in given:
             if not isinstance(file, str | os.PathLike):
                 raise ArgumentError(f'load_safetensors: files is a list of paths, and {file!r} in it is none')
-        listed = [Path(file) for file in given]
-        if not listed:
+        if not given:
             raise CheckpointError('load_safetensors: the list of files is empty')
-        _require_files(listed)
-        return dict.fromkeys(listed)
+        return _Listed(dict.fromkeys(map(Path, given), ()))
     path = Path(files)
-    if path.is_dir():
+    if os.path.isdir(path):
         indices = sorted(path.glob(f'*{_SUFFIX}{_INDEX}'))
         found = sorted(path.glob(f'*{_SUFFIX}'))
         if len(indices) > 1 or not (indices or found):
             what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
             raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        return _indexed(indices[0]) if indices else dict.fromkeys(found)
-    if path.name.endswith(_INDEX):
-        return _indexed(path)
-    _require_files([path])
-    return {path: None}
+        return _indexed(indices[0]) if indices else _Listed(dict.fromkeys(found, ()))
+    return _indexed(path) if path.name.endswith(_INDEX) else _Listed({path: ()})
 
 
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
+def _indexed(index: Path) -> _Listed:
+    """The files that an index names: in its folder or below it, and nowhere else."""
     try:
-        places: Mapping[str, str] = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f'{index} is no index: {type(error).__name__}: {error}') from error
-    listed: dict[Path, list[str] | None] = {}
-    if not isinstance(places, Mapping) or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(f'{index} is no index: its weight_map does not give a file for each tensor')
+        values = _json.parse(_json.read(index))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f'{index} is no index: {_json.reason(error)}') from error
+    places = values.get('weight_map') if isinstance(values, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f'{index} is no index: it has no weight_map that gives a file for each tensor')
+    outside = [
+        f'{in_message(name)}: {_json.brief(file)}' for name, file in places.items() if _is_outside(file)
+    ]
+    if outside:
+        raise CheckpointError(
+            f'{index} names files outside of its folder:\n{shown(outside)}\n'
+            'What to do: name the files themselves in place of the index, if they are what is wanted.'
+        )
+    listed: dict[Path, list[str]] = {}
     for name, file in places.items():
-        names = listed.setdefault(index.parent / file, [])
-        assert names is not None
-        names.append(name)
-    _require_files(listed, f' that {index.name} names')
-    return listed
+        listed.setdefault(index.parent / file, []).append(name)
+    return _Listed(listed, index.name)
 
 
-def _require_files(listed: Iterable[Path], which: str = '') -> None:
-    missing = [str(file) for file in listed if not file.is_file()]
-    if missing:
-        raise CheckpointError(f'files{which} are not there:\n{shown(missing)}')
+def _is_outside(file: str) -> bool:
+    path = PurePath(file)
+    return bool(path.anchor) or '..' in path.parts
 
 
-def _all_tensors(files: Mapping[Path, list[str] | None]) -> list[Tensor]:
+def _opened(stack: contextlib.ExitStack, listed: _Listed) -> dict[Path, BinaryIO]:
+    """All files. Their headers and their tensors are read from the same ones, whatever the paths become."""
+    opened: dict[Path, BinaryIO] = {}
+    problems = []
+    for file in listed.places:
+        try:
+            opened[file] = stack.enter_context(_json.opened(file))
+        except (OSError, ValueError) as error:
+            problems.append(f'{in_message(str(file))}: {_json.reason(error)}')
+    if problems:
+        which = f' that {listed.index} names' if listed.index else ''
+        raise CheckpointError(f'files{which} cannot be read:\n{shown(problems)}')
+    return opened
+
+
+def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
     """The tensors of all files, in the order in which they are best read."""
     found: list[Tensor] = []
     where: dict[str, Path] = {}
     problems: list[str] = []
     for file, expected in files.items():
-        tensors = tensors_of(file)
+        tensors = tensors_of(file, opened[file])
         names = {tensor.name for tensor in tensors}
         problems.extend(
-            f'{name} is not in {file}, where the index says it is'
-            for name in expected or ()
+            f'{in_message(name)} is not in {file}, where the index says it is'
+            for name in expected
             if name not in names
         )
         for tensor in tensors:
             if tensor.name in where:
-                problems.append(f'{tensor.name} is in {where[tensor.name]} and in {file}')
+                problems.append(f'{tensor.label} is in {where[tensor.name]} and in {file}')
             where[tensor.name] = file
         found.extend(tensors)
     if problems:

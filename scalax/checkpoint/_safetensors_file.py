@@ -1,7 +1,4 @@
-"""What is in a safetensors file, and where? Its header, and reading blocks of one tensor.
-
-The format: eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and
-the tensors one after the other, row by row, little-endian. https://github.com/huggingface/safetensors#format
+"""Reading blocks of one tensor of a safetensors file.
 
 The library of that name maps a file into memory: a block of columns then brings the pages of all columns with
 it, and float8 is unknown to it as NumPy. Here the bytes of a block are read, and no mapping is made.
@@ -11,132 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from scalax import _json
 from scalax._aligned import aligned
+from scalax.checkpoint._safetensors_header import Tensor, byte_count
 from scalax.errors import CheckpointError
 
-_LENGTH = 8
-_LARGEST_HEADER = 100_000_000  # bytes; what the format allows
 _PAGE = 1 << 12  # bytes: what lies within a page of the next run is cheaper read than jumped over
 _BAND = 1 << 20  # bytes that are then read at once
 _MOST = 1024  # parts that one system call fills (IOV_MAX)
 _SPARSE = 16  # where less than one byte of so many is wanted, seeking is cheaper than reading all
 
-DTYPES: Mapping[str, Any] = {
-    'BOOL': np.bool_,
-    **{
-        f'{kind}{bits}': f'{name}{bits}'
-        for kind, name in (('I', 'int'), ('U', 'uint'))
-        for bits in (8, 16, 32, 64)
-    },
-    'F16': np.float16,
-    'F32': np.float32,
-    'F64': np.float64,
-    'C64': np.complex64,
-    'BF16': ml_dtypes.bfloat16,
-    'F8_E4M3': ml_dtypes.float8_e4m3fn,
-    'F8_E5M2': ml_dtypes.float8_e5m2,
-    'F8_E8M0': ml_dtypes.float8_e8m0fnu,
-}
-
 Box = Sequence[slice]
 """For each dimension, from where to where; without steps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Where a tensor lies.
-
-    Attributes:
-        file: in which file.
-        name: its name there.
-        shape: its shape.
-        dtype: its dtype.
-        begin: the position of its first byte in the file.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    begin: int
-
-
-def tensors_of(file: Path) -> list[Tensor]:
-    """The tensors of a file, in the order in which they lie there.
-
-    Raises:
-        CheckpointError: it is no such file, or its end is missing.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open('rb') as opened:
-            length = int.from_bytes(opened.read(_LENGTH), 'little')
-            if size < _LENGTH or not 0 < length <= _LARGEST_HEADER:
-                raise CheckpointError(
-                    f'{file} is no safetensors file: its header cannot be {length} bytes long'
-                )
-            text = opened.read(length)
-    except OSError as error:
-        raise CheckpointError(f'{file} cannot be read: {error.strerror or error}') from error
-    if len(text) < length:
-        raise CheckpointError(
-            f'{file} is truncated: its header has {length} bytes, and {len(text)} are there'
-        )
-    try:
-        header = json.loads(text)
-        entries = [(name, entry) for name, entry in header.items() if name != '__metadata__']
-        found = [_tensor(file, name, entry, _LENGTH + length) for name, entry in entries]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f'{file} is no safetensors file: {type(error).__name__}: {error}') from error
-    found.sort(key=lambda tensor: tensor.begin)
-    end, last = 0, ''  # of the tensors so far
-    for tensor in found:
-        if tensor.begin < end and 0 not in tensor.shape:
-            raise CheckpointError(f'{file} is damaged: {last} and {tensor.name} overlap')
-        end, last = max((end, last), (tensor.begin + _bytes(tensor.shape, tensor.dtype), tensor.name))
-    if size < end:
-        raise CheckpointError(f'{file} is truncated: it has {size} bytes, and its tensors need {end}')
-    return found
-
-
-def _tensor(file: Path, name: str, entry: Mapping[str, Any], start: int) -> Tensor:
-    if entry['dtype'] not in DTYPES:
-        raise CheckpointError(f'{file}: {name} has the dtype {entry["dtype"]}, which JAX does not have')
-    dtype = np.dtype(DTYPES[entry['dtype']])
-    shape: tuple[int, ...] = tuple(entry['shape'])
-    begin, end = entry['data_offsets']
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise CheckpointError(
-            f'{file} is damaged: {name} has the shape {entry["shape"]} and the offsets '
-            f'{entry["data_offsets"]}; both are whole numbers, at least 0'
-        )
-    if end - begin != _bytes(shape, dtype):
-        raise CheckpointError(
-            f'{file} is damaged: {name} is {dtype}{list(shape)}, which is {_bytes(shape, dtype)} bytes, and '
-            f'has {end - begin}'
-        )
-    return Tensor(file, name, shape, dtype, start + begin)
-
-
-def _bytes(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
 def bytes_of(tensor: Tensor, box: Box) -> int:
     """The size of a block."""
-    return _bytes([part.stop - part.start for part in box], tensor.dtype)
+    return byte_count([part.stop - part.start for part in box], tensor.dtype)
 
 
 def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np.ndarray]:
@@ -152,8 +47,17 @@ def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np
         boxes: which parts of it; they do not meet.
 
     Raises:
-        CheckpointError: the file has become shorter.
+        CheckpointError: the file cannot be read, or has become shorter.
     """
+    try:
+        return _read_boxes(descriptor, tensor, boxes)
+    except OSError as error:
+        raise CheckpointError(
+            f'{tensor.file} cannot be read: {tensor.label}: {_json.reason(error)}'
+        ) from error
+
+
+def _read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np.ndarray]:
     blocks = [aligned(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
     far = []
     for box, block in zip(boxes, blocks, strict=True):
@@ -184,7 +88,7 @@ def _read_close(descriptor: int, tensor: Tensor, runs: _Runs, flat: np.ndarray) 
 
 def _read_far(descriptor: int, tensor: Tensor, blocks: Sequence[tuple[_Runs, np.ndarray]]) -> None:
     """Reads the runs of several blocks in the order of the file, as many at once as follow one another."""
-    views = [memoryview(flat) for _, flat in blocks]
+    views = [flat.data for _, flat in blocks]
     sizes = np.asarray([runs.size for runs, _ in blocks])
     firsts = np.cumsum([0, *(len(runs.starts) for runs, _ in blocks)])
     starts = np.concatenate([runs.starts for runs, _ in blocks])
@@ -204,8 +108,9 @@ def _read_far(descriptor: int, tensor: Tensor, blocks: Sequence[tuple[_Runs, np.
         wanted = end[edges[1:] - 1] - begins
         # Short runs are many: the loop over them is one of C.
         counts = map(os.preadv, itertools.repeat(descriptor), parts, begins.tolist())
-        for part in np.flatnonzero(np.fromiter(counts, np.int64, len(parts)) < wanted).tolist():
-            _fill(descriptor, parts[part], int(begins[part]), tensor)
+        done = np.fromiter(counts, np.int64, len(parts))
+        for part in np.flatnonzero(done < wanted).tolist():
+            _fill(descriptor, parts[part], int(begins[part]), tensor, int(done[part]))
 
 
 def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
@@ -220,7 +125,7 @@ def read_ahead(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> None:
     """
     if not boxes or not tensor.shape or not hasattr(os, 'posix_fadvise'):
         return
-    row = _bytes(tensor.shape[1:], tensor.dtype)
+    row = byte_count(tensor.shape[1:], tensor.dtype)
     first, last = min(box[0].start for box in boxes), max(box[0].stop for box in boxes)
     wanted = sum(bytes_of(tensor, box) for box in boxes)
     if wanted * _SPARSE >= (last - first) * row:
@@ -259,10 +164,9 @@ def _runs(tensor: Tensor, box: Box) -> _Runs:
     return _Runs(size, starts, box[inner - 1].stop - box[inner - 1].start, strides[inner - 1])
 
 
-def _fill(descriptor: int, targets: list[Any], start: int, tensor: Tensor) -> None:
-    """Reads as many bytes as *targets* have, one target after the other."""
+def _fill(descriptor: int, targets: list[Any], start: int, tensor: Tensor, done: int = 0) -> None:
+    """Reads as many bytes as *targets* have, one target after the other; the first *done* are there."""
     wanted = sum(target.nbytes for target in targets)
-    done = os.preadv(descriptor, targets, start)
     while done < wanted:
         rest = [*targets]
         left = done
@@ -270,5 +174,7 @@ def _fill(descriptor: int, targets: list[Any], start: int, tensor: Tensor) -> No
             left -= rest.pop(0).nbytes
         count = os.preadv(descriptor, [memoryview(rest[0])[left:], *rest[1:]], start + done)
         if not count:
-            raise CheckpointError(f'{tensor.file} became shorter while it was read: {tensor.name} ends early')
+            raise CheckpointError(
+                f'{tensor.file} became shorter while it was read: {tensor.label} ends early'
+            )
         done += count

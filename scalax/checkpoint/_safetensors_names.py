@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from scalax.checkpoint._rename import checked_pairs, substituted
+from scalax.checkpoint._safetensors_header import in_message
 from scalax.errors import ArgumentError, CheckpointError, near_names, shown
 
 Goal = str | tuple[str, tuple[int, ...]] | None
 Mapped = Mapping[str, Goal] | Sequence[tuple[Any, ...]] | Callable[[str], Goal] | None
+
+_MOST_KEYS = 100  # of a path: deeper trees are none of a model, and JAX fails on very deep ones
 
 
 def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -30,19 +33,19 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
     wrong: list[str] = []
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     if isinstance(mapping, Mapping):
-        problems.extend(_absent(mapping, names))
+        problems.extend(_absent(mapping, dict.fromkeys(names)))
     goal_of = _as_function(mapping)
     for name in names:
         try:
             goal = goal_of(name)
         except KeyError:
-            problems.append(f'{name}: the mapping says nothing of it')
+            problems.append(f'{in_message(name)}: the mapping says nothing of it')
             continue
         if goal is None:
             continue
         checked = _checked(goal)
         if checked is None:
-            wrong.append(f'{name}: {goal!r}')
+            wrong.append(f'{in_message(name)}: {goal!r}')
         else:
             found[name] = checked
     if wrong:
@@ -90,22 +93,29 @@ def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
     return by_regex
 
 
-def _absent(mapping: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    for name in mapping:
-        if name not in names:
-            near = near_names(str(name), names)
-            yield f'{name}: the files have no such tensor' + (f'; did you mean {near[0]}?' if near else '')
+def _absent(mapping: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[str]:
+    absent = [name for name in mapping if name not in names]
+    for i, name in enumerate(absent):
+        # Messages show ten; each search goes through all names.
+        near = near_names(str(name), names) if i < 10 else []
+        hint = f'; did you mean {in_message(near[0])}?' if near else ''
+        yield f'{in_message(str(name))}: the files have no such tensor{hint}'
 
 
 def _collisions(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[str]:
     first: dict[str, str] = {}
     for name, (path, _) in found.items():
         if path in first:
-            yield f'{name} and {first[path]} both go to {path}'
+            yield f'{in_message(name)} and {in_message(first[path])} both go to {in_message(path)}'
         first.setdefault(path, name)
     for path, name in first.items():
-        keys = path.split('/')
+        keys = path.split('/', _MOST_KEYS)
+        if len(keys) > _MOST_KEYS:
+            yield f'{in_message(name)} goes to a path of more than {_MOST_KEYS} keys'
         for end in range(1, len(keys)):
             above = '/'.join(keys[:end])
             if above in first:
-                yield f'{name} goes to {path}, which is inside {above}, where {first[above]} goes'
+                yield (
+                    f'{in_message(name)} goes to {in_message(path)}, which is inside {in_message(above)}, '
+                    f'where {in_message(first[above])} goes'
+                )

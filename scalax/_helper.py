@@ -1,0 +1,758 @@
+"""`MeshShardingHelper`: a mesh, and everything that can be done with rules on it.
+
+Each method is one call into a layer below: what it does is written there, what it means is written here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, cast
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from scalax import (
+    _axis_modes,
+    _broadcast,
+    _constrain,
+    _context,
+    _data,
+    _local,
+    _mesh,
+    _rows,
+    _shard_map,
+    _sjit,
+    _transfer,
+)
+from scalax._paths import canonical_dtype
+from scalax._prefetch import Prefetch
+from scalax._prefix import RuleLike
+from scalax._recent import Recent
+from scalax._resolve import ResolutionCache, Use, resolve
+from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax.explain import ShardingReport, make_report
+from scalax.plan import Plan, make_plan
+from scalax.plan._make import reject_own_argument
+from scalax.visualize import Visualization, visualize
+
+
+class MeshShardingHelper:
+    """A mesh of devices, and what can be done with sharding rules on it.
+
+    Where a method takes *rules*, one rule is a `ShardingRule`, a ``PartitionSpec``, a ``NamedSharding`` of
+    this mesh, or None, which leaves a leaf to the compiler where there is one (`sjit`, `explain`). Any pytree
+    prefix of the tree may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has
+    the classes of rules; ``a | b`` and ``a & b`` combine them.
+
+    Args:
+        axis_dims: the size of each mesh axis; one may be -1, which stands for what is left.
+        axis_names: the name of each mesh axis.
+        mesh_axis_splitting: allow one physical axis of a TPU slice to serve several mesh axes, as for
+            8x8 on a 4x4x4 slice. It may cost bandwidth.
+        dcn_axis_dims: for several slices: how many of them lie along each axis. Each entry of
+            `axis_dims` is then a total, and a multiple of its own entry here.
+        devices: the devices to use; all by default.
+        axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
+        on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
+            ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
+
+    Raises:
+        MeshError: dimensions, names, types and devices do not fit together; says what would.
+
+    Example:
+        >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec
+        >>> helper = MeshShardingHelper([-1, 2], ['fsdp', 'tp'])
+        >>> helper
+        MeshShardingHelper(fsdp=4, tp=2)
+        >>> helper.shard(np.zeros((8, 8)), PartitionSpec('fsdp', 'tp')).sharding.spec
+        P('fsdp', 'tp')
+    """
+
+    def __init__(
+        self,
+        axis_dims: Sequence[int],
+        axis_names: Sequence[str],
+        mesh_axis_splitting: bool = False,
+        *,
+        dcn_axis_dims: Sequence[int] | None = None,
+        devices: Sequence[Any] | None = None,
+        axis_types: AxisType | Sequence[AxisType] | None = None,
+        on_indivisible: OnIndivisible = 'error',
+    ) -> None:
+        mesh = _mesh.build_mesh(
+            axis_dims,
+            axis_names,
+            split_physical_axes=mesh_axis_splitting,
+            dcn_axis_dims=dcn_axis_dims,
+            devices=devices,
+            axis_types=axis_types,
+        )
+        self._set_up(mesh, on_indivisible)
+
+    def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
+        self._mesh = mesh
+        self._on_indivisible = checked_policy(on_indivisible)
+        self._contexts: Recent[_context.Context, _context.Context] = Recent()
+        self._resolutions = ResolutionCache()
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh | AbstractMesh, *, on_indivisible: OnIndivisible = 'error') -> Self:
+        """A helper over a mesh that exists; an AbstractMesh serves for all that needs no devices.
+
+        Args:
+            mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
+            on_indivisible: as in the constructor.
+
+        Raises:
+            MeshError: *mesh* is neither.
+        """
+        helper = cls.__new__(cls)
+        helper._set_up(_mesh.checked_mesh(mesh), on_indivisible)
+        return helper
+
+    @classmethod
+    def from_topology(
+        cls,
+        topology: str,
+        axis_dims: Sequence[int],
+        axis_names: Sequence[str],
+        mesh_axis_splitting: bool = False,
+        *,
+        num_slices: int = 1,
+        dcn_axis_dims: Sequence[int] | None = None,
+        axis_types: AxisType | Sequence[AxisType] | None = None,
+        on_indivisible: OnIndivisible = 'error',
+    ) -> Self:
+        """A helper over TPU hardware that is not here, for compiling and planning.
+
+        Args:
+            topology: the slice, such as ``'v5p:4x4x4'``.
+            num_slices: the number of slices, joined by the data-center network.
+            axis_dims: over all slices together; this and the others as in the constructor.
+            axis_names: see above.
+            mesh_axis_splitting: see above.
+            dcn_axis_dims: see above; needed with several slices.
+            axis_types: see above.
+            on_indivisible: see above.
+
+        Raises:
+            MissingDependencyError: libtpu, the TPU compiler, is not installed, or is none for this JAX.
+            MeshError: the topology is unknown, or cannot hold the mesh.
+        """
+        return cls(
+            axis_dims,
+            axis_names,
+            mesh_axis_splitting,
+            dcn_axis_dims=dcn_axis_dims,
+            devices=_mesh.topology_devices(topology, num_slices),
+            axis_types=axis_types,
+            on_indivisible=on_indivisible,
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ``jax.sharding.Mesh`` (an ``AbstractMesh`` if the helper was made from one)."""
+        return cast(Mesh, self._mesh)  # for the common case: users would have to narrow it at every use
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the mesh axes."""
+        return tuple(self._mesh.axis_names)
+
+    @property
+    def axis_dims(self) -> tuple[int, ...]:
+        """The sizes of the mesh axes, with -1 resolved."""
+        return tuple(self._mesh.shape.values())
+
+    @property
+    def axis_types(self) -> tuple[AxisType, ...]:
+        """The types of the mesh axes."""
+        return tuple(self._mesh.axis_types)
+
+    @property
+    def on_indivisible(self) -> OnIndivisible:
+        """The policy for bare PartitionSpecs where a dimension does not divide."""
+        return self._on_indivisible
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
+
+    def __repr__(self) -> str:
+        auto = set(self.axis_types) <= {AxisType.Auto}
+        types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
+        return f'MeshShardingHelper({MeshAxes.of(self._mesh)}{types})'
+
+    # --- Rules and trees --------------------------------------------------------------------------
+
+    def match_sharding_rule(self, sharding_rules: RuleLike, pytree: Any) -> Any:
+        """The sharding that rules give each leaf of a tree on this mesh.
+
+        Args:
+            sharding_rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of
+                these.
+            pytree: leaves may be arrays, ``jax.ShapeDtypeStruct``, numpy arrays, Python scalars or
+                typed PRNG keys.
+
+        Returns:
+            A pytree of NamedSharding with the structure of *pytree*.
+
+        Raises:
+            ShardingError: some leaves cannot be sharded as asked; all of them are named.
+            StructureError: the rules are not a prefix of the tree.
+        """
+        shardings, treedef = self._shardings(sharding_rules, pytree)
+        return jax.tree.unflatten(treedef, shardings)
+
+    def _shardings(self, rules: RuleLike, pytree: Any) -> tuple[list[Any], Any]:
+        return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
+
+    def abstract(self, pytree: Any, rules: RuleLike) -> Any:
+        """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
+
+        Args:
+            pytree: as for `match_sharding_rule`.
+            rules: as for `match_sharding_rule`.
+        """
+
+        def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
+            return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
+
+        shardings = self.match_sharding_rule(rules, pytree)
+        with _transfer.naming(pytree):
+            return jax.tree.map(struct, pytree, shardings)
+
+    def explain(self, pytree: Any, rules: RuleLike) -> ShardingReport:
+        """What each leaf gets, which rule says so, and what it costs; prints as a table.
+
+        Args:
+            pytree: as for `match_sharding_rule`.
+            rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
+        """
+        resolution = resolve(rules, pytree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
+        return make_report(rules, resolution, dict(self._mesh.shape))
+
+    def visualize(self, tree_or_array: Any, rules: RuleLike = None) -> Visualization:
+        """Which device holds which block: a picture for terminals and notebooks.
+
+        Args:
+            tree_or_array: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
+                any mesh: jax.Arrays, and the ``jax.ShapeDtypeStruct`` that `abstract` makes.
+            rules: shows where these would place each leaf; None shows the leaves as they lie.
+
+        Returns:
+            A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``
+            or ``to_svg(path)``.
+
+        Raises:
+            ShardingError: leaves that the rules cannot place, or that have no sharding where there are no
+                rules.
+
+        Example:
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> print(helper.visualize(jax.ShapeDtypeStruct((8, 4), 'float32'), PartitionSpec('tp')))
+            float32[8,4]
+            P('tp',): 2 blocks of [4,4], each on 4 devices
+            dim 0 → 8 over tp=2; dim 1: 4, whole
+                0:4       4:8
+            ┌─────────┬─────────┐
+            │ 0,2,4,6 │ 1,3,5,7 │
+            └─────────┴─────────┘
+            <BLANKLINE>
+            Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).
+        """
+        return visualize(tree_or_array if rules is None else self.abstract(tree_or_array, rules))
+
+    def shard(self, pytree: Any, rules: RuleLike) -> Any:
+        """Places a tree of arrays on the mesh, in one transfer.
+
+        Args:
+            pytree: arrays of any kind.
+            rules: as for `match_sharding_rule`.
+
+        Returns:
+            The tree as jax.Arrays, sharded as the rules say.
+
+        Raises:
+            ShardingError: as for `match_sharding_rule`; nothing is moved then.
+            DataError: the processes of the mesh place different trees; raised on all of them.
+        """
+        _mesh.require_devices(self._mesh, 'shard')
+        return _transfer.put_on(self.mesh, pytree, lambda: self._shardings(rules, pytree)[0])
+
+    def gather(self, pytree: Any) -> Any:
+        """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
+
+        Leaves of other kinds are returned as they are.
+
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
+        """
+        return _transfer.to_host(pytree)
+
+    def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: RuleLike) -> tuple[Any, Any]:
+        """Two trees of functions, for placing and for fetching each leaf.
+
+        `shard` and `gather` do the same for a whole tree at once, and need no such trees.
+        """
+        _mesh.require_devices(self._mesh, 'make_shard_and_gather_fns')
+        shardings = self.match_sharding_rule(sharding_rule, pytree)
+        return _transfer.shard_functions(shardings), _transfer.gather_functions(shardings)
+
+    @classmethod
+    def apply_shard_and_gather_fns(cls, fns: Any, pytree: Any) -> Any:
+        """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
+        return _transfer.apply_functions(fns, pytree)
+
+    # --- Compiled functions -----------------------------------------------------------------------
+
+    def sjit(
+        self,
+        fun: Callable[..., Any] | None = None,
+        in_shardings: RuleLike = None,
+        out_shardings: RuleLike = None,
+        static_argnums: int | Iterable[int] | None = None,
+        args_sharding_constraint: RuleLike = None,
+        annotation_shardings: Mapping[str, RuleLike] | None = None,
+        *,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        on_mismatch: Any = 'error',
+        **jit_kwargs: Any,
+    ) -> Any:
+        """Compiles a function like ``jax.jit``, with shardings given by rules.
+
+        ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
+        methods (``self`` is argument 0, usually static) and callable objects.
+
+        Args:
+            fun: the function.
+            in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
+                not counted), a dict by argument name, or one rule for every argument; leaf paths start
+                inside each argument. None leaves arguments as they come.
+            out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
+                top-level element of it, that nothing is said about and that has exactly the structure,
+                shapes and dtypes of a donated argument takes that argument's shardings.
+            static_argnums: positions of arguments that are part of the program; may be negative.
+            args_sharding_constraint: like `in_shardings`, but reshards inside the function.
+            annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
+            static_argnames: names of arguments that are part of the program.
+            donate_argnums: positions of arguments whose buffers may be reused.
+            donate_argnames: names of arguments whose buffers may be reused.
+            on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
+                moved at every such call (``'reshard'``).
+            **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
+
+        Returns:
+            An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
+            ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``.
+
+        Raises:
+            ArgumentError: options that *fun* does not fit; at a call, arguments that are not arrays,
+                static ones that cannot be hashed, arrays that were donated before.
+            StructureError: rules whose structure does not fit the arguments or the output.
+            ShardingError: leaves that cannot be sharded as asked; all of them are named.
+            PlacementError: arguments that are committed to another sharding.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> @helper.sjit(in_shardings={'x': PartitionSpec('data')}, static_argnames='power')
+            ... def raised(x, power=2):
+            ...     return x**power
+            >>> raised(jnp.arange(8.0), power=3).sharding.spec
+            P('data',)
+        """
+        options: dict[str, Any] = {
+            'in_shardings': in_shardings,
+            'out_shardings': out_shardings,
+            'static_argnums': static_argnums,
+            'args_sharding_constraint': args_sharding_constraint,
+            'annotation_shardings': annotation_shardings,
+            'static_argnames': static_argnames,
+            'donate_argnums': donate_argnums,
+            'donate_argnames': donate_argnames,
+            'on_mismatch': on_mismatch,
+        }
+        if fun is None:
+            return functools.partial(self.sjit, **options, **jit_kwargs)
+        return _sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+
+    def shard_map(
+        self,
+        fun: Callable[..., Any],
+        in_specs: RuleLike,
+        out_specs: RuleLike,
+        *,
+        axis_names: str | Iterable[str] | None = None,
+        check_vma: bool = True,
+    ) -> Callable[..., Any]:
+        """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
+
+        Arguments that lie otherwise than `in_specs` says are resharded, also where JAX would refuse them
+        (Explicit axes; other devices, outside of a compiled function).
+
+        Args:
+            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...).
+            in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
+                that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
+                leave small arrays whole: *fun* has to reckon with that.
+            out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
+                that look at paths only (the shape of an output depends on its spec).
+            axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
+                out stay with the compiler; specs may name them, behind manual ones in a dimension, and
+                shard the whole arguments and outputs with them.
+            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
+                `out_specs` says so.
+
+        Returns:
+            A function with the parameters of *fun*. Inside, this helper is active.
+
+        Raises:
+            MeshError: `axis_names` names an axis that the mesh lacks, or one that is manual already.
+            RuleError: rules in `out_specs` that look at more than paths.
+            ShardingError: leaves that cannot be cut as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments or the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> def normalized(x):
+            ...     return x / jax.lax.psum(x.sum(), 'data')
+            >>> mapped = helper.shard_map(normalized, PartitionSpec('data'), PartitionSpec('data'))
+            >>> float(mapped(np.ones(16, np.float32)).sum())
+            1.0
+        """
+        return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
+
+    def auto_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        out_sharding: RuleLike,
+    ) -> Callable[..., Any]:
+        """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
+
+        Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
+        of this helper are constraints there. For operations that have no sharding rule of their own, or
+        whose result could be sharded in several ways.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Auto inside; all of them by default.
+            out_sharding: how the outputs lie: a rule or a pytree prefix of rules. None, which leaves it to
+                the compiler, is for axes that are Auto outside too.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments that lie on other devices are copied to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: outputs that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from jax.sharding import AxisType
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=AxisType.Explicit)
+            >>> x = helper.shard(np.ones((8, 8), np.float32), PartitionSpec('data', 'model'))
+            >>> transposed_sum = helper.auto_axes(lambda x: x + x.T, out_sharding=PartitionSpec('data'))
+            >>> jax.typeof(transposed_sum(x))
+            ShapedArray(float32[8@data,8])
+        """
+        if fun is None:
+            return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
+        return _axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+
+    def explicit_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        in_sharding: RuleLike,
+    ) -> Callable[..., Any]:
+        """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
+
+        Inside, how an array lies along these axes is part of its type. Outside, what the function returns is
+        the compiler's again along axes that are Auto there.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Explicit inside; all of them by default.
+            in_sharding: how the arguments lie inside: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments that lie on other devices are moved to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: arguments that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'])
+            >>> @helper.explicit_axes(in_sharding=PartitionSpec('data', 'model'))
+            ... def total(x):
+            ...     print(jax.typeof(x), jax.typeof(x.sum(axis=0)))
+            ...     return x.sum(axis=0)
+            >>> total(np.ones((8, 8), np.float32)).shape
+            float32[8@data,8@model] float32[8@model]
+            (8,)
+        """
+        if fun is None:
+            return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
+        return _axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
+
+    def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
+        """What a function would hold, and what its devices would send one another; compiled, not run.
+
+        Args:
+            fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
+                its arguments as they lie.
+            *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+            quick: have the compiler of TPUs make no code, which takes most of its time: seconds instead of
+                minutes. Memory is then what it lays out: within 1 % of that of a full plan on decoders of
+                1B to 70B, but a guide only below 2 GiB (16 % less for a lone product).
+                `scalax.plan.Plan.quick` says so, and shardings are those that were asked for. Other
+                compilers are quick anyway.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            A `scalax.plan.Plan`: memory, and whether it fits; shardings, collectives, and what bounds the
+            step. It prints as a page of text. On a mesh of `from_topology` it is that of hardware that is not
+            here, as its compiler says; a step that does not fit is a plan too (``plan.fits`` is False).
+
+        Raises:
+            PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+            MeshError: the helper was made from an AbstractMesh.
+            ArgumentError: *fun* is no function, or has an argument of its own that is called ``quick``; or
+                nothing says that it runs on devices that are not here.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> @helper.sjit(in_shardings=PartitionSpec('fsdp'))
+            ... def step(w, x):
+            ...     return x @ w
+            >>> w, x = jax.ShapeDtypeStruct((64, 32), 'float32'), jax.ShapeDtypeStruct((16, 64), 'float32')
+            >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
+            [('all-gather', ('fsdp',), 1, 8192)]
+        """
+        if quick is not None:
+            reject_own_argument(fun, 'quick')
+        return make_plan(self, fun, args, kwargs, quick=bool(quick))
+
+    def get_context(
+        self, annotation_shardings: Mapping[str, RuleLike] | None = None
+    ) -> _context.ActiveHelper:
+        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
+        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
+
+        Args:
+            annotation_shardings: annotation name -> rule; bindings outside are inherited.
+        """
+        return _context.ActiveHelper(self, self._contexts, annotation_shardings)
+
+    @classmethod
+    def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
+        """The helper that is active in this thread, or None."""
+        context = _context.current()
+        return cast('MeshShardingHelper', context.helper) if context else None
+
+    @classmethod
+    def get_global_mesh(cls) -> Mesh | None:
+        """The mesh of the active helper, or None."""
+        context = _context.current()
+        return context.helper.mesh if context else None
+
+    @classmethod
+    def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
+        """The annotation bindings in force, inherited ones included; None without an active helper."""
+        context = _context.current()
+        return context.rules() if context else None
+
+    with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
+    with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
+
+    # --- Host data --------------------------------------------------------------------------------
+
+    def local_data_to_global_array(
+        self,
+        pytree: Any,
+        batch_axis: int = 0,
+        mesh_axis_subset: Sequence[str] | str | None = None,
+        *,
+        check: bool = True,
+        rows: Literal['all', 'needed'] = 'all',
+        check_replicas: bool = False,
+    ) -> Any:
+        """Makes global arrays of the data that each process holds.
+
+        Args:
+            pytree: this process's part. Scalars are replicated, and must agree on all processes. NumPy
+                arrays must not change while the result is in use: on CPU it may share their memory.
+            batch_axis: the axis along which the parts of all processes are joined, in process order;
+                may be negative.
+            mesh_axis_subset: the mesh axes over which the batch is sharded; all of them by default, in
+                mesh order. Over the other axes it is replicated.
+            check: make sure that all processes bring parts of one structure, shape and dtype, and equal
+                scalars: one all-gather of 20 bytes a process, which waits for what the devices have been
+                given to do. Without it, processes that disagree may wait for one another for ever. A single
+                process has nobody to agree with.
+            rows: ``'all'``: every process brings an equal part of the batch; rows that another process's
+                devices need are sent there, and nothing else is. ``'needed'``: every process brings the
+                rows that `process_rows` names, in that order, and nothing is sent.
+            check_replicas: with ``rows='needed'``, compare checksums of the rows that several processes
+                bring.
+
+        Returns:
+            The tree as global jax.Arrays.
+
+        Raises:
+            DataError: the global batch does not divide by the mesh axes, or processes disagree; all such
+                leaves are named, on every process.
+            MeshError: an axis that the mesh does not have.
+
+        Example:
+            >>> import numpy as np
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'tp'])
+            >>> batch = helper.local_data_to_global_array({'x': np.zeros((8, 3))}, mesh_axis_subset='data')
+            >>> batch['x'].sharding.spec
+            P('data',)
+        """
+        _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        return _data.local_data_to_global_array(options, pytree, check, check_replicas)
+
+    def process_rows(
+        self,
+        global_batch: int,
+        batch_axis: int = 0,
+        mesh_axis_subset: Sequence[str] | str | None = None,
+    ) -> slice | np.ndarray:
+        """The rows of a batch that this process's devices need: what to load for ``rows='needed'``.
+
+        Args:
+            global_batch: the number of rows of the whole batch.
+            batch_axis: as for `local_data_to_global_array`; which rows are needed does not depend on it.
+            mesh_axis_subset: as for `local_data_to_global_array`.
+
+        Returns:
+            A slice where the rows follow one another, else their numbers in ascending order. A NumPy array
+            takes either: ``batch[helper.process_rows(len(batch))]``.
+
+        Raises:
+            DataError: the batch does not divide by the mesh axes.
+            MeshError: an axis that the mesh does not have.
+
+        Example:
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> MeshShardingHelper([4, 2], ['data', 'tp']).process_rows(16)
+            slice(0, 16, None)
+        """
+        _mesh.require_devices(self._mesh, 'process_rows')
+        _rows.checked_axis(batch_axis)
+        return _rows.process_rows(self.mesh, global_batch, _rows.layout_of(self.mesh, mesh_axis_subset))
+
+    def global_array_to_local_data(
+        self, pytree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
+    ) -> Any:
+        """The inverse of `local_data_to_global_array`: this process's rows, as numpy arrays (keys: as keys).
+
+        Args:
+            pytree: global jax.Arrays; what this process holds whole is returned whole.
+            batch_axis: the axis of the rows; may be negative.
+            rows: ``'all'``: this process's equal part, in process order; where it lies on the devices of
+                other processes, the leaf is fetched, which all processes do together. ``'needed'``: the
+                rows that this process's devices hold.
+
+        Raises:
+            DataError: leaves that have no such part; all of them are named, on every process.
+        """
+        return _local.global_array_to_local_data(pytree, batch_axis, rows)
+
+    def broadcast_from(self, process: int, tree: Any) -> Any:
+        """Gives every process the values that one of them has.
+
+        Args:
+            process: the index of that process.
+            tree: a tree of the same structure, shapes and dtypes on every process; the values of the
+                others do not matter, and may be ``jax.ShapeDtypeStruct`` there.
+
+        Returns:
+            The tree in host memory, equal bit by bit: numpy arrays, Python numbers, typed PRNG keys.
+
+        Raises:
+            DataError: the trees differ, or cannot be sent; processes and leaves are named, on every process.
+
+        Example:
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> helper = MeshShardingHelper([8], ['data'])
+            >>> helper.broadcast_from(0, {'seed': 17})
+            {'seed': 17}
+        """
+        _mesh.require_devices(self._mesh, 'broadcast_from')
+        return _broadcast.broadcast_from(self.mesh, process, tree)
+
+    def prefetch(
+        self,
+        iterable: Iterable[Any],
+        batch_axis: int = 0,
+        mesh_axis_subset: Sequence[str] | str | None = None,
+        size: int = 2,
+        *,
+        check: bool = True,
+        rows: Literal['all', 'needed'] = 'all',
+    ) -> Prefetch:
+        """Iterates over global arrays that a background thread loads ahead.
+
+        The thread asks the iterable for batches and copies them to this process's devices. What processes
+        do together is done in ``next``. An error of the loader is raised there as it is; with ``check`` the
+        other processes get a DataError that says so, and one whose data ends early is noticed.
+
+        Args:
+            iterable: of trees, as for `local_data_to_global_array`. A loader may fill the same memory again
+                for each batch.
+            batch_axis: as for `local_data_to_global_array`.
+            mesh_axis_subset: as for `local_data_to_global_array`.
+            size: how many batches are in memory at most, besides those that the loop holds.
+            check: as for `local_data_to_global_array`, at each batch.
+            rows: as for `local_data_to_global_array`.
+
+        Returns:
+            An iterator, also a context manager; it stops loading when it is closed or dropped.
+
+        Example:
+            >>> import numpy as np
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> helper = MeshShardingHelper([8], ['data'])
+            >>> with helper.prefetch(np.full(8, i) for i in range(3)) as batches:
+            ...     [int(batch.sum()) for batch in batches]
+            [0, 8, 16]
+        """
+        _mesh.require_devices(self._mesh, 'prefetch')
+        options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        return Prefetch(iterable, options, size, check)
+
+
+def _unpickled(
+    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
+) -> MeshShardingHelper:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)
