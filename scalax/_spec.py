@@ -85,6 +85,31 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return replaced(spec, entries(spec))
 
 
+def text(spec: PartitionSpec) -> str:
+    """A spec as messages and reports show it, the same in every process: JAX prints sets in any order.
+
+    Example:
+        >>> text(PartitionSpec('a', None, unreduced={'c', 'b'}))
+        "P('a', None, unreduced={'b', 'c'})"
+    """
+    if not spec.unreduced and not spec.reduced:
+        return str(spec)
+    parts = [repr(entry) for entry in entries(spec)]
+    for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
+        if axes:
+            parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
+    kind = combined_by(spec)
+    return f'P({", ".join(parts)}{"" if kind == SUM else f", unreduced_kind={kind}"})'
+
+
+SUM = 'sum'
+
+
+def combined_by(spec: PartitionSpec) -> str:
+    """What the parts of an unreduced array make: a sum, or in newer JAX something else."""
+    return getattr(getattr(spec, 'unreduced_kind', None), 'name', SUM)
+
+
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:
     """The axes of a mesh with their sizes, as messages and reports show them.
 
@@ -194,7 +219,9 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                 'rank',
                 f'the spec has {len(spec)} {"entry" if len(spec) == 1 else "entries"}, the array '
                 f'{len(shape)} dimension{"" if len(shape) == 1 else "s"}',
-                'give a spec at most one entry a dimension (PartitionSpec() replicates).',
+                'give a spec at most one entry a dimension (PartitionSpec() replicates).'
+                if shape
+                else 'a scalar takes PartitionSpec(), which replicates it.',
             )
         )
     for dim, entry in enumerate(entries(spec)):

@@ -58,7 +58,7 @@ def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
 
 def _parts(spec: PartitionSpec) -> tuple[frozenset[Any], str]:
     """The unreduced axes, and what their parts make: a sum, or in newer JAX something else."""
-    return spec.unreduced, getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
+    return spec.unreduced, _spec.combined_by(spec)
 
 
 def _parts_of(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -74,7 +74,7 @@ def _parts_of(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
             'unreduced',
             describe_leaf('', leaf),
             f'{what} cannot be placed as parts of a {kind}',
-            spec=str(sharding.spec),
+            spec=_spec.text(sharding.spec),
             hint='place it without unreduced axes.',
         )
         raise ShardingError([problem])

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from scalax import _agree, _processes
+from scalax import _agree, _processes, _spec
 from scalax.checkpoint._saved import Saved
 from scalax.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, type):
         return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {leaf.sharding.spec}'
+    return f'{leaf.dtype}{list(leaf.shape)} as {_spec.text(leaf.sharding.spec)}'
 
 
 def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax import _html
+from scalax._fold import fold
 from scalax._spec import axis_sizes_text
-from scalax.explain._fold import fold
 from scalax.explain._rows import ReportRow
 from scalax.explain._table import table, wrapped
 from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text

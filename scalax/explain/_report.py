@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from scalax._fold import fold
 from scalax.errors import ArgumentError, ShardingError, shown
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._fold import fold
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichReport, print_report
-from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated
+from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated, unreduced
 from scalax.explain._text import folded_path, idle_notes, lines_of, render_table, totals
 
 _TITLE = 'Sharding report'
@@ -104,7 +104,7 @@ class ShardingReport:
         lines = lines_of(self.rows, folded=True)
         idle = self.unused_rules, self.shadowed_rules
         below = [*totals(self.rows, self.mesh), *idle_notes(*idle)]
-        return plain(lines, below), data(title, lines, self.mesh, *idle)
+        return plain(lines, below), data(title, lines, self.mesh, *idle, unreduced(self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
