@@ -31,6 +31,7 @@ from scalax._prefetch import Prefetch
 from scalax._prefix import RuleLike
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax.errors import checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
@@ -84,7 +85,7 @@ class MeshShardingHelper:
         mesh = _mesh.build_mesh(
             axis_dims,
             axis_names,
-            split_physical_axes=mesh_axis_splitting,
+            split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
             dcn_axis_dims=dcn_axis_dims,
             devices=devices,
             axis_types=axis_types,
@@ -423,6 +424,7 @@ class MeshShardingHelper:
             >>> float(mapped(np.ones(16, np.float32)).sum())
             1.0
         """
+        checked_flag('check_vma', check_vma)
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
@@ -548,6 +550,7 @@ class MeshShardingHelper:
         """
         if quick is not None:
             reject_own_argument(fun, 'quick')
+            checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     def get_context(
@@ -630,6 +633,8 @@ class MeshShardingHelper:
             P('data',)
         """
         _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return _data.local_data_to_global_array(options, pytree, check, check_replicas)
 
@@ -740,5 +745,6 @@ class MeshShardingHelper:
             [0, 8, 16]
         """
         _mesh.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)

@@ -196,6 +196,21 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
     return '\n'.join(text)
 
 
+def checked_flag(option: str, value: object, error: type[ScalaxError] = ArgumentError) -> bool:
+    """*value* as True or False, where it is one of them. A text such as ``'no'`` would count as true.
+
+    Example:
+        >>> checked_flag('strict', 'no')
+        Traceback (most recent call last):
+        ...
+        scalax.errors.ArgumentError: strict is True or False, got 'no'
+    """
+    # Also NumPy's, which are equal to these.
+    if isinstance(value, str) or value not in (True, False):
+        raise error(f'{option} is True or False, got {value!r}')
+    return bool(value)
+
+
 def near_names(word: str, known: Iterable[str]) -> list[str]:
     """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
     return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)

@@ -21,7 +21,7 @@ from scalax.checkpoint._orbax import orbax, path_of
 from scalax.checkpoint._savable import savable
 from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -89,6 +89,7 @@ class Checkpointer:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
+        checked_flag('Checkpointer: checksums', checksums)
         self._directory = path_of(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
@@ -127,6 +128,7 @@ class Checkpointer:
                 later steps of another run.
         """
         step = _number(step)
+        checked_flag('save: force', force)
         if (step % self._save_every and not force) or step == self._reached:
             return False
         given = NamedTree.of(state)
@@ -192,6 +194,8 @@ class Checkpointer:
         target, error = None, None
         try:
             step = None if step is None else _number(step)
+            checked_flag('restore: cast', cast)
+            checked_flag('restore: verify', verify)
             rename = _rename.checked_pairs('rename', rename)
             _data_state.require_settable(data)
             self.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scalax._fold import fold
-from scalax.errors import ArgumentError, ShardingError, shown
+from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
@@ -64,6 +64,7 @@ class ShardingReport:
             fold: whether leaves that differ in numbers in their paths only share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
+        checked_flag('fold', fold)
         notes = idle_notes(self.unused_rules, self.shadowed_rules)
         return render_table(self.rows, self.mesh, notes, width, fold)
 
@@ -174,6 +175,7 @@ class ShardingReport:
                 f'max_replicated_bytes is a number of bytes, 0 or more, got {max_replicated_bytes!r}: '
                 '10 MiB are 10 * 2**20'
             )
+        checked_flag('no_unused_rules', no_unused_rules)
         complaints = []
         replicated = self.replicated
         if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:
