@@ -247,7 +247,7 @@ def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
         'unreduced',
         describe_leaf('', leaf),
         f'{what} cannot be placed as parts of a {kind}',
-        spec=str(spec),
+        spec=_spec.text(spec),
         hint='place it without unreduced axes.',
     )
     raise ShardingError([problem])

@@ -21,6 +21,7 @@ MAX_LINES = 400
 # Layers on the same line do not know each other.
 LAYERS = [
     '_version',
+    '_fold',
     'errors',
     '_recent',
     '_json',

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from scalax import _unreduced
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._resolve import named_sharding
-from scalax._sjit._signature import explicit_spec, traced_dtype, type_of
+from scalax._sjit._signature import explicit_spec, traced_dtype
 
 Shardings = Sequence[NamedSharding | None]
 Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
