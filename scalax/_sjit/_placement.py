@@ -179,6 +179,13 @@ def _is_of(leaf: jax.Array, mesh: Any) -> bool:
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
+def is_typed_by(leaf: Any, mesh: Any) -> bool:
+    """Whether the type of an array is one that a function takes which is traced on *mesh*."""
+    return not is_concrete(leaf) or (
+        _is_of(leaf, mesh) and (not is_explicit(leaf) or same_types(leaf.sharding.mesh, mesh))
+    )
+
+
 def is_explicit(leaf: Any) -> bool:
     """Whether the type of a leaf is of a mesh with Explicit axes."""
     known = is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
