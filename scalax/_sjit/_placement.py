@@ -186,6 +186,13 @@ def _is_of(leaf: jax.Array, mesh: Any) -> bool:
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
+def is_typed_by(leaf: Any, mesh: Any) -> bool:
+    """Whether the type of an array is one that a function takes which is traced on *mesh*."""
+    return not is_concrete(leaf) or (
+        _is_of(leaf, mesh) and (not _is_explicit(leaf) or same_types(leaf.sharding.mesh, mesh))
+    )
+
+
 def _is_explicit(leaf: Any) -> bool:
     """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
     if not is_concrete(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
