@@ -27,6 +27,7 @@ LAYERS = [
     '_aligned',
     '_frames',
     '_paths',
+    '_same_paths',
     '_spec',
     '_html',
     'interop',

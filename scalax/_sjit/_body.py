@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class Body:
     """
 
     def __init__(self, fun: Callable[..., Any], boundary: Boundary) -> None:
-        self._fun, self._boundary = fun, boundary
+        self._fun, self._boundary = _weakly(fun), boundary
         self._mesh, self._convention = boundary.helper.mesh, boundary.convention
         self._names = boundary.options.annotation_shardings
         self._uses = _context.Uses(frozenset(self._names))
@@ -84,7 +85,9 @@ class Body:
             constrained[slot] = apply_shardings(row[slot], shardings)
         args, keywords = self._convention.restore(constrained)
         self.recordings.user_code_ran(signature, kinds)
-        return self._fun(*args, **keywords)
+        fun = self._fun()
+        assert fun is not None  # whoever calls holds it
+        return fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
         """Enters the helper's mesh where the user's code needs it, or must not see another.
@@ -125,6 +128,13 @@ class Body:
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
+
+
+def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    try:
+        return weakref.ref(fun)
+    except TypeError:  # of some types of other libraries
+        return lambda: fun
 
 
 def reject_other_devices(name: str, mesh: Any) -> None:

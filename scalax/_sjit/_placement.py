@@ -43,7 +43,7 @@ class Moves:
 
     def target(self, leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
         """Where *leaf* goes, for which rules say *sharding*; None if it stays as it is."""
-        if self.foreign and is_explicit(leaf):
+        if self.foreign and _is_explicit(leaf):
             return sharding or _as_auto(leaf)
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
@@ -179,11 +179,11 @@ def _is_of(leaf: jax.Array, mesh: Any) -> bool:
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
-def is_explicit(leaf: Any) -> bool:
-    """Whether the type of a leaf is of a mesh with Explicit axes."""
-    known = is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    sharding = leaf.sharding if known else jax.typeof(leaf).sharding
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+def _is_explicit(leaf: Any) -> bool:
+    """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
+    if not is_concrete(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    return isinstance(leaf.sharding, NamedSharding) and AxisType.Explicit in leaf.sharding.mesh.axis_types
 
 
 def _as_auto(leaf: Any) -> NamedSharding:
