@@ -90,7 +90,7 @@ def test_a_mapping_belongs_to_its_thread(helper):
     with axis_mapping({'batch': 'data'}):
         thread = threading.Thread(target=look, args=('other',))
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         look('own')
     assert seen == {'other': None, 'own': 'data'}
 

@@ -371,6 +371,6 @@ def test_threads_have_their_own_mappings(helper):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=300)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
