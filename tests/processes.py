@@ -27,7 +27,7 @@ from pathlib import Path
 from examples.launch.ports import held_port
 
 HERE = Path(__file__).resolve().parent
-# For a machine that is very busy. A test whose processes stand still is stopped long before (scripts/limits.py).
+# For a very busy machine: where nothing computes any more, a test is stopped long before (scripts/limits.py).
 LONGEST_S = 500
 
 
