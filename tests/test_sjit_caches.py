@@ -370,7 +370,7 @@ def test_many_threads_functions_and_bindings():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     assert not failures, failures[0]
 

@@ -126,7 +126,7 @@ def test_threads_that_race_for_many_programs():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=300)
     sys.setswitchinterval(usual)
     assert not any(thread.is_alive() for thread in threads)
     assert not failures, failures[0]
