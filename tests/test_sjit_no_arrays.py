@@ -39,7 +39,8 @@ def test_a_rule_for_a_token_is_an_error(helper):
     with pytest.raises(ShardingError) as error:
         helper.sjit(lambda tree: tree, P())({'t': jax.lax.create_token(), 'x': X})
     assert str(error.value) == (
-        "One leaf of the arguments of '<lambda>' (in_shardings) cannot be sharded as asked (mesh: x=4, y=2):\n"
+        "One leaf of the arguments of '<lambda>' (in_shardings) cannot be sharded as asked "
+        '(mesh: x=4, y=2):\n'
         '  tree/t: AbstractToken\n'
         '    AbstractToken is no type of arrays, and has no sharding\n'
         '    asked for: P() from the spec given\n'
