@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # the terminal's: output of tests is captured later
     os.environ[MARK] = '1'
     signal.signal(signal.SIGALRM, _stop)
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: with what tests have started
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -136,6 +137,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
     if _watched:
         faulthandler.dump_traceback(2)  # what the other threads are doing; pytest captures it
         raise StoodStill(_watched.pop())
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _computed() -> float:

@@ -145,6 +145,22 @@ def test_a_test_that_computes_for_too_long_is_stopped(tmp_path: Path) -> None:
     assert 'left processes' not in done.stdout
 
 
+ENDED = """
+def test_is_ended():
+    try:
+        subprocess.run([sys.executable, '-c', 'import os, signal; os.kill(os.getppid(), signal.SIGTERM)'])
+        time.sleep(600)
+    finally:
+        print('it cleans up')
+"""
+
+
+def test_a_run_that_is_ended_cleans_up(tmp_path: Path) -> None:
+    done = run(tmp_path, ENDED, '-s')
+    assert 'it cleans up' in done.stdout and 'KeyboardInterrupt' in done.stdout
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+
+
 # --- The command that runs all checks ------------------------------------------------------------
 
 

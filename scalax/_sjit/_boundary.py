@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,8 +39,7 @@ class Boundary:
     """Resolves the rules of one sjit function for its arguments and outputs.
 
     Attributes:
-        helper: whose mesh it is.
-        mesh: the mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
+        mesh: the helper's mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
         convention: how the function is called.
         options: the rules.
         any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
@@ -53,12 +53,19 @@ class Boundary:
         options: Options,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        self.helper, self.convention, self.options = helper, convention, options
+        self._helper, self.convention, self.options = weakref.ref(helper), convention, options
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         self.any_rule = any(
             rule is not None for rule in jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         )
+
+    @property
+    def helper(self) -> MeshOwner:
+        """Whose mesh it is; whoever calls holds it."""
+        helper = self._helper()
+        assert helper is not None
+        return helper
 
     def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.

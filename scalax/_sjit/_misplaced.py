@@ -25,6 +25,11 @@ from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, UnshardedWarning, shown, warn
 
 
+def any_deleted(row: Sequence[Any]) -> bool:
+    """Whether the buffers of an argument are gone."""
+    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(row))
+
+
 def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -> None:
     """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
     gone = []
@@ -41,7 +46,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
+    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception
 ) -> None:
     """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
@@ -81,7 +86,7 @@ def reject_foreign_types(
             theirs = sharding.mesh
             if movable and theirs.size == mesh.size:
                 continue
-            if AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh):
+            if _is_foreign(theirs, mesh):
                 described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
     if bad:
@@ -90,6 +95,17 @@ def reject_foreign_types(
             f'Explicit axes:\n{shown(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
+
+
+def any_foreign(row: Sequence[Any], mesh: Any) -> bool:
+    """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
+    traced = (leaf for leaf in jax.tree.leaves(row) if isinstance(leaf, jax.core.Tracer))
+    shardings = (getattr(type_of(leaf), 'sharding', None) for leaf in traced)
+    return any(sharding is not None and _is_foreign(sharding.mesh, mesh) for sharding in shardings)
+
+
+def _is_foreign(theirs: Any, mesh: Any) -> bool:
+    return AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh)
 
 
 def _axes_of(mesh: Any) -> str:

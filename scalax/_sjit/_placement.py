@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from scalax import _unreduced
 from scalax._constrain import apply_sharding, is_compiled
 from scalax._resolve import named_sharding
-from scalax._sjit._signature import explicit_spec, traced_dtype, type_of
+from scalax._sjit._signature import explicit_spec, traced_dtype
 
 Shardings = Sequence[NamedSharding | None]
 Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
@@ -48,7 +48,7 @@ class Moves:
 
     def target(self, leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
         """Where *leaf* goes, for which rules say *sharding*; None if it stays as it is."""
-        if self.foreign and is_explicit(leaf):
+        if self.foreign and _is_explicit(leaf):
             return sharding or _as_auto(leaf)
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
@@ -186,11 +186,18 @@ def _is_of(leaf: jax.Array, mesh: Any) -> bool:
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
-def is_explicit(leaf: Any) -> bool:
-    """Whether the type of a leaf is of a mesh with Explicit axes."""
-    known = is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    sharding = leaf.sharding if known else getattr(type_of(leaf), 'sharding', None)
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+def is_typed_by(leaf: Any, mesh: Any) -> bool:
+    """Whether the type of an array is one that a function takes which is traced on *mesh*."""
+    return not is_concrete(leaf) or (
+        _is_of(leaf, mesh) and (not _is_explicit(leaf) or same_types(leaf.sharding.mesh, mesh))
+    )
+
+
+def _is_explicit(leaf: Any) -> bool:
+    """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
+    if not is_concrete(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    return isinstance(leaf.sharding, NamedSharding) and AxisType.Explicit in leaf.sharding.mesh.axis_types
 
 
 def _as_auto(leaf: Any) -> NamedSharding:

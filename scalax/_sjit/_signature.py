@@ -32,12 +32,14 @@ class Signature:
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
         context: `trace_context`, on which what a function returns may depend.
+        paths: the leaf paths, where trees of the same structure may have others; else None.
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
     context: Any
+    paths: tuple[str, ...] | None = None
 
 
 _nothing = jax.jit(lambda: ())
@@ -116,9 +118,14 @@ def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+def dynamic_slots(layout: Layout, row: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call that are data."""
+    return tuple(row[i] for i in layout.dynamic)
+
+
 def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:
     """The leaves and the structure of the dynamic slots together."""
-    return jax.tree.flatten(tuple(row[i] for i in layout.dynamic))
+    return jax.tree.flatten(dynamic_slots(layout, row))
 
 
 def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> Signature:
@@ -133,7 +140,9 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except (TypeError, OverflowError) as error:
         raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row), trace_context())
+    static = _static_key(convention, layout, row)
+    paths = convention.uncertain_paths(dynamic_slots(layout, row), treedef)
+    return Signature(treedef, types, static, trace_context(), paths)
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
