@@ -294,7 +294,7 @@ def inline_leaves_no_call(jit):
     return [eqn.primitive.name for eqn in jax.make_jaxpr(lambda x: inner(x) * 2)(1.0).eqns]
 
 
-@case(defect='what JAX makes of the function has the methods of the function')
+@case
 def name_in_the_jaxpr(jit):
     def my_name(x):
         return x + 1
