@@ -6,6 +6,9 @@
 VENV := .venv
 OLDEST := .venv-oldest
 RELEASE := .venv-0.2.5
+# What is newest for Python 3.11, of which `make test` runs some tests; and what `make verify` runs all tests on.
+BETWEEN := 0.10.2
+VERIFY := 0.10.2 0.11.2
 PY := $(VENV)/bin/python
 ARGS :=
 
@@ -18,23 +21,26 @@ PLAN_STAMP := $(VENV)/.installed-plan
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST_STAMP := $(OLDEST)/.installed
 RELEASE_STAMP := $(RELEASE)/.installed
+BETWEEN_STAMP := $(OLDEST)/jax-$(BETWEEN)/.installed
+VERIFY_STAMPS := $(VERIFY:%=.venv-%/.installed)
 
 # A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
 $(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(PLAN_STAMP) $(DEV_STAMP))
 $(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
 $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
+$(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm -f .venv-$(jax)/.installed))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check tutorial fuzz faults clean
+.PHONY: help setup train train-distributed digits plan bench test check verify tutorial fuzz faults clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make both environments: the newest JAX and the oldest
+setup: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## make the environments of `make test`
 
 train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
@@ -57,12 +63,16 @@ bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) 
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m benchmarks $(ARGS)
 
-test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and all tests on the newest and the oldest JAX
+test: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## format, lint, types, and all tests on the newest and the oldest JAX
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) scripts/run_checks.py all --oldest-python $(OLDEST)/bin/python
+	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python --between $(dir $(BETWEEN_STAMP))
 
 check: $(DEV_STAMP) ## format, lint and types only
-	@$(PY) scripts/run_checks.py static
+	@$(PY) -m scripts.run_checks static
+
+verify: $(VERIFY_STAMPS) ## types and all tests on each JAX in between (VERIFY="0.10.2 0.11.2")
+	@for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed $$jax"; done; \
+	  test -z "$$failed" || { echo "FAILED on JAX$$failed" && exit 1; }
 
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
@@ -74,7 +84,7 @@ faults: $(EXAMPLES_STAMP) ## kill processes of a training 50 times, and check th
 	@$(PY) scripts/faults.py $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
-	rm -rf $(VENV) $(OLDEST) $(RELEASE) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VERIFY:%=.venv-%) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -97,6 +107,19 @@ $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
 
 $(OLDEST_STAMP): setup.py
 	@PYTHON='$(PYTHON_OLDEST)' scripts/setup_venv.sh $(OLDEST) oldest jax==0.10.0 jaxlib==0.10.0 -e '.[dev]'
+	@touch $@
+
+# For the interpreter of the oldest JAX, before which PYTHONPATH puts it: all else is the same.
+$(BETWEEN_STAMP): $(OLDEST_STAMP)
+	@rm -rf $(dir $@)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(dir $@) \
+	  jax==$(BETWEEN) jaxlib==$(BETWEEN)
+	@touch $@
+
+# JAX 0.10 with the oldest Python that fits: those who have it have no newer one. Later JAX needs Python 3.12.
+$(VERIFY_STAMPS): .venv-%/.installed: setup.py
+	@PYTHON='$(if $(filter 0.10.%,$*),$(PYTHON_OLDEST),$(PYTHON))' \
+	  scripts/setup_venv.sh .venv-$* $(if $(filter 0.10.%,$*),oldest,newest) jax==$* -e '.[dev,plan]'
 	@touch $@
 
 # The release that `make bench ARGS="--against 0.2.5"` compares with. It runs on the newest JAX too.

@@ -4,6 +4,7 @@ It lies at the top so that `pytest --doctest-modules scalax/_mesh.py` finds it t
 """
 
 import os
+import signal
 
 # Before JAX is imported, and inherited by the processes that tests start. Whoever wants another
 # platform says so by setting the variable.
@@ -12,7 +13,11 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import jax
 import pytest
 
+pytest_plugins = ['scripts.limits']
 DEVICES = 8
+
+# A shell lets what it runs in the background ignore Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing has used a device yet; JAX refuses this line otherwise.
 jax.config.update('jax_num_cpu_devices', DEVICES)

@@ -39,6 +39,7 @@ EXTRAS = {
         'haliax==1.4.dev453',
         'hypothesis',
         'mypy',
+        'psutil',
         'pytest>=8',
         'pytest-randomly',
         'rich',

@@ -62,7 +62,8 @@ def agree(
     advice: str,
     error: BaseException | None = None,
     kind: type[ScalaxError] = DataError,
-) -> None:
+    share: bytes = b'',
+) -> list[bytes]:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
     One all-gather of 20 bytes for each process. It waits for what the devices have been given to do.
@@ -74,6 +75,10 @@ def agree(
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
         kind: the class of the error.
+        share: what is gathered besides and need not be the same; as many bytes everywhere, a multiple of 4.
+
+    Returns:
+        What each process shares, in their order.
 
     Raises:
         ScalaxError: names the processes and leaves that differ.
@@ -83,13 +88,16 @@ def agree(
     statement = dataclasses.replace(statement, order=_processes.processes_of(mesh).order)
     encoded = statement.encoded()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    mine = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.trouble)], np.uint32)
-    rows = [tuple(row) for row in _processes.gather(mesh, mine).tolist()]
+    said = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
+    mine = np.asarray([*said, *np.frombuffer(share, np.uint32)], np.uint32)
+    gathered = _processes.gather(mesh, mine)
+    rows = [tuple(row) for row in gathered[:, : len(said)].tolist()]
     found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
     if error is not None:
         raise error
     if found:
         raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+    return [row.tobytes() for row in gathered[:, len(said) :]]
 
 
 def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _mesh, _spec
-from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
+from scalax._constrain import apply_sharding, is_compiled, mesh_in_force, reshard
 from scalax._context import ActiveHelper
 from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, check
@@ -251,7 +251,7 @@ class _Auto(_Switched):
         self._resolved(None, row, outer, '')  # names what is no array
         if _abstract(outer) == inner:
             return list(leaves)
-        return [_crossed(leaf, inner, _type_of(leaf)) for leaf in leaves]
+        return [_crossed(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
 
     def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         self._resolved(None, row, mesh, '')  # before JAX is given what is no array
@@ -272,7 +272,7 @@ class _Auto(_Switched):
         self._reject(resolution.tree.descriptions, shardings, outer, changes)
         if changes:
             leaves = [
-                _crossed(leaf, outer, sharding.spec if sharding else PartitionSpec())
+                _crossed(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
         applied = [
@@ -305,8 +305,8 @@ class _Explicit(_Switched):
                 if EXPLICIT not in outer.axis_types:
                     # On the mesh with its devices: of host data alone JAX would compute on one.
                     with _entered(outer):
-                        leaf = apply_sharding(leaf, named_sharding(outer, sharding.spec))
-                leaf = apply_sharding(_crossed(leaf, inner, sharding.spec), sharding)
+                        leaf = apply_sharding(leaf, named_sharding(outer, _whole(sharding.spec)))
+                leaf = apply_sharding(_crossed(leaf, outer, inner, sharding.spec), sharding)
             entered.append(leaf)
         return entered
 
@@ -315,7 +315,7 @@ class _Explicit(_Switched):
         with _entered(inner):
             shardings = self._inside(row, inner, changes=_abstract(mesh) != inner)
         return [
-            named_sharding(mesh, PartitionSpec() if sharding is None else sharding.spec)
+            named_sharding(mesh, PartitionSpec() if sharding is None else _whole(sharding.spec))
             for sharding in shardings
         ]
 
@@ -331,7 +331,7 @@ class _Explicit(_Switched):
         resolve(None, results, outer, use=Use.BOUNDARY, where=f'the outputs of {self.name!r}')  # are arrays
         if _abstract(outer) == inner:
             return results
-        results = jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
+        results = jax.tree.map(lambda leaf: _crossed(leaf, inner, outer, _type_of(leaf)), results)
         if EXPLICIT in outer.axis_types:
             return results
         # As on the way in: a constraint that asks for nothing but the devices of the mesh.
@@ -348,16 +348,34 @@ def _entered(mesh: AnyMesh) -> Iterator[None]:
         yield
 
 
+def _whole(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without unreduced and reduced axes, which a mesh may not allow on this side."""
+    return PartitionSpec(*_spec.entries(spec))
+
+
 def _type_of(leaf: Any) -> PartitionSpec:
     return jax.typeof(leaf).sharding.spec
 
 
-def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
-    """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
-    explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
-    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
-    sums = _spec.with_sums(spec, explicit)
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
+def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any:
+    """A value with its type on the mesh *to*: as asked, what is Explicit there. The rest stays open.
+
+    Only sums that both sides have cross, and none to where an axis is Auto. JAX would declare a whole value
+    to be parts of a sum, leave it to XLA when parts are added up, and beside Auto axes take parts for values.
+    """
+    types = MeshAxes.of(to).types
+    explicit = {name for name, kind in types.items() if kind is EXPLICIT}
+    has = _type_of(leaf)
+    kept = has.unreduced & asked.unreduced & explicit
+    if AxisType.Auto in types.values():
+        kept = frozenset()
+    if kept != has.unreduced:
+        with _entered(came):
+            summed = _spec.replaced(_spec.with_sums(has, kept | has.reduced), _spec.entries(has))
+            leaf = reshard(leaf, NamedSharding(came, summed))
+    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(asked)]
+    sums = _spec.with_sums(has, kept | (has.reduced & asked.reduced & explicit))
+    return jax.sharding.reshard(leaf, NamedSharding(to, _spec.replaced(sums, typed)))
 
 
 def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:

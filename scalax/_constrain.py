@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _context, _spec
+from scalax._paths import describe_leaf
 from scalax._prefix import RuleLike, split
 from scalax._resolve import Use, resolve, with_types
-from scalax.errors import ArgumentError, MeshError
+from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 
 
 def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
@@ -92,8 +93,7 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
             'with_sharding_annotation(pytree, name): the name is a string, got '
             f'{type(sharding_name).__name__}'
         )
-    context = _context.current()
-    found = context.bound(sharding_name) if context else None
+    found = _context.bound(sharding_name)
     if found is None:
         return pytree
     helper, rules = found
@@ -209,12 +209,48 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     if AxisType.Explicit in kinds:
         typed = _spec.replaced(spec, with_types(_spec.replaced(spec, explicit), leaf))
         if not has_type(leaf, mesh, typed):
-            leaf = jax.sharding.reshard(leaf, sharding.update(spec=typed))
+            leaf = reshard(leaf, sharding.update(spec=typed))
     if AxisType.Auto in kinds:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
         constraint = _spec.replaced(PartitionSpec(), auto)
         leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
     return leaf
+
+
+def reshard(leaf: Any, sharding: NamedSharding) -> Any:
+    """``jax.sharding.reshard``, also from sums to others, where XLA (of JAX 0.10 to 0.12) ends the process.
+
+    Raises:
+        ShardingError: there are no such parts of sums.
+    """
+    had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
+    if wanted.unreduced - had.unreduced:
+        reject_parts(leaf, wanted)
+        if had.unreduced - wanted.unreduced:
+            summed = _spec.replaced(_spec.with_sums(wanted, wanted.reduced), _spec.entries(wanted))
+            leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
+    return jax.sharding.reshard(leaf, sharding)
+
+
+def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
+    """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
+    kind = _spec.sums_kind(spec)
+    if kind != 'sum':
+        what = 'arrays'
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        what = 'complex numbers'
+    elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        what = 'PRNG keys'
+    else:
+        return
+    problem = Problem(
+        'unreduced',
+        describe_leaf('', leaf),
+        f'{what} cannot be placed as parts of a {kind}',
+        spec=str(spec),
+        hint='place it without unreduced axes.',
+    )
+    raise ShardingError([problem])
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:

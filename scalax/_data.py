@@ -88,6 +88,8 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
         part = read_together(options, pytree)
     else:
         part = read(options, pytree)
+        if processes.several:
+            _processes.bound_queue(options.mesh)
     if check_replicas and processes.several:
         _replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
     return place(part)()

@@ -29,6 +29,7 @@ from scalax import (
 from scalax._paths import canonical_dtype
 from scalax._prefetch import Prefetch
 from scalax._prefix import RuleLike
+from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
 from scalax.errors import checked_flag
@@ -95,7 +96,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts = _context.ContextCache(self)
+        self._contexts: Recent[_context.Context, _context.Context] = Recent()
         self._resolutions = ResolutionCache()
 
     @classmethod
@@ -176,6 +177,9 @@ class MeshShardingHelper:
     def on_indivisible(self) -> OnIndivisible:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
@@ -580,7 +584,7 @@ class MeshShardingHelper:
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """The annotation bindings in force, inherited ones included; None without an active helper."""
         context = _context.current()
-        return context.all_bindings() if context else None
+        return context.rules() if context else None
 
     with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
     with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
@@ -748,3 +752,9 @@ class MeshShardingHelper:
         checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
+
+
+def _unpickled(
+    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
+) -> MeshShardingHelper:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)

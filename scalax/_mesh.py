@@ -77,7 +77,10 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies
 
-    options = {'num_slices': num_slices} if num_slices > 1 else {}
+    options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+    if small := _LESS_THAN_A_HOST.fullmatch(topology):
+        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
+        options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
     try:
         if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
             raise ValueError('a side of 0 chips')
@@ -96,6 +99,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
     return list(described.devices)
 
 
+_LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 
@@ -299,6 +303,39 @@ def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
         raise MeshError('from_mesh got the empty mesh, which JAX has where no mesh is set')
     checked_types(tuple(mesh.axis_types), tuple(mesh.axis_names))
     return mesh
+
+
+def pickled(mesh: Mesh | AbstractMesh) -> Any:
+    """What can be pickled of a mesh: JAX's devices cannot, so their platform and ids stand for them."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return mesh.devices.flat[0].platform, ids, mesh.axis_names, mesh.axis_types
+
+
+def unpickled(parts: Any) -> Mesh | AbstractMesh:
+    """The mesh of what `pickled` gave, of the devices of this program.
+
+    Raises:
+        MeshError: it has no such devices.
+    """
+    if isinstance(parts, AbstractMesh):
+        return parts
+    platform, ids, names, types = parts
+    try:
+        here = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # JAX has no such platform here
+        here = {}
+    missing = [number for number in ids.flat if number not in here]
+    if missing:
+        raise MeshError(
+            f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
+            f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
+            "jax.config.update('jax_num_cpu_devices', n)), or make a helper there"
+        )
+    devices = np.empty(ids.shape, object)
+    devices.flat = [here[number] for number in ids.flat]
+    return Mesh(devices, names, axis_types=types)
 
 
 def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

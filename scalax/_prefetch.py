@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-import jax
-
 from scalax import _data, _processes
+from scalax._threads import ThreadState
 from scalax.errors import DataError
 
 _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
@@ -75,6 +74,9 @@ class Prefetch(Iterator[Any]):
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
     the iterator any more.
 
+    Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
+    An error is raised in one of them, and is the end for the others.
+
     The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
     (``get_state``, as Grain's have), `get_state` is the state behind the batch that the loop was given last:
     what belongs into a checkpoint.
@@ -86,6 +88,8 @@ class Prefetch(Iterator[Any]):
         _processes.require_this_process(options.mesh)
         self._together = check and _processes.processes_of(options.mesh).several
         self._options = options
+        # What processes do together has one order on all of them, whichever threads ask for batches.
+        self._turn = threading.Lock()
         self._shared = _Shared(size)
         self._count = 0
         self._done = False
@@ -93,7 +97,7 @@ class Prefetch(Iterator[Any]):
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
         self._state = _state_of(iterator)
-        arguments = (iterator, options, self._shared, bool(jax.config.jax_enable_x64))
+        arguments = (iterator, options, self._shared, ThreadState(contexts=True))
         self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
         _running[self._thread] = self._shared
         self._thread.start()
@@ -104,15 +108,16 @@ class Prefetch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._done:
-            raise StopIteration
-        item = self._shared.items.get()
-        try:
-            return self._completed(item)
-        except BaseException:
-            self._done = True
-            self._finalizer()
-            raise
+        with self._turn:
+            if self._done:
+                raise StopIteration
+            item = self._shared.items.get()
+            try:
+                return self._completed(item)
+            except BaseException:
+                self._done = True
+                self._finalizer()
+                raise
 
     def _completed(self, item: _Item) -> Any:
         """The batch, once all processes have one."""
@@ -122,6 +127,8 @@ class Prefetch(Iterator[Any]):
         if self._together:
             state = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
             _data.agree(self._options, 'prefetch', item.part, error, state)
+        else:
+            _processes.bound_queue(self._options.mesh)
         if error is not None:
             raise error
         if item.finish is None:
@@ -192,21 +199,27 @@ class Prefetch(Iterator[Any]):
         self.close()
 
 
-def _load(iterator: Iterator[Any], options: _data.Options, shared: _Shared, x64: bool) -> None:
-    """What the thread does, until the data ends or nobody wants any more."""
+def _load(iterator: Iterator[Any], options: _data.Options, shared: _Shared, state: ThreadState) -> None:
+    """What the thread does: the loader sees what it would see in the thread that called `prefetch`."""
     try:
-        with jax.enable_x64(x64):  # contexts belong to threads: the consumer's holds here too
-            while True:
-                shared.room.get()
-                if shared.stopped:
-                    return
-                item = _next_item(iterator, options)
-                shared.items.put(item)
-                if item.finish is None:
-                    return
-                del item  # the consumer's alone now
+        state.run(lambda: _load_all(iterator, options, shared))
+    except BaseException as error:
+        shared.items.put(_Item(error=error))
     finally:
         _running.pop(threading.current_thread(), None)
+
+
+def _load_all(iterator: Iterator[Any], options: _data.Options, shared: _Shared) -> None:
+    """Until the data ends or nobody wants any more."""
+    while True:
+        shared.room.get()
+        if shared.stopped:
+            return
+        item = _next_item(iterator, options)
+        shared.items.put(item)
+        if item.finish is None:
+            return
+        del item  # the consumer's alone now
 
 
 def _next_item(iterator: Iterator[Any], options: _data.Options) -> _Item:

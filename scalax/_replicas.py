@@ -41,7 +41,7 @@ def compare(tree: NamedTree, axes: Sequence[int | None], layout: Layout, rows: s
         parts = np.split(host, len(layout.here), axes[i] or 0)
         sizes.append(parts[0].shape[axes[i] or 0])
         for tile, part in zip(layout.here, parts, strict=True):
-            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
             sums[number, tile] = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
     gathered = _processes.gather(layout.mesh, sums)
     indices = _processes.processes_of(layout.mesh).indices

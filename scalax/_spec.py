@@ -75,6 +75,14 @@ def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
 
 
+SUM = 'sum'
+
+
+def sums_kind(spec: PartitionSpec) -> str:
+    """What the parts along unreduced axes make: a sum, or in newer JAX something else."""
+    return getattr(getattr(spec, 'unreduced_kind', None), 'name', SUM)
+
+
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The one form of a spec that resolving returns.
 
@@ -98,16 +106,8 @@ def text(spec: PartitionSpec) -> str:
     for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:
             parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
-    kind = combined_by(spec)
+    kind = sums_kind(spec)
     return f'P({", ".join(parts)}{"" if kind == SUM else f", unreduced_kind={kind}"})'
-
-
-SUM = 'sum'
-
-
-def combined_by(spec: PartitionSpec) -> str:
-    """What the parts of an unreduced array make: a sum, or in newer JAX something else."""
-    return getattr(getattr(spec, 'unreduced_kind', None), 'name', SUM)
 
 
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:
@@ -235,15 +235,32 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                     'keep the axes of one dimension of one type (JAX would reorder them silently).',
                 )
             )
-    for axis in sorted(spec.unreduced | spec.reduced):
-        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit:
-            found.append(
-                Fault(
-                    'unreduced',
-                    f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
-                    'unreduced and reduced axes need a mesh axis of type Explicit.',
-                )
+    return found + _sums_faults(spec, axes)
+
+
+def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> list[Fault]:
+    """What is wrong with the unreduced and reduced axes of a spec."""
+    named = sorted(spec.unreduced | spec.reduced)
+    found = [
+        Fault(
+            'unreduced',
+            f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
+            'unreduced and reduced axes need a mesh axis of type Explicit.',
+        )
+        for axis in named
+        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit
+    ]
+    auto = [axis for axis, kind in axes.types.items() if kind is AxisType.Auto]
+    if named and auto and not found:
+        # JAX (0.10 to 0.12) makes parts there of which each is the whole value.
+        found.append(
+            Fault(
+                'unreduced',
+                f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
+                f'type Auto ({", ".join(map(repr, auto))})',
+                'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
             )
+        )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from scalax._libtpu import quiet_libtpu
 from scalax._paths import key_string, path_string
-from scalax.errors import RuleError, did_you_mean
+from scalax.errors import ArgumentError, RuleError, did_you_mean
 
 __all__ = [
     'JaxRNG',
@@ -37,8 +38,15 @@ _FLOATS = {
 }
 
 
+# Of all sources, so that one can be copied and pickled: a lock cannot.
+_drawing = threading.RLock()
+
+
 class JaxRNG:
     """A stateful source of PRNG keys, for use inside a pure function.
+
+    Threads may share one: no two calls return the same key. Which thread gets which key is then a matter of
+    chance; where a program must be repeatable, give each thread a source of its own.
 
     Args:
         rng: the key to split from; old-style or typed.
@@ -65,9 +73,18 @@ class JaxRNG:
 
         Args:
             keys: None for one key, a number for a tuple of so many, names for a dict of keys.
+
+        Raises:
+            ArgumentError: *keys* is one string, whose letters would be the names.
         """
+        if isinstance(keys, str):
+            raise ArgumentError(
+                f'JaxRNG takes a list of names, got the string {keys!r}, each letter of which would be a '
+                f'name: rng([{keys!r}]) gives a dict with one key, and rng() gives one key'
+            )
         if keys is None:
-            self.rng, key = jax.random.split(self.rng)
+            with _drawing:
+                self.rng, key = jax.random.split(self.rng)
             return key
         if isinstance(keys, int | np.integer):
             return tuple(self._split(int(keys)))
@@ -75,8 +92,9 @@ class JaxRNG:
         return dict(zip(names, self._split(len(names)), strict=True))
 
     def _split(self, count: int) -> jax.Array:
-        split = jax.random.split(self.rng, num=count + 1)
-        self.rng = split[0]
+        with _drawing:
+            split = jax.random.split(self.rng, num=count + 1)
+            self.rng = split[0]
         return split[1:]
 
     @classmethod

@@ -1,16 +1,22 @@
 """Runs the checks of scalax, each as a named step, and sums them up at the end.
 
-Usage: python scripts/run_checks.py static
-       python scripts/run_checks.py all --oldest-python .venv-oldest/bin/python
+Usage: python -m scripts.run_checks static
+       python -m scripts.run_checks release
+       python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python --between FOLDER
 
-The tests on the oldest JAX run beside everything else, with their output kept back until they end.
-A failed step stops nothing; the last lines say what failed, and so does the exit status.
+*release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
+With *all*, tests run on older JAX beside everything else: on the oldest, and those that are most likely to
+differ on the JAX that --between has, for the oldest's interpreter. Their output is kept back until the end.
+
+A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
+come to its end, they say which test was begun last. No process of a step outlives it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -23,15 +29,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts import left_behind
+
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 2400
+TIMEOUT_S = (
+    3600  # no test takes longer than a minute without a reason (limits.py); this is for the sum of them
+)
 GRACE_S = 10
+POLL_S = 0.1
+_numbers = itertools.count()
 
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 
 # These ask nothing of JAX that they do not already ask on the newest one.
 NOT_ON_OLDEST = [f'tests/test_{name}.py' for name in ('benchmarks', 'launch', 'plan_tpu', 'wheel')]
+# Where releases have differed most: meshes in force, types of axes, constraints.
+ON_ONE_BETWEEN = [
+    f'tests/test_{name}.py'
+    for name in ('axis_modes', 'constrain', 'named_sharding', 'ring_attention', 'shard_map', 'sjit_explicit')
+]
 
 
 @dataclass
@@ -42,6 +59,8 @@ class Step:
     command: list[str]
     junit: Path | None = None
     log: Path | None = None
+    path: Path | None = None
+    mark: str = field(default_factory=lambda: f'SCALAX_CHECKS_{os.getpid()}_{next(_numbers)}')
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     seconds: float = 0.0
@@ -54,57 +73,77 @@ class Step:
         self.started = time.monotonic()
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.log.open('wb')) if self.log else None
-            # A session of its own makes the step and all that it starts one group to be ended.
+            # A session of its own: a terminal's Ctrl-C comes here only.
             self.process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
+                env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT if out else None,
                 start_new_session=True,
             )
 
+    def environment(self) -> dict[str, str]:
+        env = {**os.environ, self.mark: '1', 'SCALAX_RUNNING_TEST': str(self.running or '')}
+        return env if self.path is None else {**env, 'PYTHONPATH': str(self.path)}
+
     def finish(self) -> None:
         """Waits for the step, within what is left of its time, and records how it went."""
         assert self.process is not None
         try:
             left = TIMEOUT_S - (time.monotonic() - self.started)
-            code = self.process.wait(timeout=max(left, 0))
-            self.problem = describe_exit(code)
-            self.signal_group(signal.SIGKILL)  # a test may have left a process behind
+            self.problem = describe_exit(self.process.wait(timeout=max(left, 0)))
         except subprocess.TimeoutExpired:
-            self.kill()
-            self.problem = f'killed after {TIMEOUT_S} s'
+            self.problem = f'ended after {TIMEOUT_S} s{self.at_test()}'
+            self.end()
         self.seconds = time.monotonic() - self.started
-        if self.log:
-            title(f'{self.name}: its output')
-            print(self.log.read_text(encoding='utf-8', errors='replace'), flush=True)
+        if processes := left_behind.end(self.mark):
+            self.problem = self.problem or 'left processes behind'
+            title(f'{self.name}: left behind, and ended now: {"; ".join(processes)}')
         if self.junit:
             self.read_counts(self.junit)
 
-    def kill(self) -> None:
-        """Ends the step, if it still runs: first politely, then not."""
+    def is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        assert self.process is not None
+        return self.process.poll() is not None or time.monotonic() - self.started > TIMEOUT_S
+
+    def show(self) -> None:
+        """Prints the output that was kept back."""
+        if self.log:
+            title(f'{self.name}: its output')
+            print(self.log.read_text(encoding='utf-8', errors='replace'), flush=True)
+
+    def end(self) -> bool:
+        """Ends the step, if it still runs, with all that it has started; returns whether it did."""
         if self.process is None or self.process.poll() is not None:
-            return
-        self.signal_group(signal.SIGINT)  # at which pytest says where it was
+            return False
+        self.process.send_signal(signal.SIGINT)  # at which pytest says where it was, and cleans up
         # A second Ctrl-C means: at once.
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self.process.wait(timeout=GRACE_S)
-        self.signal_group(signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+        left_behind.end(self.mark)
+        return True
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Signals the step and all that it started, as far as they are still there."""
-        assert self.process is not None
-        # macOS answers "not permitted" where only a zombie is left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+    def at_test(self) -> str:
+        """Which test was begun last, as the end of a sentence; nothing where there are no tests."""
+        if self.running is None or not self.running.exists():
+            return ''
+        return f', in {self.running.read_text(encoding="utf-8")}'
+
+    @property
+    def running(self) -> Path | None:
+        """The file in which pytest names the test that runs (see limits.py)."""
+        return self.junit and self.junit.with_suffix('.running')
 
     def read_counts(self, junit: Path) -> None:
         try:
             suites = list(ET.parse(junit).getroot().iter('testsuite'))
         except (OSError, ET.ParseError):
-            self.problem = self.problem or 'wrote no test report'
+            self.problem = f'{self.problem or "no test report"}{self.at_test()}'
             return
         for suite in suites:
             total, failed, errors, skipped = (
@@ -134,7 +173,7 @@ def title(text: str) -> None:
     print(f'\n==> {text}', flush=True)
 
 
-def describe_python(python: str) -> str:
+def describe_python(python: str, path: Path | None = None) -> str:
     """The versions that a step runs on, asked of its own interpreter."""
     code = (
         'import importlib.metadata, platform\n'
@@ -143,7 +182,10 @@ def describe_python(python: str) -> str:
         'print(f", jaxlib {version(\'jaxlib\')}")'
     )
     command = [python, '-c', code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    env = {**os.environ, **({'PYTHONPATH': str(path)} if path else {})}
+    return subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout.strip()
 
 
 def static_steps(python: str) -> list[Step]:
@@ -154,39 +196,50 @@ def static_steps(python: str) -> list[Step]:
     ]
 
 
-def test_steps(python: str, scratch: Path) -> list[Step]:
-    doctests, tests = scratch / 'doctests.xml', scratch / 'newest.xml'
+def test_steps(python: str, scratch: Path, jax: str) -> list[Step]:
+    doctests, tests = scratch / 'doctests.xml', scratch / 'tests.xml'
     return [
         Step(
             'docstrings',
             [python, *PYTEST, f'--junit-xml={doctests}', '--doctest-modules', 'scalax'],
             junit=doctests,
         ),
-        Step('tests (newest JAX)', [python, *PYTEST, f'--junit-xml={tests}', 'tests'], junit=tests),
+        Step(f'tests ({jax})', [python, *PYTEST, f'--junit-xml={tests}', 'tests'], junit=tests),
     ]
 
 
-def oldest_step(python: str, scratch: Path) -> Step:
-    report = scratch / 'oldest.xml'
+def older_steps(oldest: str, between: Path | None, scratch: Path) -> list[Step]:
+    """The tests on the oldest JAX, and some of them on one in between, which stands in a folder."""
     ignored = [f'--ignore={path}' for path in NOT_ON_OLDEST]
-    command = [python, *PYTEST, f'--junit-xml={report}', *ignored, 'tests']
-    return Step('tests (oldest JAX)', command, junit=report, log=scratch / 'oldest.log')
+    steps = []
+    for name, tests, path in (('oldest', [*ignored, 'tests'], None), ('between', ON_ONE_BETWEEN, between)):
+        if path or name == 'oldest':
+            report, log = scratch / f'{name}.xml', scratch / f'{name}.log'
+            command = [oldest, *PYTEST, f'--junit-xml={report}', *tests]
+            steps.append(Step(f'tests (JAX {name})', command, junit=report, log=log, path=path))
+    return steps
 
 
-def run(steps: list[Step], beside: list[Step]) -> None:
-    """Runs `steps` one after the other while those `beside` run too; leaves no process behind."""
+def run(*lanes: list[Step]) -> None:
+    """Runs lanes beside one another, and the steps of each one after the other; leaves no process behind."""
+    left = [list(lane) for lane in lanes if lane]
     try:
-        for step in beside:
-            step.start()
-        for step in steps:
-            step.start()
-            step.finish()
-        for step in beside:
-            title(f'{step.name}: waiting for it to end')
-            step.finish()
+        for lane in left:
+            lane[0].start()
+        while any(left):
+            for lane in left:
+                if lane and lane[0].is_over():
+                    lane.pop(0).finish()
+                    if lane:
+                        lane[0].start()
+            time.sleep(POLL_S)
     finally:
-        for step in [*steps, *beside]:
-            step.kill()
+        for step in itertools.chain(*lanes):
+            at_test = step.at_test()
+            if step.end():
+                title(f'{step.name}: ended{at_test}')
+    for step in itertools.chain(*lanes):
+        step.show()
 
 
 def summarise(steps: list[Step], seconds: float) -> bool:
@@ -225,22 +278,32 @@ def interruptible() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('what', choices=['static', 'all'])
+    parser.add_argument('what', choices=['static', 'release', 'all'])
     parser.add_argument('--oldest-python', help='the interpreter that has the oldest JAX')
+    parser.add_argument('--between', type=Path, help='a folder with a JAX between the oldest and the newest')
     args = parser.parse_args()
     if args.what == 'all' and not args.oldest_python:
         parser.error('all needs --oldest-python')
 
     begun = time.monotonic()
+    python, oldest, between = sys.executable, args.oldest_python, args.between
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
-        steps, beside = static_steps(sys.executable), []
-        if args.what == 'all':
+        steps, beside = static_steps(python), []
+        if args.what == 'release':
+            print(describe_python(python))
+            steps = [steps[-1], *test_steps(python, Path(folder), 'this JAX')]
+        elif args.what == 'all':
             # Not resolved: that would lead out of the virtual environment.
-            oldest = str(Path(args.oldest_python).absolute())
-            print(f'newest: {describe_python(sys.executable)}')
-            print(f'oldest: {describe_python(oldest)}')
-            steps += test_steps(sys.executable, Path(folder))
-            beside.append(oldest_step(oldest, Path(folder)))
+            oldest = str(Path(oldest).absolute())
+            newest_is, oldest_is = describe_python(python), describe_python(oldest)
+            print(f'newest: {newest_is}\noldest: {oldest_is}')
+            if between:
+                between = between.absolute()
+                print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
+                if between_is == newest_is:
+                    between = None  # all tests run on it
+            steps += test_steps(python, Path(folder), 'newest JAX')
+            beside += older_steps(oldest, between, Path(folder))
         run(steps, beside)
         passed = summarise([*steps, *beside], time.monotonic() - begun)
     sys.exit(0 if passed else 1)

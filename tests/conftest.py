@@ -1,7 +1,6 @@
 """Fixtures shared by the tests. The simulated devices are set up in the conftest.py above."""
 
 import os
-import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -27,14 +26,6 @@ hypothesis.settings.load_profile('scalax')
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run (pytest-randomly seeds the global generators)."""
     return np.random.default_rng(0)
-
-
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """A shell starts what runs in the background so that it does not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

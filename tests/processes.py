@@ -15,7 +15,6 @@ import importlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from examples.launch.ports import held_port
 
 HERE = Path(__file__).resolve().parent
 
@@ -57,14 +58,13 @@ def run_checks(
     module: str, processes: int, devices: int, names: Sequence[str] = (), timeout: float = 240
 ) -> Outcome:
     """Runs checks of a module, or all, in so many processes with so many simulated devices each."""
-    port = free_port()
     paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
     # Not buffered: what a process said before it was ended counts.
     env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
     env.pop('XLA_FLAGS', None)
-    command = [sys.executable, '-W', 'error', str(Path(__file__)), module, str(processes), str(port)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        command = [sys.executable, '-W', 'error', str(Path(__file__)), module, str(processes), str(port)]
         # What is printed is for people: other libraries print too, in the middle of lines.
         printed = [Path(folder, f'{index}.txt') for index in range(processes)]
         passed = [Path(folder, f'{index}.passed') for index in range(processes)]
@@ -167,12 +167,6 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
         if any(codes):  # those that were about to fail as well get a moment to say why
             end = min(end, time.monotonic() + 3)
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(('localhost', 0))
-        return int(probe.getsockname()[1])
 
 
 def _main(module: str, processes: str, port: str, index: str, passed: str, *names: str) -> int:

@@ -76,7 +76,7 @@ def test_what_is_no_step(saved: Path, step: Any) -> None:
             assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == wanted
             assert message(checkpointer.describe, step) == wanted
             assert message(checkpointer.data, step) == wanted
-    assert [path.name for path in saved.iterdir()] == ['3']
+    assert sorted(path.name for path in saved.iterdir()) == ['3', 'writer.json']
 
 
 @pytest.mark.parametrize('step', [np.int64(12), jnp.int32(12)], ids=['numpy', 'jax'])
@@ -86,7 +86,7 @@ def test_steps_of_numpy_and_jax(tmp_path: Path, step: Any) -> None:
         assert not checkpointer.save(12, STATE)  # the same
         checkpointer.wait()
         assert checkpointer.restore(HELPER, P(), STATE, step=step)['count'] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ['12']
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['12', 'writer.json']
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def test_the_compiler_speaks_first_and_then_we():
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-@pytest.mark.usefixtures('hears_ctrl_c')
 def test_a_compiler_is_left_at_once():
     """Python hears nothing of Ctrl-C while a compiler runs in its main thread."""
     released, threads = threading.Event(), []

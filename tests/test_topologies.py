@@ -84,6 +84,24 @@ def test_an_unknown_topology(described):
     )
 
 
+@pytest.mark.parametrize(
+    ('topology', 'bounds'),
+    [
+        ('v5e:1x1', (1, 1, 1)),
+        ('v6e:1x2', (1, 2, 1)),
+        ('v5e:1x16', None),
+        ('v5e:2x2', None),
+        ('v5p:1x1x2', None),
+    ],
+)
+def test_fewer_chips_than_a_host_has(described, topology, bounds):
+    """Older compilers would take every host to have four."""
+    asked = {}
+    described(lambda **options: asked.update(options) or Topology)
+    MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
+    assert asked.get('chips_per_host_bounds') == bounds
+
+
 @pytest.mark.parametrize('name', ['', None, 4])
 def test_a_topology_without_a_name(described, name):
     described(lambda **_: Topology)

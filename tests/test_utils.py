@@ -1,13 +1,16 @@
 """Small helpers: RNG keys, float dtypes, named trees."""
 
 import collections
+import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from threads import COUNT, in_threads
 
-from scalax.errors import RuleError
+from scalax.errors import ArgumentError, RuleError
 from scalax.utils import (
     JaxRNG,
     flatten_tree,
@@ -48,6 +51,29 @@ def test_rng_gives_the_keys_of_0_2_5(make):
 )
 def test_rng_takes_numbers_and_names(keys, result):
     assert isinstance(JaxRNG.from_seed(0)(keys), result)
+
+
+def test_rng_refuses_one_string():
+    with pytest.raises(ArgumentError) as error:
+        JaxRNG.from_seed(0)('dropout')
+    assert str(error.value) == (
+        "JaxRNG takes a list of names, got the string 'dropout', each letter of which would be a name: "
+        "rng(['dropout']) gives a dict with one key, and rng() gives one key"
+    )
+
+
+@pytest.mark.parametrize('keys', [None, 2, ['params', 'dropout']])
+def test_rng_gives_threads_distinct_keys(keys):
+    rng, draws = JaxRNG.from_seed(0), 20
+    found = jax.tree.leaves(in_threads(lambda _: [rng(keys) for _ in range(draws)]))
+    assert len(found) == COUNT * draws * (1 if keys is None else 2)
+    assert len({np.asarray(key).tobytes() for key in found}) == len(found)
+
+
+@pytest.mark.parametrize('copied', [copy.copy, copy.deepcopy, lambda rng: pickle.loads(pickle.dumps(rng))])
+def test_rng_can_be_copied(copied):
+    rng = JaxRNG.from_seed(0)
+    np.testing.assert_array_equal(copied(rng)(), rng())
 
 
 def test_rng_is_pure_inside_jit():

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax import _context
 from scalax._constrain import apply_shardings
+from scalax._recent import Recent
 from scalax._sjit._boundary import Boundary
 from scalax._sjit._convention import Layout
 from scalax._sjit._misplaced import reject_foreign_types
@@ -47,14 +48,19 @@ class Body:
         self._fun, self._boundary = fun, boundary
         self._mesh, self._convention = boundary.helper.mesh, boundary.convention
         self._names = boundary.options.annotation_shardings
-        self._contexts = _context.ContextCache(boundary.helper)
+        self._uses = _context.Uses(frozenset(self._names))
+        self._contexts: Recent[_context.Context, _context.Context] = (
+            Recent()
+        )  # held, so that JAX finds traces
         self._warned = False
         self.recordings = Recordings()
 
     def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
         """The outputs of a call, sharded as *inside* says; without it, as they come, on the mesh in force."""
         with self._mesh_entered(layout, row) if inside else contextlib.nullcontext():
-            with _context.entered(self._contexts.get(self._names)):
+            context = _context.contexts_of(self._boundary.helper).get(self._names)
+            self._contexts.put(context, context)
+            with _context.entered(context, self._uses):
                 outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
             if inside is None:
                 return outputs
@@ -67,8 +73,8 @@ class Body:
         self, signature: Signature, layout: Layout, row: Sequence[Any], constraints: Mapping[int, Shardings]
     ) -> Any:
         leaves, _ = dynamic_leaves(layout, row)
-        trace, kinds = self.recordings.contexts.current(), placement_kinds(leaves)
-        recording = self.recordings.find(signature, trace, kinds)
+        kinds = placement_kinds(leaves)
+        recording = self.recordings.find(signature, kinds)
         # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
         # the user's lines should run.
         if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -77,7 +83,7 @@ class Body:
         for slot, shardings in constraints.items():
             constrained[slot] = apply_shardings(row[slot], shardings)
         args, keywords = self._convention.restore(constrained)
-        self.recordings.user_code_ran(signature, trace, kinds)
+        self.recordings.user_code_ran(signature, kinds)
         return self._fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
@@ -103,9 +109,8 @@ class Body:
         if self._warned or not self._names:
             return
         self._warned = True
-        context = self._contexts.get(self._names)
-        seen = sorted(context.asked - set(self._names))
-        unused = [name for name in self._names if name not in context.used]
+        seen = sorted(self._uses.asked - self._uses.names)
+        unused = self._uses.unused()
         if layout.static:
             # Other static values may lead through other code: only a misspelling is certain.
             unused = [name for name in unused if near_names(name, seen)]
@@ -122,8 +127,8 @@ class Body:
             )
 
 
-def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
-    """Raises MeshError, because of *error*, under a ``jax.set_mesh`` of other devices or another order."""
+def reject_other_devices(name: str, mesh: Any) -> None:
+    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
     try:
         ambient = jax.sharding.get_mesh()
     except ValueError:  # inside of jax.jit
@@ -134,4 +139,4 @@ def reject_other_devices(name: str, mesh: Any, error: Exception) -> None:
     raise MeshError(
         f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
         f'{theirs}: leave that mesh for the call'
-    ) from error
+    ) from None

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._constrain import is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, is_concrete, is_mismatched, same_types
+from scalax._sjit._placement import Shardings, is_concrete, is_elsewhere, is_mismatched, same_types
 from scalax._sjit._signature import slot_path
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, shown
@@ -30,15 +30,47 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
             f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
             'What to do: they were donated to an earlier call (donate_argnums), which reused their '
             'buffers. Use the outputs of that call instead, or do not donate.'
-        )
+        ) from None
 
 
-def reject_foreign_types(convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any) -> None:
-    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*."""
+def reject_donated_twice(
+    convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
+) -> None:
+    """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
+    places: dict[int, list[tuple[str, Any, bool]]] = {}
+    for slot in layout.dynamic:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            if is_concrete(leaf) and not leaf.is_deleted():
+                name = slot_path(layout, slot, path) or ''
+                places.setdefault(id(leaf), []).append((name, leaf, layout.slots[slot].donated))
+    bad = [
+        f'{describe_leaf(" and ".join(name for name, _, _ in given), given[0][1])}'
+        for given in places.values()
+        if len(given) > 1 and any(donated for _, _, donated in given)
+    ]
+    if bad:
+        raise ArgumentError(
+            f'{convention.name} got one array in several places, and donates it (donate_argnums):\n'
+            f'{shown(bad)}\n'
+            'What to do: give a copy in each place (jnp.copy), or do not donate.'
+        ) from error
+
+
+def reject_foreign_types(
+    convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any, *, movable: bool = False
+) -> None:
+    """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*.
+
+    Those that are *movable* may be of other axes on as many devices.
+    """
     bad = []
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+            if not isinstance(leaf, jax.core.Tracer):
+                continue
             theirs = jax.typeof(leaf).sharding.mesh
+            if movable and theirs.size == mesh.size:
+                continue
             if AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh):
                 described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
@@ -55,10 +87,14 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def any_mismatched(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+def any_mismatched(
+    row: Sequence[Any],
+    shardings: Mapping[int, Shardings],
+    wrong: Callable[[Any, NamedSharding | None], bool] = is_mismatched,
+) -> bool:
     """Whether an argument is committed to another sharding than the rules say."""
     return any(
-        is_mismatched(leaf, sharding)
+        wrong(leaf, sharding)
         for slot, wanted in shardings.items()
         for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
     )
@@ -80,21 +116,22 @@ def reject_mismatched(
         shardings: for each dynamic slot the shardings of its leaves.
         by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
     """
-    if not any_mismatched(row, shardings):
+    wrong = is_mismatched if by_rules else is_elsewhere
+    if not any_mismatched(row, shardings, wrong):
         return
     bad = []
-    for described, leaf, sharding in _described(layout, row, shardings, is_mismatched):
+    for described, leaf, sharding in _described(layout, row, shardings, wrong):
         lies, asked = told_apart(leaf.sharding, sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
-        raise _off_the_mesh(convention, bad)
+        raise _off_the_mesh(convention, bad) from None
     if bad:
         raise PlacementError(
             f'{convention.name} got arrays that are committed to another sharding than in_shardings '
             f'says:\n{shown(bad)}\n'
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
-        )
+        ) from None
 
 
 def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
@@ -112,9 +149,8 @@ def reject_elsewhere(
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
     mesh: Any,
-    error: Exception,
 ) -> None:
-    """Raises PlacementError, because of *error*, about arrays of other devices that no rule speaks about."""
+    """Raises PlacementError about arrays of other devices that no rule speaks about."""
 
     def elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
         return sharding is None and lies_elsewhere(leaf, mesh)
@@ -123,7 +159,7 @@ def reject_elsewhere(
     for described, leaf, _ in _described(layout, row, shardings, elsewhere):
         bad.append(f'{described} lies as {_short(leaf.sharding)}{_of_devices(leaf.sharding)}')
     if bad:
-        raise _off_the_mesh(convention, bad) from error
+        raise _off_the_mesh(convention, bad) from None
 
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
@@ -150,9 +186,8 @@ def reject_refused(
     layout: Layout,
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
-    error: Exception,
 ) -> None:
-    """Raises PlacementError about what JAX refused, with *error*, under ``jax.grad`` or ``jax.vmap``."""
+    """Raises PlacementError about what JAX refused under ``jax.grad`` or ``jax.vmap``."""
     bad = []
     for described, leaf, sharding in _described(layout, row, shardings, _refused):
         lies, asked = told_apart(_lies(leaf), sharding)
@@ -164,7 +199,7 @@ def reject_refused(
             'What to do: move the arrays before the transformation (helper.shard), compile the '
             "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
             'moved at every such call.'
-        ) from error
+        ) from None
 
 
 def _refused(leaf: Any, sharding: NamedSharding | None) -> bool:

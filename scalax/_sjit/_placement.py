@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax import _unreduced
 from scalax._constrain import apply_sharding, is_compiled
-from scalax._sjit._convention import Layout
+from scalax._resolve import named_sharding
 from scalax._sjit._signature import explicit_spec, traced_dtype
 
 Shardings = Sequence[NamedSharding | None]
@@ -23,42 +24,66 @@ def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
-def place(
-    layout: Layout,
-    row: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-    *,
-    explicit: bool,
-    mismatched: bool,
-    move: Move,
-) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """Which arguments of a call are moved to where the rules want them, or are given another type.
+
+    Attributes:
+        unplaced: what nobody has placed, which ``jax.jit`` would place: numpy data, uncommitted arrays, and
+            those of other devices that it takes; and values of an outer trace of another type. For where
+            types say how arrays are placed.
+        mismatched: arrays that the user has committed to another sharding.
+        foreign: arrays whose types are of a mesh with Explicit axes, for a mesh that has none: they stay
+            where they are.
+    """
+
+    unplaced: bool = False
+    mismatched: bool = False
+    foreign: bool = False
+
+    def target(self, leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
+        """Where *leaf* goes, for which rules say *sharding*; None if it stays as it is."""
+        if self.foreign and is_explicit(leaf):
+            return sharding or _as_auto(leaf)
+        return sharding if sharding is not None and self._moves(leaf, sharding) else None
+
+    def _moves(self, leaf: Any, sharding: NamedSharding) -> bool:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return self.unplaced and leaf.sharding is None
+        if isinstance(leaf, jax.core.Tracer) and self.unplaced and not _has_type(leaf, sharding):
+            return True
+        if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
+            return False  # other processes hold a part: JAX decides what may be moved, and how
+        if isinstance(leaf, jax.core.Tracer):
+            return self.mismatched and not is_compiled()  # an array under jax.grad or jax.vmap
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            return self.unplaced
+        if is_mismatched(leaf, sharding):
+            return self.mismatched
+        return self.unplaced and not (
+            leaf.sharding.is_equivalent_to(sharding, leaf.ndim) and _is_of(leaf, sharding.mesh)
+        )
+
+
+def place(row: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, move: Move) -> list[Any]:
     """Moves arguments to where the program wants them.
 
     Args:
-        layout: the slots.
         row: the call.
         shardings: for each dynamic slot the shardings of its leaves.
-        explicit: types say where arrays lie, so numpy data and values of an outer trace move too.
-        mismatched: also arrays that the user has committed to another sharding.
+        moves: which are moved.
         move: moves leaves to shardings: `moved`, or `as_moved`, which only says what they would be.
     """
     placed = list(row)
     for slot, wanted in shardings.items():
         leaves, treedef = jax.tree.flatten(row[slot])
-        host_data = explicit or layout.slots[slot].donated
-        chosen = [
-            (i, sharding)
-            for i, (leaf, sharding) in enumerate(zip(leaves, wanted, strict=True))
-            if sharding is not None
-            and (_moves(leaf, sharding, host_data, mismatched) or (explicit and _is_mistyped(leaf, sharding)))
-        ]
-        if explicit:
-            leaves = [_typed(leaf, sharding) for leaf, sharding in zip(leaves, wanted, strict=True)]
-        elif not chosen:
+        targets = list(map(moves.target, leaves, wanted))
+        chosen = [i for i, target in enumerate(targets) if target is not None]
+        if not chosen:
             continue
         # One move for all leaves: one for each costs a dispatch a leaf.
-        arrived = move([leaves[i] for i, _ in chosen], [sharding for _, sharding in chosen])
-        for (i, _), leaf in zip(chosen, arrived, strict=True):
+        arrived = move([leaves[i] for i in chosen], [target for target in targets if target is not None])
+        for i, leaf in zip(chosen, arrived, strict=True):
             leaves[i] = leaf
         try:
             placed[slot] = jax.tree.unflatten(treedef, leaves)
@@ -67,19 +92,21 @@ def place(
                 raise
             # A node that refuses to hold types is traced with arrays: those that it has, unless where
             # they lie is part of their types.
-            if explicit:
-                return place(layout, row, shardings, explicit=True, mismatched=mismatched, move=moved)
+            if moves.unplaced:
+                return place(row, shardings, moves, moved)
     return placed
 
 
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """The leaves where they shall be: arrays are moved, values of an outer trace resharded in it."""
-    traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
-    arrived = [
-        _resharded(leaf, sharding) if inside else leaf
-        for leaf, sharding, inside in zip(leaves, shardings, traced, strict=True)
-    ]
-    arrays = [i for i, inside in enumerate(traced) if not inside]
+    arrived, arrays = list(leaves), []
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if isinstance(leaf, jax.core.Tracer):
+            arrived[i] = _resharded(leaf, sharding)
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            arrived[i] = leaf.update(sharding=sharding)
+        else:
+            arrays.append(i)
     put = _unreduced.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
     for i, leaf in zip(arrays, put, strict=True):
         arrived[i] = leaf
@@ -104,6 +131,8 @@ def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 
 
 def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
     aval = jax.typeof(leaf)
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
     if traced_dtype(struct) == aval.dtype:
@@ -130,15 +159,12 @@ def all_typed(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
     )
 
 
-def slots_off_the_mesh(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> frozenset[int]:
-    """The slots that hold data which is moved at each call: numpy data, and arrays nobody has placed."""
+def slots_to_place(row: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves) -> frozenset[int]:
+    """The slots that hold data which is moved at each call."""
     return frozenset(
         slot
         for slot, wanted in shardings.items()
-        if any(
-            sharding is not None and _moves(leaf, sharding, host_data=True, mismatched=False)
-            for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
-        )
+        if any(map(moves.target, jax.tree.leaves(row[slot]), wanted))
     )
 
 
@@ -146,36 +172,30 @@ def _has_type(leaf: Any, sharding: NamedSharding) -> bool:
     return explicit_spec(jax.typeof(leaf).sharding) == explicit_spec(sharding)
 
 
-def _is_mistyped(leaf: Any, sharding: NamedSharding) -> bool:
-    return isinstance(leaf, jax.core.Tracer) and not _has_type(leaf, sharding)
+def _is_of(leaf: jax.Array, mesh: Any) -> bool:
+    """Whether the type of an array is one of this mesh; on Auto axes any other will do."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return True
+    return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
-def _typed(leaf: Any, sharding: NamedSharding | None) -> Any:
-    """A ShapeDtypeStruct that says where it lies, as an array placed there would."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None and sharding is not None:
-        return leaf.update(sharding=sharding)
-    return leaf
+def is_explicit(leaf: Any) -> bool:
+    """Whether the type of a leaf is of a mesh with Explicit axes."""
+    known = is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    sharding = leaf.sharding if known else jax.typeof(leaf).sharding
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _moves(leaf: Any, sharding: NamedSharding, host_data: bool, mismatched: bool) -> bool:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return False
-    if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
-        return False  # other processes hold a part: JAX decides what may be moved, and how
-    if isinstance(leaf, jax.core.Tracer):
-        return mismatched and not is_compiled()  # an array under jax.grad or jax.vmap
-    if not isinstance(leaf, jax.Array):
-        return host_data
-    return not leaf.committed or _is_retyped(leaf, sharding) or (mismatched and is_mismatched(leaf, sharding))
-
-
-def _is_retyped(leaf: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether an array lies where it should, and its type is of another mesh: then nothing moves."""
-    return (
-        AxisType.Explicit in sharding.mesh.axis_types
-        and not (isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, sharding.mesh))
-        and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+def _as_auto(leaf: Any) -> NamedSharding:
+    """The sharding that an array has, on the same mesh with Auto axes."""
+    mesh = leaf.sharding.mesh
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    same: Any = (
+        mesh.update(axis_types=types)
+        if isinstance(mesh, AbstractMesh)
+        else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     )
+    return named_sharding(same, leaf.sharding.spec, leaf.sharding.memory_kind)
 
 
 def same_types(first: Any, second: Any) -> bool:
@@ -184,7 +204,18 @@ def same_types(first: Any, second: Any) -> bool:
 
 
 def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether an array is committed to another sharding than asked."""
+    """Whether an array is committed to another sharding than asked, so that ``jax.jit`` refuses it.
+
+    Where whole copies are asked for, a whole copy on any device will do.
+    """
+    if sharding is None or not is_elsewhere(leaf, sharding):
+        return False
+    whole = leaf.sharding.is_fully_replicated and sharding.is_fully_replicated
+    return not (whole and leaf.sharding.memory_kind == sharding.memory_kind)
+
+
+def is_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
+    """Whether an array is committed to anything but *sharding*."""
     if sharding is None or not is_concrete(leaf) or not leaf.committed:
         return False
     if isinstance(sharding.mesh, AbstractMesh):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,12 @@ from scalax._recent import Recent
 from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._misplaced import reject_deleted
-from scalax._sjit._placement import Shardings, moved, place
+from scalax._sjit._placement import Moves, Shardings, moved, place
 from scalax._sjit._signature import Signature
 from scalax.errors import ArgumentError, StructureError
+
+Known = Recent[Signature, Inside]
+"""The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument ends the process with a segmentation fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
@@ -126,15 +129,15 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        known: the signatures whose shardings are this program's, each with what its trace needs to know.
         inner: the function that is jitted; takes a row of slots.
+        known: the signatures it serves.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
     layout: Layout
     inner: Callable[..., Any]
-    known: Recent[Signature, Inside] = dataclasses.field(default_factory=Recent)
+    known: Known
     jitted: Any = None
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
@@ -177,12 +180,20 @@ class Program:
         inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
         return self._jit(inner, count)
 
-    def place_first(self, slots: frozenset[int], *, explicit: bool) -> None:
+    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
+        """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
+        return jax.jit(fun, **selected, **self._options)
+
+    def outlives(self, state: Any) -> Any:
+        """The jitted function, for somebody who may hold it longer than anything holds *state*."""
+        self.inner.__dict__['_kept'] = state
+        return self.jitted
+
+    def place_first(self, slots: frozenset[int], moves: Moves) -> None:
         """Makes calls place what is not on the mesh in these slots, before JAX sees it.
 
-        On Explicit axes the types of host data would be wrong, and every call traced in vain. What
-        another signature wants elsewhere is noticed as always: inside the trace. Without *explicit* types
-        only arrays and donated data are placed, as they are for the trace.
+        Where types say how arrays are placed, those of host data would be wrong, and every call traced in
+        vain. What another signature wants elsewhere is noticed as always: inside the trace.
         """
         direct, layout = self._direct, self.layout
         if slots <= self._placed_first or direct is None:
@@ -192,7 +203,7 @@ class Program:
         forms = {
             slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
         }
-        alone = explicit and all(map(_takes_host_data, forms.values()))
+        alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*row: Any) -> Any:
             # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
@@ -202,7 +213,7 @@ class Program:
                     found[slot] = jax.device_put(row[slot], form)
                 return direct(*found)
             wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
-            return direct(*place(layout, row, wanted, explicit=explicit, mismatched=False, move=moved))
+            return direct(*place(row, wanted, moves, moved))
 
         self.call = placed
 

@@ -1,8 +1,8 @@
 """When do two calls need the same shardings? The signature of a call.
 
-A signature is the tree structure of the arguments with the shape, dtype and weak type of each leaf, and
-the static values with their types. Where the arguments lie is no part of it, but what their types say is:
-the type of an array on a mesh with Explicit axes holds its sharding over those.
+A signature is the tree structure of the arguments with the shape, dtype and weak type of each leaf, the
+static values with their types, and JAX's trace context. Where the arguments lie is no part of it, but what
+their types say is: the type of an array on a mesh with Explicit axes holds its sharding over those.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax import _axis_mapping
 from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
 from scalax.errors import ArgumentError, shown
-from scalax.rules import LogicalAxisShardingRule
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
@@ -33,13 +31,26 @@ class Signature:
         treedef: the structure of the dynamic slots.
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
-        mapping: the mapping of named axes that is active, which a function may ask about (`scalax.axes`).
+        context: `trace_context`, on which what a function returns may depend.
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
-    mapping: LogicalAxisShardingRule | None = None
+    context: Any
+
+
+_nothing = jax.jit(lambda: ())
+
+
+def trace_context() -> Any:
+    """An object that is the same (by identity) whenever JAX's trace context is the same.
+
+    That is all that JAX tells traces apart by besides the arguments: x64, matmul precision, the PRNG
+    implementation, ``jax.set_mesh``, names of mapped axes, and user contexts such as the bindings of
+    annotations and the mapping of named axes. JAX caches the trace of a function that does nothing by it.
+    """
+    return _nothing.trace().jaxpr
 
 
 def leaf_type(leaf: Any) -> LeafType:
@@ -96,7 +107,7 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except (TypeError, OverflowError) as error:
         raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row), _axis_mapping.current())
+    return Signature(treedef, types, _static_key(convention, layout, row), trace_context())
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from scalax import _constrain, _context, _mesh
 from scalax._frames import arose_below, hide_ours
@@ -18,9 +20,13 @@ from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._program import Missed, Program, Shape, collapsed
+from scalax._sjit._program import Known, Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, signature_of
+
+# How JAX says that an argument is deleted. What a run raises, which has used up what was donated to it, is a
+# JaxRuntimeError.
+_OF_DELETED = (RuntimeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +62,12 @@ class State:
 
     No lock is held while a user's code is traced: two threads that meet a new signature together may
     both resolve it, as under ``jax.jit``, and the first one's program is kept.
+
+    Attributes:
+        hot: what calls try first: the program that the last ones used, or one that chooses.
     """
+
+    hot: Callable[..., Any]
 
     def __init__(
         self,
@@ -68,8 +79,14 @@ class State:
         self.helper, self.fun, self.convention, self.options = helper, fun, convention, options
         self.boundary = Boundary(helper, convention, options)
         self.body = Body(fun, self.boundary)
+        # Over types of other Explicit axes JAX ignores shardings of Auto ones, inside of another function.
+        self._refuses_explicit = not self.boundary.any_explicit and (
+            self.boundary.any_rule or options.out_shardings is not None
+        )
         self._placing = _Placing()
-        self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
+        # What is kept here, and refers to this in turn, does so by this: a function that nobody holds any
+        # longer goes at once, with the arrays that it closes over.
+        self._weak: State = weakref.proxy(self)
         self.clear()
 
     def clear(self) -> None:
@@ -78,26 +95,15 @@ class State:
         self.programs: Recent[Shape, Program] = Recent()
         self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
         self.body.recordings = Recordings()
-        self.hot = self._nothing_yet
+        self.hot = self._nothing_yet()
 
-    def keep_hot_in(self, namespace: dict[str, Any], name: str) -> None:
-        """Says where the caller looks for the program to try."""
-        self._hot_is = namespace, name
-        self.hot = self._nothing_yet
+    def _nothing_yet(self) -> Callable[..., Any]:
+        this = self._weak
 
-    @property
-    def hot(self) -> Callable[..., Any]:
-        """What calls try first: the program that the last ones used, or one that chooses."""
-        namespace, name = self._hot_is
-        return namespace[name]
+        def nothing_yet(*row: Any) -> Any:
+            raise this._miss()
 
-    @hot.setter
-    def hot(self, call: Callable[..., Any]) -> None:
-        namespace, name = self._hot_is
-        namespace[name] = call
-
-    def _nothing_yet(self, *row: Any) -> Any:
-        raise self._miss()
+        return nothing_yet
 
     # What the generated caller runs -----------------------------------------------------------------
 
@@ -114,16 +120,18 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if self._runs_inline():
             return True
+        if isinstance(error, jax.errors.JaxRuntimeError):  # the right program: others are refused by then
+            call = self._look(row)
+            _misplaced.reject_donated_twice(self.convention, call.layout, row, error)
+            return False
         refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
         if refusal:
-            reject_other_devices(self.convention.name, self.helper.mesh, refusal)
+            reject_other_devices(self.convention.name, self.helper.mesh)
         call = self._look(row)
-        # In JAX's words, because a run that failed has used up what was donated to it, and raises errors of
-        # the same classes: then its own error counts.
-        if 'deleted' in str(error):
+        if type(error) in _OF_DELETED:
             _misplaced.reject_deleted(self.convention, call.layout, row)
         if refusal:
-            self._reject_elsewhere(call.layout, row, call.arguments, refusal)
+            self._reject_elsewhere(call.layout, row, call.arguments)
         known = self.resolved.get(call.signature)
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
@@ -132,7 +140,7 @@ class State:
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
             if refusal:
-                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments, refusal)
+                _misplaced.reject_refused(self.convention, call.layout, row, call.arguments)
             return False
         return _misplaced.any_mismatched(row, call.arguments) or (
             refusal is not None and _misplaced.any_refused(row, call.arguments)
@@ -159,23 +167,25 @@ class State:
             return self.body.run(call.signature, layout, row, inside)
         resolved, placed = self._resolve(row, _placement.moved)
         program = resolved.program
-        explicit = self.boundary.any_explicit
-        # Under a jax.set_mesh of other types only what is placed finds its trace again.
-        if explicit or _constrain.has_other_types(jax.sharding.get_abstract_mesh(), self.helper.mesh):
-            slots = _placement.slots_off_the_mesh(row, resolved.inside.arguments)
-            program.place_first(slots, explicit=explicit)
+        moves = self._moves(mismatched=False)
+        if moves.unplaced or moves.foreign:
+            slots = _placement.slots_to_place(row, resolved.inside.arguments, moves)
+            program.place_first(slots, moves)
         assert program.call is not None  # a resolved signature has a compiled program
         self.hot = self._hottest(program.call)
         with self._placing:
             try:
                 return program.call(*placed)
+            except jax.errors.JaxRuntimeError as error:
+                _misplaced.reject_donated_twice(self.convention, layout, row, error)
+                raise
             except ValueError as error:
-                reject_other_devices(self.convention.name, self.helper.mesh, error)
                 if not _arose_inside(error):
+                    reject_other_devices(self.convention.name, self.helper.mesh)
                     arguments = resolved.inside.arguments
-                    self._reject_elsewhere(layout, row, arguments, error)
+                    self._reject_elsewhere(layout, row, arguments)
                     if self.options.on_mismatch == 'error':
-                        _misplaced.reject_refused(self.convention, layout, row, arguments, error)
+                        _misplaced.reject_refused(self.convention, layout, row, arguments)
                 raise
 
     def _runs_inline(self) -> bool:
@@ -205,7 +215,8 @@ class State:
         cases = [(known.program.layout, s, known.program) for s, known in self.resolved.items()]
         if len({id(program) for _, _, program in cases}) < 2:  # none, if another thread has cleared them
             return call
-        return Chooser(cases, lambda row: self._look(row).signature, self._miss)
+        this = self._weak
+        return Chooser(cases, lambda row: this._look(row).signature, lambda: this._miss())
 
     def _miss(self) -> Missed:
         return Missed(self, self.convention.name, other_types=self._runs_inline())
@@ -216,32 +227,41 @@ class State:
         """Reads a call.
 
         Raises:
-            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
+            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
+                name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
+        self.convention.reject_misnamed(row)
         layout = self.convention.layout(self.convention.extras_of(row))
         given = signature_of(self.convention, layout, row)
         arguments = self._arguments.get(given)
         if arguments is None:
             arguments = self.boundary.arguments(layout, row)
             self._arguments.put(given, arguments)
-        if self.boundary.any_explicit:
-            # The types of arguments hold their shardings there, so what counts is what they will be.
-            moved = self._placed(row, layout, arguments, _placement.as_moved)
+        if self._refuses_explicit or self.boundary.any_explicit:
+            # JAX reshards to another mesh where all axes are Explicit.
+            movable = AxisType.Auto not in self.helper.mesh.axis_types
+            _misplaced.reject_foreign_types(self.convention, layout, row, self.helper.mesh, movable=movable)
+        moved = self._placed(row, arguments, _placement.as_moved)
+        if any(one is not other for one, other in zip(moved, row, strict=True)):
+            # Types may hold shardings: what counts is what they will be.
             given = signature_of(self.convention, layout, moved)
         return Call(row, layout, arguments, given)
 
+    def _moves(self, mismatched: bool | None = None) -> _placement.Moves:
+        """Which arguments are moved at a call; *mismatched* by the option of the user."""
+        # On Explicit axes types say how arrays are placed. Under a jax.set_mesh of other types only what is
+        # placed finds its trace again. Elsewhere jax.jit places them.
+        ambient = jax.sharding.get_abstract_mesh()
+        unplaced = self.boundary.any_explicit or _constrain.has_other_types(ambient, self.helper.mesh)
+        if mismatched is None:
+            mismatched = self.options.on_mismatch == 'reshard'
+        return _placement.Moves(unplaced, mismatched, self._refuses_explicit)
+
     def _placed(
-        self, row: Sequence[Any], layout: Layout, arguments: Mapping[int, Shardings], move: _placement.Move
+        self, row: Sequence[Any], arguments: Mapping[int, Shardings], move: _placement.Move
     ) -> list[Any]:
-        return _placement.place(
-            layout,
-            row,
-            arguments,
-            explicit=self.boundary.any_explicit,
-            mismatched=self.options.on_mismatch == 'reshard',
-            move=move,
-        )
+        return _placement.place(row, arguments, self._moves(), move)
 
     def resolve(self, row: Sequence[Any]) -> tuple[Resolved, Sequence[Any]]:
         """The program of a call that is not run, and the call's row as moved arguments would be.
@@ -264,10 +284,10 @@ class State:
         known = self.resolved.get(call.signature)
         if known is None:
             # Traced with what the arguments will be: nothing moves before all rules are known to fit.
-            as_moved = self._placed(row, call.layout, call.arguments, _placement.as_moved)
+            as_moved = self._placed(row, call.arguments, _placement.as_moved)
             with self._placing:
                 known = self._new(dataclasses.replace(call, row=as_moved))
-        return known, self._placed(row, call.layout, call.arguments, move)
+        return known, self._placed(row, call.arguments, move)
 
     def _reject_mismatched(self, call: Call) -> None:
         _misplaced.reject_mismatched(
@@ -275,9 +295,9 @@ class State:
         )
 
     def _reject_elsewhere(
-        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings], error: ValueError
+        self, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings]
     ) -> None:
-        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh, error)
+        _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh)
 
     def _new(self, call: Call) -> Resolved:
         """Resolves a signature that was never seen: traces the user's code, and finds its program."""
@@ -307,24 +327,29 @@ class State:
     # The traced function -----------------------------------------------------------------------------
 
     def _program(self, layout: Layout) -> Program:
+        this, known = self._weak, Known()
+
         def inner(*row: Any) -> Any:
-            return self._inside(program, layout, row)
+            return this._inside(known, layout, row)
 
         inner.__name__ = inner.__qualname__ = self.convention.name
         inner.__dict__['__signature__'] = self.convention.row_signature(layout)
         inner.__dict__['__wrapped__'] = self.fun  # where JAX's messages point
-        program = Program(layout, inner)
-        return program
+        return Program(layout, inner, known)
 
-    def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
+    def _inside(self, mine: Known, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
+        if len(row) != len(layout.slots):  # another number of extra positional arguments
+            raise self._miss()
         if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
         signature = signature_of(self.convention, layout, row)
-        inside = program.known.get(signature)
+        inside = mine.get(signature)
         if inside is None:
+            if self._refuses_explicit and any(kind[-1] is not None for kind in signature.types):
+                raise self._miss()
             known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
-            if known is None or known.program is not program:
+            if known is None or known.program.known is not mine:
                 raise self._miss()
             inside = known.inside
         return self.body.run(signature, layout, row, inside)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,11 +93,7 @@ def named_jit(
     for name in jit_kwargs:
         if name in _INSTEAD:
             raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
-    compiled = _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
-    call = functools.wraps(fn, updated=())(lambda *args, **kwargs: compiled.call(args, kwargs))
-    # As with jax.jit, a function that has methods; its type knows of none.
-    call.lower = lambda *args, **kwargs: compiled.lower(args, kwargs)  # type: ignore[attr-defined]
-    return call
+    return _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
 
 
 def fsdp(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +159,24 @@ _INSTEAD = {
 
 
 class _NamedJit:
-    """One named_jit: a function of `sjit` for each mesh and each mapping that it is called under."""
+    """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
+
+    # Slots, because libraries copy what is in ``__dict__`` to the functions that they make of this one.
+    __slots__ = (
+        '__dict__',
+        '__weakref__',
+        '_donated',
+        '_fn',
+        '_in',
+        '_jit_kwargs',
+        '_known',
+        '_mapping',
+        '_mesh',
+        '_name',
+        '_out',
+    )
+
+    __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
 
     def __init__(
         self,
@@ -176,6 +190,7 @@ class _NamedJit:
         mesh: Any,
         jit_kwargs: dict[str, Any],
     ) -> None:
+        functools.update_wrapper(self, fn, updated=())
         self._name = name_of(fn)
         if inspect.ismethod(fn):
             # The arrays of what it is a method of are data; a method alone JAX compares by identity.
@@ -189,7 +204,14 @@ class _NamedJit:
             self._check_keywords(donate_kwargs)
         self._known: Recent[Any, Any] = Recent()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
         try:
             return joined(*compiled(*operands))
@@ -197,7 +219,8 @@ class _NamedJit:
             reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
             raise
 
-    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(...).lower`` of the function that serves such a call."""
         compiled, operands = self._prepared(args, kwargs)
         return compiled.lower(*operands)
 

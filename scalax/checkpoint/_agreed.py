@@ -6,14 +6,85 @@ They all restore the same, or none does: each reads its own part of a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from scalax import _agree, _processes, _spec
-from scalax.checkpoint._saved import Saved
+from scalax._paths import NamedTree
+from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
+
+_SHARED = 12  # bytes
+
+
+def meet(where: str, timeout: float, mesh: Mesh | None = None) -> None:
+    """Waits until all processes have come, or those of a mesh; no device is involved.
+
+    Args:
+        where: the name of this meeting, the same on every process.
+        timeout: how many seconds to wait.
+        mesh: whose processes; all by default.
+
+    Raises:
+        CheckpointError: some have not come.
+    """
+    indices = set(range(jax.process_count()) if mesh is None else _processes.processes_of(mesh).indices)
+    if len(indices) == 1 or not jax.distributed.is_initialized():
+        return
+    several = None if len(indices) == jax.process_count() else indices
+    try:
+        barrier = orbax().multihost.get_barrier_sync_fn(processes=several)
+        barrier(key=f'scalax.checkpoint {where}', timeout_ms=int(1000 * timeout))
+    except Exception as error:
+        raise CheckpointError(
+            f'some processes have not come within {timeout:.0f} seconds, and all have to make this call. '
+            f'They cannot meet any more: start the job again. {error}'
+        ) from error
+
+
+def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseException | None) -> str:
+    """Returns if all processes save the same; raises on every process if not.
+
+    Args:
+        call: the arguments, as text.
+        name: by which this process would call the save: 24 hexadecimal digits.
+        tree: the state; None where there is none because of *error*.
+        error: why this process cannot save; raised here, and told to the others.
+
+    Returns:
+        The name that process 0 has given.
+
+    Raises:
+        CheckpointError: names the processes and leaves that differ.
+    """
+    if jax.process_count() > 1:
+        leaves = [] if tree is None else [*zip(tree.paths, map(_saved_text, tree.leaves), strict=True)]
+        advice = (
+            'What to do: save the same step of the same tree on every process; a leaf that every process has '
+            'for itself belongs into data=.'
+        )
+        mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))  # all of them take part in a save
+        statement, mine = _agree.Statement(call, leaves), bytes.fromhex(name)
+        return _agree.agree(mesh, statement, 'save', advice, error, CheckpointError, mine)[0].hex()
+    if error is not None:
+        raise error
+    return name
+
+
+def _saved_text(leaf: Any) -> str:
+    """What is saved once, and so must be the same everywhere: of arrays on the host also the values."""
+    if isinstance(leaf, jax.Array):
+        spec = _spec.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
+        return f'{leaf.dtype}{list(leaf.shape)} as {spec}'
+    if hasattr(leaf, 'dtype'):
+        crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+        return f'{leaf.dtype}{list(leaf.shape)} with the checksum {crc32:08x}'
+    return f'Python {type(leaf).__name__} {leaf!r}'
 
 
 def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException | None) -> None:
@@ -35,7 +106,8 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
             'the latest that all of them see.'
         )
         statement = _agree.Statement(call, leaves)
-        _agree.agree(mesh, statement, 'restore', advice, error, CheckpointError)
+        # As many bytes as a save shares: one process may save where another restores.
+        _agree.agree(mesh, statement, 'restore', advice, error, CheckpointError, bytes(_SHARED))
     elif error is not None:
         raise error
 
@@ -54,11 +126,32 @@ def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
     return sorted(set.intersection(*seen))
 
 
-def damage(mesh: Mesh, saved: Saved, checksums: bool) -> list[str]:
-    """What is wrong with a step's files; every process looks at some of them, and learns of all."""
+def damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
+    """What is wrong with a step's files; every process looks at some of them, and learns of all.
+
+    Args:
+        mesh: of the arrays.
+        look: finds what is wrong, given the number of this process and how many there are.
+
+    Raises:
+        CheckpointError: a process cannot look.
+    """
     processes = _processes.processes_of(mesh)
-    if not processes.several:
-        return saved.damage(checksums)
-    mine = saved.damage(checksums, (processes.here, len(processes.indices)))
-    texts = _processes.gather_bytes(mesh, json.dumps(mine[:10]).encode())
-    return list(dict.fromkeys(line for text in texts for line in json.loads(text)))
+    share = (processes.here, len(processes.indices)) if processes.several else (0, 1)
+    wrong: list[str] = []
+    error: CheckpointError | None = None
+    try:
+        wrong = look(share)
+    except OSError as fault:
+        wrong = [f'it cannot be read: {fault}']
+    except CheckpointError as fault:
+        error = fault
+    if processes.several:
+        said = json.dumps([wrong[:10], error and str(error)]).encode()
+        found = [json.loads(text) for text in _processes.gather_bytes(mesh, said)]
+        wrong = list(dict.fromkeys(line for lines, _ in found for line in lines))
+        errors = [text for _, text in found if text is not None]
+        error = error or (CheckpointError(errors[0]) if errors else None)
+    if error is not None:
+        raise error
+    return wrong

@@ -11,21 +11,24 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
+import jax
+
 from scalax import _mesh
 from scalax._paths import NamedTree
-from scalax._threads import in_a_thread
 from scalax.checkpoint import _agreed, _data_state, _rename
 from scalax.checkpoint._compare import require_fit, with_keys
 from scalax.checkpoint._describe import Description, described
-from scalax.checkpoint._orbax import orbax, path_of
-from scalax.checkpoint._savable import savable
-from scalax.checkpoint._saved import ITEM, Saved, choose, complete_steps, found
+from scalax.checkpoint._orbax import path_of
+from scalax.checkpoint._savable import as_orbax_takes_it, savable
+from scalax.checkpoint._saved import Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
+from scalax.checkpoint._writer import Writer
 from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
     from scalax._prefix import RuleLike
+    from scalax.checkpoint._save import Save
 
 
 Given = ParamSpec('Given')
@@ -49,13 +52,16 @@ class Checkpointer:
     A save copies the arrays to the host and returns; they are written behind the following steps. What went
     wrong there is raised by the next `save`, `wait` or `close`. Threads may share it; they take turns.
 
+    A directory has one writer: a checkpointer takes it with its first save, and the next write of the one
+    that had it before, in this process or in another, is an error. Readers are free.
+
     Args:
         directory: where; made by the first save. All processes have to see the same files there.
         keep: how many steps to keep, the latest ones; None keeps all.
         save_every: `save` does nothing at steps that are no multiple of this.
         checksums: whether to write checksums of all files, which ``restore(verify=True)`` compares.
-        timeout: after how many seconds a save fails that has not ended, such as one that waits for another
-            process.
+        timeout: after how many seconds a save fails that has not ended, and a save or restore that waits for
+            another process to make the same call.
 
     Raises:
         ArgumentError: *directory* is no path, or one of the others no positive number.
@@ -93,11 +99,12 @@ class Checkpointer:
         self._directory = path_of(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
-        self._manager: Any = None
-        self._saving: int | None = None
+        self._writer = Writer(self._directory)
+        self._running: Save | None = None
         self._reached: int | None = None  # the last step that was saved or restored
         self._restored: int | None = None
         self._damaged: set[int] = set()
+        self._known: set[int] | None = None  # the steps that there were at the last look
         self._lock = threading.RLock()
 
     @property
@@ -125,26 +132,52 @@ class Checkpointer:
         Raises:
             ArgumentError: *step* is no number of a step.
             CheckpointError: the last save failed; some leaves cannot be saved; the directory holds
-                later steps of another run.
+                later steps of another run; another writer has taken it; processes save different things.
         """
-        step = _number(step)
-        checked_flag('save: force', force)
-        if (step % self._save_every and not force) or step == self._reached:
-            return False
-        given = NamedTree.of(state)
-        tree = savable(given)
-        if tree is not given:
-            state = tree.treedef.unflatten(tree.leaves)
-        encoded = None if data is None else _data_state.encode(data)
-        self.wait()
-        from scalax.checkpoint._handler import StateSave
+        from scalax.checkpoint._save import Content, Save, begin
 
-        self._saving = step
-        manager = self._writer(step)
-        what = StateSave(state, described(tree), encoded, self._checksums)
-        arguments = orbax().args.Composite(**{ITEM: what})
-        with self._failures():
-            manager.save(step, args=arguments, force=True)
+        error: Exception | None = None
+        tree, encoded = None, None
+        try:
+            step = _number(step)
+            checked_flag('save: force', force)
+        except ArgumentError as fault:
+            if self._save_every > 1 and not force:
+                raise  # the others may not be saving: nobody would come
+            error = fault
+        if error is None and ((step % self._save_every and not force) or step == self._reached):
+            return False
+        _agreed.meet('call', self._timeout)  # of any kind: who makes another is found by what they say
+        begun, name = False, self._writer.name()
+        try:
+            if error is not None:
+                raise error
+            given = NamedTree.of(state)
+            tree = savable(given)
+            if tree is not given:
+                state = tree.treedef.unflatten(tree.leaves)
+            encoded = None if data is None else _data_state.encode(data)
+            self.wait()
+            if jax.process_index() == 0:
+                with _failures(step, self._directory):
+                    self._writer.prepare(step, self._known, self._damaged)
+                    begin(self._writer.staging(step, name))
+                begun = True
+        except Exception as fault:  # raised once all have been told
+            error = fault
+        try:
+            call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
+            name = _agreed.saved_alike(call, name, tree, error)
+        except BaseException:
+            if begun:
+                self._writer.discard(self._writer.staging(step, name))
+            raise
+        assert tree is not None
+        self._damaged.clear()
+        content = Content(as_orbax_takes_it(state), described(tree), encoded, self._checksums)
+        self._running = Save(self._writer, step, name, content, self._keep, self._timeout)
+        with _failures(step, self._directory):
+            self._running.copy()
         self._reached = step
         return True
 
@@ -191,7 +224,9 @@ class Checkpointer:
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
-        target, error = None, None
+        _agreed.meet('call', self._timeout, helper.mesh)
+        error: Exception | None = None
+        target, here = None, []
         try:
             step = None if step is None else _number(step)
             checked_flag('restore: cast', cast)
@@ -200,13 +235,14 @@ class Checkpointer:
             _data_state.require_settable(data)
             self.wait()
             target = target_of(helper, rules, like, only)
+            here = complete_steps(self._directory)
         except Exception as fault:  # also of `like` itself; raised once all have been told
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
         _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
-        saved = self._choose(helper, step, verify)
+        saved = self._choose(helper, here, step, verify, data is not None)
         try:
             description = saved.description()
             names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
@@ -218,9 +254,18 @@ class Checkpointer:
         except Exception as fault:  # such as a data state that other processes have saved, and this one not
             error = fault
         _agreed.same(helper.mesh, call, {}, error)
-        values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
+        values: dict[str, Any] = {}
+        try:
+            values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
+        except Exception as fault:
+            error = fault
+        _agreed.same(helper.mesh, call, {}, error)
         if data is not None:
-            data.set_state(state)
+            try:
+                data.set_state(state)
+            except Exception as fault:
+                error = fault
+            _agreed.same(helper.mesh, call, {}, error)
         self._restored = self._reached = saved.step
         return target.filled({name: values[leaves[name].path] for name in target.wanted})
 
@@ -229,7 +274,10 @@ class Checkpointer:
 
         A save that has not ended does not count: `wait` for it first.
         """
-        saved, _ = choose(self._directory, complete_steps(self._directory), lambda one: one.damage(False))
+        here = complete_steps(self._directory)
+        if not self._writer.taken:
+            self._known = set(here)
+        saved, _ = choose(self._directory, here, lambda one: one.damage(False))
         return None if saved is None else saved.step
 
     def describe(self, step: int | None = None) -> Description:
@@ -256,25 +304,20 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._manager is None:
+        save = self._running
+        if save is None:
             return
-        try:
-            with self._failures():
-                _wait_for(self._manager)
-        except CheckpointError:
-            # The next save makes another manager, which first deletes what this one has left behind.
-            manager, self._manager, self._reached = self._manager, None, None
-            with contextlib.suppress(Exception):
-                manager.close()
-            raise
+        save.join()  # where Ctrl-C ends it, the save goes on, and the next call waits for it
+        self._running = None
+        if save.error is not None:
+            self._reached = None
+            with _failures(save.step, self._directory):
+                raise save.error
 
     @_one_at_a_time
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
         self.wait()
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -289,58 +332,17 @@ class Checkpointer:
                 raise
             error.add_note(str(failure))
 
-    def _writer(self, step: int) -> Any:
-        """Orbax's manager, made by the first save: a process that only reads changes nothing on the disk."""
-        ocp = orbax()
-        if self._manager is None:
-            from scalax.checkpoint._handler import StateHandler
-
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep,
-                cleanup_tmp_directories=True,
-                lightweight_initialize=True,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=self._timeout, create_directories_asynchronously=False
-                ),
-            )
-            with self._failures():
-                self._manager = ocp.CheckpointManager(
-                    self._directory, options=options, item_handlers={ITEM: StateHandler()}
-                )
-        for damaged in sorted(self._damaged & set(self._manager.all_steps())):
-            self._manager.delete(damaged)
-        # Asked of the disk: another run may save here as well.
-        steps = complete_steps(self._directory)
-        later = [known for known in steps if known >= step and known not in self._damaged]
-        self._damaged.clear()
-        if later:
-            raise CheckpointError(
-                f'step {step} cannot be saved: {self._directory} holds {_steps(later)} already, of another '
-                'run or of later in this one. Restore the latest step and go on from there, or save into '
-                'another directory'
-            )
-        return self._manager
-
-    @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Says which step it was that could not be saved."""
-        try:
-            yield
-        except Exception as error:
-            raise CheckpointError(
-                f'step {self._saving} could not be saved in {self._directory}, and what was there before is '
-                f'untouched: {type(error).__name__}: {error}'
-            ) from error
-
     def _saved(self, step: int | None) -> Saved:
         latest = self.latest_step() if step is None else _number(step)
         if latest is None:
             raise CheckpointError(f'{self._directory} has no checkpoint')
         return found(self._directory, latest, complete_steps(self._directory))
 
-    def _choose(self, helper: MeshShardingHelper, step: int | None, verify: bool) -> Saved:
-        """The step to restore, the same on every process."""
-        here = complete_steps(self._directory)
+    def _choose(
+        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
+    ) -> Saved:
+        """The step to restore, the same on every process, of those that are *here*."""
+        self._known = set(here)
         steps = _agreed.steps(helper.mesh, here)
         if step is not None and step in here and step not in steps:
             raise CheckpointError(
@@ -349,7 +351,15 @@ class Checkpointer:
             )
         if step is not None:
             steps = [found(self._directory, step, here).step]
-        saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
+
+        def damage(saved: Saved) -> list[str]:
+            def look(share: tuple[int, int]) -> list[str]:
+                wrong = saved.damage(verify, share) or saved.unreadable()
+                return wrong or (_data_state.damage(saved) if data else [])
+
+            return _agreed.damage(helper.mesh, look)
+
+        saved, passed = choose(self._directory, steps, damage)
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
         if saved is None and not passed:
             raise CheckpointError(f'{self._directory} has no checkpoint')
@@ -366,9 +376,18 @@ class Checkpointer:
         return saved
 
 
-def _wait_for(manager: Any) -> None:
-    """Waits in another thread: Orbax forgets a step, and never deletes it, where Ctrl-C ends its own wait."""
-    in_a_thread('scalax-wait', manager.wait_until_finished)
+@contextlib.contextmanager
+def _failures(step: int, directory: Any) -> Iterator[None]:
+    """Says which step it was that could not be saved."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f'step {step} could not be saved in {directory}, and what was there before is untouched: '
+            f'{type(error).__name__}: {error}'
+        ) from error
 
 
 def _number(step: Any) -> int:
@@ -378,7 +397,3 @@ def _number(step: Any) -> int:
         if number >= 0 and not isinstance(step, bool):
             return number
     raise ArgumentError(f'step is a whole number, at least 0, got {step!r}')
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f'step {steps[0]}' if len(steps) == 1 else f'steps {steps[0]} to {steps[-1]}'

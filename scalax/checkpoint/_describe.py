@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from scalax._paths import NamedTree, canonical_dtype
 from scalax._spec import axis_sizes_text
 from scalax.explain._table import table
 from scalax.explain._text import columns
+
+_KINDS = ('array', 'int', 'float', 'bool')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,33 @@ class Description:
         by = f'{self.processes} process{"" if self.processes == 1 else "es"}' if self.processes else 'Orbax'
         on = f' on the mesh {" and ".join(f"({mesh})" for mesh in meshes)}' if meshes else ''
         return '\n'.join([*table(cells, columns(None), 0, -1), '', f'{counts}, saved by {by}{on}'])
+
+
+def decoded(step: int, head: Any) -> Description:
+    """The description of a step, from the JSON that was saved with it.
+
+    Raises:
+        ValueError: it is no such description.
+    """
+    if not isinstance(head, dict) or type(head.get('processes')) is not int or head['processes'] < 0:
+        raise ValueError('it does not say how many processes have saved it')
+    if not isinstance(head.get('leaves'), list):
+        raise ValueError('it has no list of leaves')
+    leaves = [_decoded(entry) for entry in head['leaves']]
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        raise ValueError('it has several leaves with one path')
+    return Description(step, leaves, head['processes'])
+
+
+def _decoded(entry: Any) -> LeafDescription:
+    fields = dataclasses.fields(LeafDescription)
+    if isinstance(entry, dict) and entry.keys() == {field.name for field in fields}:
+        shape, mesh = entry['shape'], entry['mesh']
+        texts = all(isinstance(entry[name], str) for name in ('path', 'dtype', 'spec'))
+        sizes = [*shape, *mesh.values()] if isinstance(shape, list) and isinstance(mesh, dict) else [None]
+        if texts and entry['kind'] in _KINDS and all(type(size) is int and size >= 0 for size in sizes):
+            return LeafDescription(**{**entry, 'shape': tuple(shape)})
+    raise ValueError(f'it has an entry that describes no leaf: {reprlib.repr(entry)}')
 
 
 def described(tree: NamedTree) -> list[LeafDescription]:

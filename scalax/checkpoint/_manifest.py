@@ -9,17 +9,19 @@ against an adversary.
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from scalax.checkpoint._json_file import json_of, size_of, write_json
 from scalax.checkpoint._orbax import Path
 
 FOLDER = 'scalax'  # what scalax writes beside the arrays
 _FILES = 'files.json'
 _CHUNK = 1 << 22
 _THREADS = 4
+_LONGEST = 4096  # characters of a path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +56,35 @@ def names_below(root: Path, folder: str = '') -> Iterator[str]:
 
 def write(path: Path, files: Mapping[str, File]) -> None:
     """Writes a list of files."""
-    table = {name: [file.size, file.crc32] for name, file in sorted(files.items())}
-    path.write_text(json.dumps(table, indent=0))
+    write_json(path, {name: [file.size, file.crc32] for name, file in sorted(files.items())})
 
 
 def read(path: Path) -> dict[str, File]:
-    """The inverse of `write`."""
-    return {name: File(size, crc32) for name, (size, crc32) in json.loads(path.read_text()).items()}
+    """The inverse of `write`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no list of files, or names one outside of the folder that it is about.
+    """
+    table = json_of(path)
+    if not isinstance(table, dict):
+        raise ValueError('it is no list of files')
+    return {_inside(name): _file(name, entry) for name, entry in table.items()}
+
+
+def _inside(name: str) -> str:
+    parts = name.split('/')
+    if len(name) > _LONGEST or '\0' in name or not {'', '.', '..'}.isdisjoint(parts):
+        raise ValueError(f'{name[:80]!r} is no file of this checkpoint')
+    return name
+
+
+def _file(name: str, entry: Any) -> File:
+    if isinstance(entry, list) and len(entry) == 2:
+        size, crc32 = entry
+        if type(size) is int and size >= 0 and (crc32 is None or type(crc32) is int):
+            return File(size, crc32)
+    raise ValueError(f'{name[:80]!r} has no size and checksum in it')
 
 
 def manifest_of(root: Path) -> Path:
@@ -83,24 +107,27 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
 
 def _difference(root: Path, name: str, file: File, checksums: bool) -> str:
     try:
-        now = _measured(root / name, checksums)
+        size = size_of(root / name)
+        if size != file.size:
+            return f'{name} has {size} bytes, and {file.size} were written'
+        crc32 = _crc32(root / name, size) if checksums else file.crc32
     except OSError as error:
         return f'{name} cannot be read: {error.strerror or error}'
-    if now.size != file.size:
-        return f'{name} has {now.size} bytes, and {file.size} were written'
-    if checksums and now.crc32 != file.crc32:
-        return (
-            f'{name} has other bytes than were written: its CRC-32 is {now.crc32:08x}, not {file.crc32:08x}'
-        )
+    if crc32 != file.crc32:
+        return f'{name} has other bytes than were written: its CRC-32 is {crc32:08x}, not {file.crc32:08x}'
     return ''
 
 
 def _measured(path: Path, checksum: bool) -> File:
-    size = path.stat().length
-    if not checksum:
-        return File(size, None)
-    crc = 0
+    size = size_of(path)
+    return File(size, _crc32(path, size) if checksum else None)
+
+
+def _crc32(path: Path, size: int) -> int:
+    """Of the first *size* bytes: a file that grows meanwhile is not read for ever."""
+    crc32 = 0
     with path.open('rb') as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return File(size, crc)
+        while size > 0 and (chunk := file.read(min(_CHUNK, size))):
+            crc32 = zlib.crc32(chunk, crc32)
+            size -= len(chunk)
+    return crc32

@@ -88,7 +88,7 @@ def _read_close(descriptor: int, tensor: Tensor, runs: _Runs, flat: np.ndarray) 
 
 def _read_far(descriptor: int, tensor: Tensor, blocks: Sequence[tuple[_Runs, np.ndarray]]) -> None:
     """Reads the runs of several blocks in the order of the file, as many at once as follow one another."""
-    views = [memoryview(flat) for _, flat in blocks]
+    views = [flat.data for _, flat in blocks]
     sizes = np.asarray([runs.size for runs, _ in blocks])
     firsts = np.cumsum([0, *(len(runs.starts) for runs, _ in blocks)])
     starts = np.concatenate([runs.starts for runs, _ in blocks])

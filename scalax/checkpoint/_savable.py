@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype
+from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
 from scalax.checkpoint._target import require_distinct
 from scalax.errors import CheckpointError, shown
 
@@ -36,6 +36,42 @@ def savable(tree: NamedTree) -> NamedTree:
         raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown(found)}')
     changed = any(leaf is not given for leaf, given in zip(leaves, tree.leaves, strict=True))
     return dataclasses.replace(tree, leaves=leaves) if changed else tree
+
+
+def as_orbax_takes_it(state: Any) -> Any:
+    """The state, or dicts by leaf paths where Orbax could save it and not restore it.
+
+    Orbax sorts the children of each node by their keys when it reads a tree, and those of a node that has
+    indices beside names, as lists of modules in flax's nnx do, cannot be sorted.
+    """
+    nodes: list[Any] = []
+
+    def is_leaf(node: Any) -> bool:
+        if type(node) not in _PLAIN and not isinstance(node, jax.Array | np.ndarray):
+            nodes.append(node)
+        return False
+
+    jax.tree.leaves(state, is_leaf=is_leaf)
+    if not any(map(_has_indices_and_names, nodes)):
+        return state
+    tree: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        *parents, last = map(key_string, path)
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
+
+
+_PLAIN = {dict, list, tuple, type(None), bool, int, float}
+
+
+def _has_indices_and_names(node: Any) -> bool:
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    keys = [path[0] for path, _ in children if path]
+    indices = [isinstance(getattr(key, 'idx', getattr(key, 'key', '')), int) for key in keys]
+    return any(indices) and not all(indices)
 
 
 def _as_held(leaf: Any) -> Any:

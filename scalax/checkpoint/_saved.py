@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ import jax
 
 from scalax._paths import canonical_dtype, path_string
 from scalax.checkpoint import _manifest
-from scalax.checkpoint._describe import Description, LeafDescription
+from scalax.checkpoint._describe import Description, LeafDescription, decoded
+from scalax.checkpoint._json_file import bytes_of, json_of, require_size
 from scalax.checkpoint._manifest import FOLDER
 from scalax.checkpoint._orbax import Path, orbax
 from scalax.errors import CheckpointError
@@ -21,7 +21,14 @@ from scalax.errors import CheckpointError
 ITEM = 'state'
 _BY_HAND = 'default'  # what Orbax's CheckpointManager calls the only item of a step
 LEAVES = 'leaves.json'
+_READ_BY_ORBAX = ('_METADATA', '_sharding')  # JSON, all of it at once
 FORMAT = 1
+MOST_DATA = 1 << 30
+"""Bytes of a data state: they are read into memory."""
+
+
+class _OfLaterScalax(Exception):
+    """A checkpoint has a format that this scalax does not know."""
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -76,8 +83,16 @@ class Saved:
             return []
         try:
             files = _manifest.read(manifest)
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            if f'{FOLDER}/{LEAVES}' not in files:
+                raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
+        except (OSError, ValueError) as error:
             return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        try:
+            self._own_description()
+        except _OfLaterScalax:
+            pass  # it is whole, as far as this scalax can tell
+        except (OSError, ValueError) as error:
+            return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
         known = all(file.crc32 is not None for file in files.values())
         self._require_checksums(not checksums or known, 'it was saved with checksums=False')
         first, count = share
@@ -89,17 +104,51 @@ class Saved:
                 f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
             )
 
+    def unreadable(self) -> list[str]:
+        """What is wrong with what a restore reads before it reads arrays, and `damage` does not read."""
+        try:
+            self._orbax_tree  # noqa: B018
+        except CheckpointError as error:
+            return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
+        return []
+
     def description(self) -> Description:
-        """What it holds, without loading an array."""
-        file = self.root / FOLDER / LEAVES
-        if not file.exists():
-            return Description(self.step, [_by_hand(path, leaf) for path, leaf in self._orbax_leaves()], 0)
-        with self._reading():
-            head = json.loads(file.read_text())
-        if head['format'] > FORMAT:
-            raise CheckpointError(f'{self.where} was saved by a later scalax, and this one cannot read it')
-        leaves = [LeafDescription(**{**leaf, 'shape': tuple(leaf['shape'])}) for leaf in head['leaves']]
-        return Description(self.step, leaves, head['processes'])
+        """What it holds, without loading an array.
+
+        Raises:
+            CheckpointError: nothing says so.
+        """
+        try:
+            own = self._own_description()
+        except _OfLaterScalax:
+            raise CheckpointError(
+                f'{self.where} was saved by a later scalax, and this one cannot read it'
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f'{self.where} cannot be read: {FOLDER}/{LEAVES}: {error}') from error
+        if own is not None:
+            return own
+        return Description(self.step, [_by_hand(path, leaf) for path, leaf in self._orbax_leaves()], 0)
+
+    @functools.cached_property
+    def _head(self) -> Any:
+        """The JSON in which scalax describes it."""
+        return json_of(self.root / FOLDER / LEAVES)
+
+    def _own_description(self) -> Description | None:
+        """What scalax has written of it; None if nothing, because Orbax saved it without scalax.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no description.
+            _OfLaterScalax: it is one of a later scalax.
+        """
+        if not (self.root / FOLDER / LEAVES).exists():
+            return None
+        head = self._head
+        if isinstance(head, dict) and isinstance(head.get('format'), int) and head['format'] > FORMAT:
+            raise _OfLaterScalax
+        return decoded(self.step, head)
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads leaves, each straight into its sharding.
@@ -117,26 +166,28 @@ class Saved:
         arguments = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
         )
-        with self._reading(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.restore(self.root, args=arguments)
+        # The handler by itself: Orbax's checkpointers wait for other processes, which may have failed.
+        with self._reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            tree = handler.restore(self.root, args=arguments)
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
 
-    def data(self, process: int) -> bytes:
-        """The data state that a process saved.
+    def data(self, process: int) -> bytes | None:
+        """The data state that a process saved; None if it saved none.
 
         Raises:
-            CheckpointError: there is none.
+            OSError: it cannot be read.
+            ValueError: it is too large.
         """
         file = self.root / FOLDER / f'data.{process}'
-        if not file.exists():
-            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
-        return file.read_bytes()
+        return bytes_of(file, MOST_DATA) if file.exists() else None
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
-        with self._reading():
-            return orbax().PyTreeCheckpointHandler().metadata(self.root).tree
+        with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
+            for name in _READ_BY_ORBAX:
+                require_size(self.root / name)
+            return handler.metadata(self.root).tree
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

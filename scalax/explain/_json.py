@@ -44,7 +44,7 @@ def plain_spec(spec: PartitionSpec) -> Any:
     ]
     if not spec.unreduced and not spec.reduced:
         return entries
-    combined = _spec.combined_by(spec)
+    combined = _spec.sums_kind(spec)
     return {
         'entries': entries,
         'unreduced': sorted(spec.unreduced),

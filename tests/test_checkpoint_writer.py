@@ -1,0 +1,319 @@
+"""One writer at a time: the newest has the directory, whatever the one before it is doing at that moment."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from scalax.checkpoint import Checkpointer, _save, _writer
+from scalax.errors import CheckpointError, CheckpointWarning
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+
+@pytest.fixture
+def helper() -> MeshShardingHelper:
+    return MeshShardingHelper([8], ['fsdp'])
+
+
+def state(run: int, step: int) -> dict[str, Any]:
+    """Leaves that all say which run they are of."""
+    return {name: np.full(64, 1000 * run + step, np.int32) for name in 'abcd'}
+
+
+def run_and_step(helper: MeshShardingHelper, folder: Path, step: int | None = None) -> tuple[int, int]:
+    """Of which run a step is, all of it, and which it is."""
+    found = Checkpointer(folder).restore(helper, P('fsdp'), state(0, 0), step, verify=True)
+    [value] = {int(value) for leaf in jax.tree.leaves(found) for value in np.asarray(leaf)}
+    return divmod(value, 1000)
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_taken(text: str, folder: Path) -> None:
+    """The message of one who is not the writer any more: all of it."""
+    owner = json.loads((folder / 'writer.json').read_text())
+    assert (owner['pid'], owner['host']) == (os.getpid(), socket.gethostname())
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00', owner['since'])
+    assert text == (
+        f'{folder} has another writer now: process {os.getpid()} on host {socket.gethostname()!r}, since '
+        f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes and '
+        'deletes nothing there any more. If that one is to go on, end this job; if not, end that one, and '
+        'make a new Checkpointer here, which takes the directory with its first save'
+    )
+
+
+def test_the_newest_writer_has_the_directory(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    old, new = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
+    for step in (1, 2):
+        assert old.save(step, state(1, step))
+    old.wait()
+    new.restore(helper, P('fsdp'), state(0, 0))
+    assert old.save(3, state(1, 3))  # who only reads takes nothing
+    old.wait()
+    new.restore(helper, P('fsdp'), state(0, 0))
+    assert new.save(4, state(2, 4))
+    new.wait()
+    before = names(tmp_path)
+    for step in (4, 5, 100):
+        assert_taken(message(old.save, step, state(1, step)), tmp_path)
+    old.close()
+    assert names(tmp_path) == before == ['3', '4', 'writer.json']
+    assert old.latest_step() == 4
+    assert run_and_step(helper, tmp_path) == (2, 4)
+    old.restore(helper, P('fsdp'), state(0, 0))  # readers are free
+    assert new.save(5, state(2, 5))
+    new.close()
+    with Checkpointer(tmp_path) as newest:
+        newest.restore(helper, P('fsdp'), state(0, 0))
+        assert newest.save(6, state(3, 6))
+    assert_taken(message(new.save, 7, state(2, 7)), tmp_path)
+    assert run_and_step(helper, tmp_path, 5) == (2, 5)
+
+
+def test_a_save_that_runs_while_another_takes_the_directory(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not committed, and its files are gone."""
+    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert new.latest_step() is None
+    begun, released = threading.Event(), threading.Event()
+    write_own = _save.Save._write_own
+
+    def write_late(save: Any, *args: Any) -> None:
+        if save._writer is old._writer:
+            begun.set()
+            assert released.wait(60)
+        write_own(save, *args)
+
+    monkeypatch.setattr(_save.Save, '_write_own', write_late)
+    assert old.save(3, state(1, 3))
+    assert begun.wait(60)
+    try:
+        assert new.save(3, state(2, 3))
+        new.wait()
+    finally:
+        released.set()
+    assert_taken(message(old.wait), tmp_path)
+    assert names(tmp_path) == ['3', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 3)
+    assert new.save(4, state(2, 4))
+    new.close()
+    assert names(tmp_path) == ['3', '4', 'writer.json']
+
+
+@pytest.mark.parametrize('looks', [1, 2, 3, 4])
+def test_another_takes_the_directory_behind_each_look(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """The third look of a save is the one before the commit, the fourth the one before it deletes."""
+    old, new = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        assert old.save(step, state(1, step))
+    old.wait()
+    new.restore(helper, P('fsdp'), state(0, 0))
+    count, require = [0], old._writer.require
+
+    def looked() -> None:
+        require()
+        count[0] += 1
+        if count[0] == looks:
+            assert new.save(3, state(2, 3))
+            new.wait()
+
+    monkeypatch.setattr(old._writer, 'require', looked)
+    with contextlib.nullcontext() if looks < 4 else pytest.warns(CheckpointWarning, match='holds step 3'):
+        if looks == 4:  # it is committed already, and makes way
+            assert old.save(3, state(1, 3))
+            old.wait()
+        else:
+            assert_taken(message(lambda: old.save(3, state(1, 3)) and old.wait()), tmp_path)
+    assert_taken(message(old.save, 4, state(1, 4)), tmp_path)
+    monkeypatch.undo()
+    replaced = [f'3.replaced-by-{new._writer.token}'] if looks == 4 else []
+    assert names(tmp_path) == ['2', '3', *replaced, 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 3)
+    assert run_and_step(helper, tmp_path, 2) == (1, 2)
+
+
+def test_steps_that_the_old_writer_saves_meanwhile_make_way(
+    tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    old, new = Checkpointer(tmp_path, keep=None), Checkpointer(tmp_path, keep=None)
+    assert old.save(1, state(1, 1))
+    old.wait()
+    new.restore(helper, P('fsdp'), state(0, 0))
+    for step in (2, 3, 4):
+        assert old.save(step, state(1, step))
+    old.close()
+    with pytest.warns(CheckpointWarning) as caught:
+        assert new.save(3, state(2, 3))
+    token = new._writer.token
+    [warning] = [str(one.message) for one in caught]
+    assert warning == (
+        f'{tmp_path} holds steps 3 to 4, saved by the writer that this one replaces after this one had '
+        f'looked for steps; when its own step is complete they are kept as 3.replaced-by-{token}, which no '
+        'restore looks at'
+    )
+    new.wait()
+    assert names(tmp_path) == ['1', '2', '3', *(f'{n}.replaced-by-{token}' for n in (3, 4)), 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 3)
+    assert new.save(4, state(2, 4))
+    new.close()
+    assert run_and_step(helper, tmp_path) == (2, 4)
+
+
+def test_steps_make_way_only_when_another_is_complete(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart that cannot write loses nothing of what there is."""
+    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert new.latest_step() is None
+    assert old.save(3, state(1, 3))
+    old.wait()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as patch, pytest.warns(CheckpointWarning):
+        patch.setattr(_save.Save, '_write_own', full)
+        assert new.save(3, state(2, 3))
+        assert 'OSError: [Errno 28] No space left on device' in message(new.wait)
+    assert names(tmp_path) == ['3', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (1, 3)
+    assert new.save(3, state(2, 3))
+    new.close()
+    assert run_and_step(helper, tmp_path) == (2, 3)
+
+
+def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """Both save the same steps, with other numbers; one takes the directory from the other."""
+    first = threading.Barrier(2)
+    errors: dict[int, str] = {}
+
+    def train(run: int) -> None:
+        checkpointer = Checkpointer(tmp_path, keep=4)
+        checkpointer.latest_step()
+        first.wait(60)
+        try:
+            for step in range(1, 13):
+                checkpointer.save(step, state(run, step))
+                checkpointer.wait()
+        except CheckpointError as error:
+            errors[run] = str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_writer, 'warn', lambda *args: None)
+        with ThreadPoolExecutor(2) as pool:
+            [*pool.map(train, (1, 2))]
+    [(loser, text)] = errors.items()
+    assert_taken(text, tmp_path)
+    steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
+    assert steps == [9, 10, 11, 12]
+    assert [run_and_step(helper, tmp_path, step) for step in steps] == [(3 - loser, step) for step in steps]
+
+
+@pytest.mark.parametrize(
+    'text', ['', '[' * 100_000, '{"token": 1}', '[]', '\xff', ' ' * 5000, 'null'], ids=lambda text: text[:5]
+)
+def test_what_somebody_wrote_in_place_of_the_writer(
+    tmp_path: Path, helper: MeshShardingHelper, text: str
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.save(1, state(1, 1))
+        checkpointer.wait()
+        file = tmp_path / 'writer.json'
+        file.write_text(text, encoding='latin-1')
+        found = message(checkpointer.save, 2, state(1, 2))
+        assert found.startswith(f'{file} cannot be read, so that nobody knows who writes to this directory: ')
+        assert found.endswith('. Delete the file if no other job does')
+        assert names(tmp_path) == ['1', 'writer.json']
+        file.unlink()
+        assert checkpointer.save(2, state(1, 2))
+    file.write_text(text, encoding='latin-1')
+    with Checkpointer(tmp_path) as newest:
+        newest.restore(helper, P('fsdp'), state(0, 0))
+        assert newest.save(3, state(2, 3))
+    assert run_and_step(helper, tmp_path) == (2, 3)
+
+
+def test_where_folders_cannot_be_renamed(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in object stores: a step counts once a file in it says so."""
+    commits_by_file = ocp.path.atomicity.CommitFileTemporaryPath
+    monkeypatch.setattr(
+        ocp.path.atomicity_defaults,
+        'get_default_temporary_path_class',
+        lambda *args, **kwargs: commits_by_file,
+    )
+    old, new = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        assert old.save(step, state(1, step))
+    old.wait()
+    (tmp_path / '4' / 'state').mkdir(parents=True)  # of a save that was killed
+    assert old.latest_step() == 3
+    new.restore(helper, P('fsdp'), state(0, 0))
+    assert new.save(4, state(2, 4))
+    new.wait()
+    assert_taken(message(old.save, 4, state(1, 4)), tmp_path)
+    assert names(tmp_path) == ['3', '4', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 4)
+    with Checkpointer(tmp_path) as newest:
+        newest.restore(helper, P('fsdp'), state(0, 0))
+        assert new.save(5, state(2, 5))
+        new.wait()
+        assert f'step 5 cannot be saved: {tmp_path} holds step 5 already' in message(
+            newest.save, 5, state(3, 5)
+        )
+
+
+def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """They take turns, everyone ends, and no thread stays behind."""
+    checkpointer = Checkpointer(tmp_path, keep=4)
+    checkpointer.save(0, state(1, 0))
+    checkpointer.wait()
+    ready = threading.Barrier(16)
+
+    def work(number: int) -> None:
+        ready.wait(60)
+        for turn in range(4):
+            what = (number + turn) % 4
+            if what == 0:
+                with contextlib.suppress(CheckpointError):  # another thread has saved a later step
+                    step = 16 * turn + number + 1
+                    checkpointer.save(step, state(1, step))
+            elif what == 1:
+                found = checkpointer.restore(helper, P('fsdp'), state(0, 0))
+                [value] = {int(value) for leaf in jax.tree.leaves(found) for value in np.asarray(leaf)}
+                assert value // 1000 == 1
+            elif what == 2:
+                assert checkpointer.latest_step() is not None
+                checkpointer.wait()
+            else:
+                checkpointer.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        for one in [pool.submit(work, number) for number in range(16)]:
+            one.result(timeout=60)
+    checkpointer.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('scalax')]
+    assert checkpointer.latest_step() == run_and_step(helper, tmp_path)[1]
