@@ -280,14 +280,18 @@ class MeshShardingHelper:
 
         Raises:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
+            DataError: the processes of the mesh place different trees; raised on all of them.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+        return _transfer.put_on(self.mesh, pytree, lambda: self._shardings(rules, pytree)[0])
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
         Leaves of other kinds are returned as they are.
+
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
         """
         return _transfer.to_host(pytree)
 

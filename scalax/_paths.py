@@ -30,7 +30,18 @@ _ATTRIBUTE: dict[type, str] = {
 def key_string(key: Any) -> str:
     """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
     attribute = _ATTRIBUTE.get(type(key))
-    return str(key) if attribute is None else str(getattr(key, attribute))
+    return str(key) if attribute is None else _text(getattr(key, attribute))
+
+
+def _text(value: Any) -> str:
+    """What a key of a dict is called: equal keys alike, because JAX takes such dicts for one structure."""
+    if isinstance(value, str):
+        return str.__str__(value)  # an Enum that is a string prints otherwise
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not value.is_integer():
+        return str(float(value))
+    return str(int(value)) if isinstance(value, int | float) else str(value)
 
 
 def path_string(path: Sequence[Any], separator: str = '/') -> str:
@@ -41,7 +52,9 @@ def path_string(path: Sequence[Any], separator: str = '/') -> str:
         'layers/0/kernel'
     """
     # Nearly every key is a DictKey: the conditional saves a call per key for those.
-    return separator.join([str(key.key) if type(key) is DictKey else key_string(key) for key in path])
+    return separator.join(
+        [key.key if type(key) is DictKey and type(key.key) is str else key_string(key) for key in path]
+    )
 
 
 def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:

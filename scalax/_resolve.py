@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax import _spec
 from scalax._paths import NamedTree, join
 from scalax._prefix import RuleLike, is_rule, key_of, split
+from scalax._same_paths import uncertain_paths
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
 from scalax.rules._base import Answer, ShardingRule, is_pure, settled, strangers
@@ -359,16 +360,44 @@ def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> _spec.Fault:
     return _spec.Fault('other-mesh', detail, hint)
 
 
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """A tree that was resolved.
+
+    Attributes:
+        rules: what `key_of` gave for the rules.
+        treedef: its structure.
+        signature: the shapes and dtypes of its leaves.
+        shardings: those of its leaves.
+        certain: whether trees of this structure have the same paths; None until somebody asks.
+    """
+
+    rules: Any
+    treedef: Any
+    signature: list[Any]
+    shardings: list[NamedSharding | None]
+    certain: bool | None = None
+
+    def serves(self, pytree: Any, treedef: Any, signature: list[Any] | None) -> bool:
+        """Whether a tree has these shardings, for the same rules."""
+        if self.treedef != treedef or self.signature != signature:
+            return False
+        if self.certain is None:
+            self.certain = uncertain_paths(pytree, treedef) is None
+        return self.certain
+
+
 class ResolutionCache:
     """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
 
     Entries are found by comparison, not by hash: comparing two equal lists of shapes costs a pointer
-    comparison an item, hashing them costs several times that on a tree of 100,000 leaves.
+    comparison an item, hashing them costs several times that on a tree of 100,000 leaves. Trees whose
+    structure does not determine their leaf paths are resolved each time.
     """
 
     def __init__(self, size: int = 16) -> None:
         self._size = size
-        self._entries: tuple[tuple[Any, Any, list[Any], list[NamedSharding | None]], ...] = ()
+        self._entries: tuple[_Known, ...] = ()
 
     def shardings(
         self,
@@ -384,19 +413,19 @@ class ResolutionCache:
             resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
             return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)
-        entries = [entry for entry in self._entries if entry[0] == rules_key]
+        entries = [entry for entry in self._entries if entry.rules == rules_key]
         if entries:
             leaves, treedef = jax.tree.flatten(pytree)
             signature = _signature(leaves)
-            for _, kept_treedef, kept_signature, shardings in entries:
-                if kept_treedef == treedef and kept_signature == signature:
-                    return shardings, treedef
+            for entry in entries:
+                if entry.serves(pytree, treedef, signature):
+                    return entry.shardings, treedef
         resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
         signature = _signature(resolution.tree.leaves)
-        if signature is not None and on_indivisible != 'warn' and _is_pure(rules):
+        if signature is not None and on_indivisible != 'warn' and are_pure(rules):
             # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
-            entry = (rules_key, resolution.treedef, signature, resolution.shardings)
-            self._entries = (entry, *self._entries[: self._size - 1])
+            known = _Known(rules_key, resolution.treedef, signature, resolution.shardings)
+            self._entries = (known, *self._entries[: self._size - 1])
         return resolution.shardings, resolution.treedef
 
 
@@ -411,6 +440,7 @@ def _signature(leaves: Sequence[Any]) -> list[Any] | None:
 _SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')
 
 
-def _is_pure(rules: RuleLike) -> bool:
+def are_pure(rules: RuleLike) -> bool:
+    """Whether rules always give the same answers."""
     leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, ShardingRule | PartitionSpec))
     return all(is_pure(rule) for rule in leaves if isinstance(rule, ShardingRule))

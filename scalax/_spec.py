@@ -106,8 +106,9 @@ def text(spec: PartitionSpec) -> str:
     for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:
             parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
-    kind = sums_kind(spec)
-    return f'P({", ".join(parts)}{"" if kind == SUM else f", unreduced_kind={kind}"})'
+    if sums_kind(spec) != 'sum':
+        parts.append(f'unreduced_kind={sums_kind(spec)}')
+    return f'P({", ".join(parts)})'
 
 
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:

@@ -57,7 +57,7 @@ def run(*arguments):
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def test_plan_on_simulated_devices(job):
@@ -133,7 +133,7 @@ def test_whoever_reads_may_have_read_enough():
     os.close(reads)
     with open(writes, 'wb') as out:
         command = [sys.executable, '-W', 'error', '-m', 'scalax', 'topologies']
-        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (1, '')
 
 

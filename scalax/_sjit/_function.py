@@ -19,6 +19,7 @@ from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import generate_caller
 from scalax._sjit._convention import OMITTED, Convention
 from scalax._sjit._program import held
+from scalax._sjit._shared import state_of
 from scalax._sjit._signature import slot_path
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, MeshError, did_you_mean
@@ -103,10 +104,12 @@ class SjitFunction(functools.partial[Any]):
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
         row = self._row(args, kwargs)
         resolved, _ = self._state.resolve(row)
-        jitted = resolved.program.outlives(self._state)
+        program, kept = resolved.program, (self._state, self._given)
         if kwargs:
-            return JittedCall(self, jitted, self._state.convention)
-        return jitted if len(row) == len(args) else resolved.program.of_first(len(args), row[len(args) :])
+            return JittedCall(self, program.handed_out(kept), self._state.convention)
+        if len(row) == len(args):
+            return program.handed_out(kept)
+        return program.of_first(len(args), row[len(args) :], kept)
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
@@ -168,7 +171,7 @@ def sjit(
         on_mismatch,
         _checked_jit_kwargs(jit_kwargs),
     )
-    state = State(helper, fun, convention, options)
+    state = state_of(helper, fun, convention, options)
     function = SjitFunction(dressed(generate_caller(convention, state), fun, convention.name))
     function._state, function._given = state, (helper, fun, given)
     return dressed(function, fun, convention.name)

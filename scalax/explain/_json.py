@@ -49,7 +49,7 @@ def plain_spec(spec: PartitionSpec) -> Any:
         'entries': entries,
         'unreduced': sorted(spec.unreduced),
         'reduced': sorted(spec.reduced),
-        **({} if combined == _spec.SUM else {'unreduced_kind': combined}),
+        **({} if combined == 'sum' else {'unreduced_kind': combined}),
     }
 
 
