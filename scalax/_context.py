@@ -25,7 +25,7 @@ from scalax._prefix import RuleLike, check, is_rule, key_of
 from scalax._recent import Recent
 from scalax._resolve import are_pure
 from scalax._spec import OnIndivisible
-from scalax.errors import StructureError
+from scalax.errors import MeshError, StructureError
 
 
 class MeshOwner(Protocol):
@@ -253,8 +253,21 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     return dict(bindings)
 
 
+class _Entered(threading.local):
+    """The contexts that this thread is in, the innermost last; None has been left before its turn."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[ActiveHelper | None, Any]] = []
+
+
+_entered = _Entered()
+
+
 class ActiveHelper:
     """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
+
+    It belongs to a thread, and is left before those that were entered ahead of it: other orders, as of
+    generators or asyncio tasks that take turns, are an error.
 
     Attributes:
         mesh_helper: the helper.
@@ -271,16 +284,13 @@ class ActiveHelper:
         self.mesh_helper = mesh_helper
         self.annotation_shardings = annotation_shardings
         self._kept = kept
-        self._entered = threading.local()
 
     def __enter__(self) -> ActiveHelper:
         context = contexts_of(self.mesh_helper).get(self._bindings)
         self._kept.put(context, context)  # so that equal bindings find it later
         manager = entered(context, Uses(frozenset(self._bindings)))
         manager.__enter__()
-        if not hasattr(self._entered, 'stack'):
-            self._entered.stack = []
-        self._entered.stack.append(manager)
+        _entered.stack.append((self, manager))
         return self
 
     def __exit__(
@@ -289,4 +299,19 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered.stack.pop().__exit__(kind, error, trace)
+        stack = _entered.stack
+        if stack and stack[-1][0] is self:
+            stack.pop()[1].__exit__(kind, error, trace)
+            while stack and stack[-1][0] is None:  # those left before their turn
+                stack.pop()[1].__exit__(None, None, None)
+            return
+        own = [place for place, (owner, _) in enumerate(stack) if owner is self]
+        if own:
+            stack[own[-1]] = (None, stack[own[-1]][1])
+        if error is None:
+            raise MeshError(
+                'a get_context() is left before one that was entered after it, or in another thread: the '
+                'code in it has run with another helper active. This happens where generators or asyncio '
+                'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+                'helper for all'
+            )

@@ -7,8 +7,10 @@ resolving a large tree spends most of its time here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,10 +59,11 @@ def path_string(path: Sequence[Any], separator: str = '/') -> str:
 
 def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
     """`path_string` of each path; several times faster where all keys are those of dicts, and strings."""
-    try:
-        return ['/'.join([key.key for key in path]) for path in paths]
-    except (AttributeError, TypeError):
-        return [path_string(path) for path in paths]
+    # Keys of other types may have a `key` too, which is not what they are called.
+    if {DictKey}.issuperset(map(type, itertools.chain.from_iterable(paths))):
+        with contextlib.suppress(TypeError):
+            return ['/'.join([key.key for key in path]) for path in paths]
+    return [path_string(path) for path in paths]
 
 
 def optional_path(path: Sequence[Any]) -> str | None:

@@ -208,7 +208,9 @@ class _Task:
             return None
         # What else does not fit follows from the other mesh, and that is to be mended first.
         is_own = self._is_own(answer.mesh)
-        wrong = _spec.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh)]
+        wrong = _spec.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
+        if answer.reordered:
+            wrong.append(_REORDERED)
         if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use not in _VALUES:
             wrong.append(
                 _spec.Fault(
@@ -264,18 +266,13 @@ class _Task:
             for fault in found:
                 self._problem(tree, index, answer, fault)
             return spec
-        said = '; '.join(fault.detail for fault in found)
+        said = f'{_spec.text(spec)} from {answer.origin}: {"; ".join(fault.detail for fault in found)}'
         if policy == 'error':
-            self.passed.append(
-                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; the compiler will pad, '
-                'and may replicate'
-            )
+            self.passed.append(f'{tree.describe(index)}, {said}; the compiler will pad, and may replicate')
             return spec
         reduced = _spec.drop_indivisible(spec, shape, self.axes)
         if policy == 'warn':
-            self.passed.append(
-                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; {reduced} is used'
-            )
+            self.passed.append(f'{tree.describe(index)}, {said}; {_spec.text(reduced)} is used')
         return reduced
 
     def _problem(self, tree: NamedTree, index: int, answer: Answer, fault: _spec.Fault) -> None:
@@ -284,7 +281,7 @@ class _Task:
                 fault.kind,
                 tree.describe(index),
                 fault.detail,
-                spec='' if answer.spec is None else str(answer.spec),
+                spec='' if answer.spec is None else _spec.text(answer.spec),
                 rule=answer.origin,
                 hint=fault.hint,
             )
@@ -334,12 +331,33 @@ def _no_such_memory(kind: str, error: ValueError) -> _spec.Fault:
     )
 
 
-def _other_mesh(mesh: Any) -> _spec.Fault:
-    return _spec.Fault(
-        'other-mesh',
-        f'the NamedSharding is of another mesh: {mesh}',
-        "give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-    )
+_REORDERED = _spec.Fault(
+    'other-mesh',
+    'the NamedSharding orders the devices of its mesh anew (_logical_device_ids)',
+    'build the mesh of the devices in that order: MeshShardingHelper.from_mesh(Mesh(devices, names)).',
+)
+
+
+def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> _spec.Fault:
+    """What is another about a mesh. Only one of devices may differ in their order."""
+    detail = f'the NamedSharding is of another mesh: {given}'
+    hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
+    theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
+    if list(theirs.sizes.items()) == list(ours.sizes.items()):
+        both = isinstance(given, Mesh) and isinstance(own, Mesh)
+        devices = [list(mesh.devices.flat) if both else [] for mesh in (given, own)]
+        if devices[0] == devices[1]:
+            types = ', '.join(f'{name}={kind.name}' for name, kind in theirs.types.items())
+            detail = f'the NamedSharding is of this mesh with axes of other types: {types}'
+            hint = 'give the PartitionSpec, which is for axes of any type, or make the helper of that mesh.'
+        elif set(devices[0]) == set(devices[1]):
+            ids = [device.id for device in devices[0]]
+            detail = (
+                'the NamedSharding is of a mesh with the devices of this one in another order: '
+                f'ids {ids[:16]}{" ..." if len(ids) > 16 else ""}'
+            )
+            hint = 'give the PartitionSpec, or make the helper of that mesh (MeshShardingHelper.from_mesh).'
+    return _spec.Fault('other-mesh', detail, hint)
 
 
 @dataclasses.dataclass(eq=False)

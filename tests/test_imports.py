@@ -21,6 +21,7 @@ MAX_LINES = 400
 # Layers on the same line do not know each other.
 LAYERS = [
     '_version',
+    '_fold',
     'errors',
     '_recent',
     '_json',
@@ -47,12 +48,12 @@ LAYERS = [
     '_axis_modes',
     '_microbatch',
     '_processes',
+    '_agree',
     '_keys',
     '_transfer',
     '_rows',
     '_schedule',
     '_exchange',
-    '_agree',
     '_replicas',
     '_data',
     '_local',

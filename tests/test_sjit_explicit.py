@@ -405,3 +405,28 @@ def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known):
             '  x: float32[8, 8] is of the mesh (x=4, y=2) of types (Explicit, Explicit)\n'
             'What to do: use one helper for functions that call one another.'
         )
+
+
+@pytest.mark.parametrize('rules', [None, P('data')])
+@pytest.mark.parametrize('kinds', [AxisType.Explicit, AxisType.Auto, (AxisType.Explicit, AxisType.Auto)])
+def test_auto_axes_and_explicit_axes_of_jax_take_it_where_nothing_compiles_them(kinds, rules):
+    helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=kinds)
+    traces = []
+
+    def double(x):
+        traces.append(jax.typeof(x))
+        return 2 * x
+
+    compiled = helper.sjit(double, rules, rules)
+    x = helper.shard(X, P('data'))
+    around = [
+        jax.sharding.auto_axes(compiled, out_sharding=P('data')),
+        jax.sharding.explicit_axes(compiled, in_sharding=P('data')),
+    ]
+    with jax.set_mesh(helper.mesh):
+        for call in around * 3:
+            out = call(x)
+            np.testing.assert_array_equal(out, 2 * X)
+            assert out.sharding.is_equivalent_to(x.sharding, 2)
+        np.testing.assert_array_equal(compiled(x), 2 * X)
+    assert len(traces) <= 3

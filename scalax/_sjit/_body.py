@@ -90,14 +90,9 @@ class Body:
         return fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
-        """Enters the helper's mesh where the user's code needs it, or must not see another.
-
-        On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
-        """
+        """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""
         ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return contextlib.nullcontext()
-        if ambient.empty and not self._boundary.any_explicit:
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(

@@ -12,8 +12,15 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._constrain import is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, is_concrete, is_elsewhere, is_mismatched, same_types
-from scalax._sjit._signature import slot_path
+from scalax._sjit._placement import (
+    Shardings,
+    is_concrete,
+    is_elsewhere,
+    is_mismatched,
+    is_reference,
+    same_types,
+)
+from scalax._sjit._signature import slot_path, type_of
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, shown
 
@@ -73,7 +80,10 @@ def reject_foreign_types(
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             if not isinstance(leaf, jax.core.Tracer):
                 continue
-            theirs = jax.typeof(leaf).sharding.mesh
+            sharding = getattr(type_of(leaf), 'sharding', None)
+            if sharding is None:
+                continue
+            theirs = sharding.mesh
             if movable and theirs.size == mesh.size:
                 continue
             if _is_foreign(theirs, mesh):
@@ -179,7 +189,7 @@ def reject_elsewhere(
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
     """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if not is_concrete(leaf) or not leaf.committed:
+    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
         return False
     own = list(mesh.devices.flat)
     if isinstance(leaf.sharding, NamedSharding):

@@ -55,16 +55,38 @@ def trace_context() -> Any:
     return _nothing.trace().jaxpr
 
 
+def type_of(leaf: Any) -> Any:
+    """What JAX calls the type of a leaf. It has a shape and a dtype unless it `is_opaque`.
+
+    Raises:
+        TypeError: JAX does not take the leaf.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except ValueError as error:  # of masked arrays
+        raise TypeError(str(error)) from None
+    except (TypeError, OverflowError):
+        raise
+    except Exception:  # of a view of a reference, which JAX takes apart itself
+        return type(leaf)
+
+
+def is_opaque(kind: Any) -> bool:
+    """Whether a type is none of arrays: of a token, a view of a reference, or defined by the user (hijax)."""
+    return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
+
+
 def leaf_type(leaf: Any) -> LeafType:
     """The (shape, dtype, weak type, spec over Explicit axes or None) of a leaf, as JAX will see it.
 
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    try:
-        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    except ValueError as error:  # of masked arrays
-        raise TypeError(str(error)) from None
+    kind = type_of(leaf)
+    if is_opaque(kind):
+        return (), kind, False, None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
 
@@ -88,8 +110,12 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
 
 def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What else the types of leaves say, which no rule depends on and a traced function may."""
-    avals = map(jax.typeof, leaves)
-    return tuple((type(aval).__name__, getattr(aval, 'memory_space', None)) for aval in avals)
+    avals = map(type_of, leaves)
+    # What is no array says too little of what a trace may depend on: it is equal to nothing.
+    return tuple(
+        object() if is_opaque(aval) else (type(aval).__name__, getattr(aval, 'memory_space', None))
+        for aval in avals
+    )
 
 
 def dynamic_slots(layout: Layout, row: Sequence[Any]) -> tuple[Any, ...]:

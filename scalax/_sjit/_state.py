@@ -102,6 +102,7 @@ class State:
         self.resolved: Recent[Signature, Resolved] = Recent()
         self.programs: Recent[Shape, Program] = Recent()
         self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
+        self._inlined: dict[Layout, Any] = {}
         self.body.recordings = Recordings()
         self.hot = self._nothing_yet()
 
@@ -167,6 +168,8 @@ class State:
         layout = self.convention.layout(self.convention.extras_of(row))
         if self._runs_inline():
             return self._inline(layout, row)
+        if self._retyped_at_once():
+            return self._inline_compiled(layout)(*row)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _misplaced.reject_deleted(self.convention, layout, row)
         if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -207,6 +210,28 @@ class State:
         """
         mesh = self.helper.mesh
         return _inside_manual_region() or _constrain.mesh_in_force(mesh) is not mesh
+
+    def _retyped_at_once(self) -> bool:
+        """Whether JAX's own auto_axes or explicit_axes, which nothing compiles, runs this.
+
+        Then axes have other types than those of a ``jax.set_mesh``.
+        """
+        ambient = jax.sharding.get_abstract_mesh()
+        return (
+            _constrain.has_other_types(ambient, self.helper.mesh)
+            and jax.sharding.get_mesh().abstract_mesh != ambient
+        )
+
+    def _inline_compiled(self, layout: Layout) -> Any:
+        """`_inline`, in a program of its own."""
+        this = self._weak
+
+        def inline(*row: Any) -> Any:
+            return this._inline(layout, row)
+
+        inline.__name__ = inline.__qualname__ = self.convention.name
+        compiled = jax.jit(inline, static_argnums=layout.static)
+        return self._inlined.setdefault(layout, compiled)
 
     def _inline(self, layout: Layout, row: Sequence[Any]) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""

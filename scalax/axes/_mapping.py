@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax import _axis_mapping, _constrain, _context
-from scalax.errors import MeshError, RuleError
+from scalax.errors import MeshError, RuleError, checked_flag
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._pattern import Pattern, parse
 
@@ -41,6 +41,7 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
         ...         [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')]
         ['data', None, 'fsdp']
     """
+    checked_flag('merge', merge)
     inner, outer = as_rule(mapping), _axis_mapping.current()
     if names:
         inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)

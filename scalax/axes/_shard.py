@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -145,6 +145,7 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
     shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
     moved = [sharding is not None for sharding in shardings]
     # A tree, not a list: errors name leaves by their paths.
-    placed = _transfer.put(chosen(data, moved), [sharding for sharding in shardings if sharding is not None])
+    wanted = [sharding for sharding in shardings if sharding is not None]
+    placed = _transfer.put_on(cast(Mesh, mesh), chosen(data, moved), lambda: wanted)
     new = iter(jax.tree.leaves(placed))
     return joined([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], rest)

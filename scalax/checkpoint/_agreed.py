@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from scalax import _agree, _processes
+from scalax import _agree, _processes, _spec
 from scalax._paths import NamedTree
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
@@ -115,7 +115,7 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, type):
         return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {leaf.sharding.spec}'
+    return f'{leaf.dtype}{list(leaf.shape)} as {_spec.text(leaf.sharding.spec)}'
 
 
 def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
