@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from scalax._prefix import RuleLike, check, is_rule, key_of
 from scalax._recent import Recent
+from scalax._resolve import are_pure
 from scalax._spec import OnIndivisible
 from scalax.errors import MeshError, StructureError
 
@@ -175,12 +176,14 @@ class ContextCache:
     """Gives the same Context for the same bindings, whoever asks and wherever.
 
     Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again. They are here as long as somebody holds them.
+    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
+    function, and with it perhaps the helper, is here as long as somebody else holds it.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
+        self._kept: Recent[Context, None] = Recent()
         self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -189,13 +192,15 @@ class ContextCache:
         own = {name: (self._helper, rules) for name, rules in bindings.items()}
         merged = {**(outer.bindings if outer else {}), **own}
         key = tuple(
-            (name, helper, _hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
+            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
         )
         with self._lock:
             known = self._contexts.get(key)
             if known is None:
                 known = self._contexts[key] = Context(self._helper, merged)
-            return known
+        if all(are_pure(rules) for _, rules in merged.values()):
+            self._kept.put(known, None)
+        return known
 
 
 _caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
@@ -220,11 +225,12 @@ class _ByIdentity:
         return id(self.rules)
 
 
-def _hashable(rules: Any) -> Any:
+def hashable(rules: Any) -> Any:
+    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
     try:
         hash(rules)
     except TypeError:
-        return tuple(map(_hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+        return tuple(map(hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
     return rules
 
 

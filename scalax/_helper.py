@@ -32,6 +32,7 @@ from scalax._prefix import RuleLike
 from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax.errors import checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
@@ -85,7 +86,7 @@ class MeshShardingHelper:
         mesh = _mesh.build_mesh(
             axis_dims,
             axis_names,
-            split_physical_axes=mesh_axis_splitting,
+            split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
             dcn_axis_dims=dcn_axis_dims,
             devices=devices,
             axis_types=axis_types,
@@ -431,6 +432,7 @@ class MeshShardingHelper:
             >>> float(mapped(np.ones(16, np.float32)).sum())
             1.0
         """
+        checked_flag('check_vma', check_vma)
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
@@ -556,6 +558,7 @@ class MeshShardingHelper:
         """
         if quick is not None:
             reject_own_argument(fun, 'quick')
+            checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     def get_context(
@@ -638,6 +641,8 @@ class MeshShardingHelper:
             P('data',)
         """
         _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return _data.local_data_to_global_array(options, pytree, check, check_replicas)
 
@@ -748,6 +753,7 @@ class MeshShardingHelper:
             [0, 8, 16]
         """
         _mesh.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
 

@@ -87,16 +87,18 @@ class Saved:
                 raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
         except (OSError, ValueError) as error:
             return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        known = all(file.crc32 is not None for file in files.values())
+        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
+        first, count = share
+        if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
+            return wrong
         try:
             self._own_description()
         except _OfLaterScalax:
             pass  # it is whole, as far as this scalax can tell
         except (OSError, ValueError) as error:
             return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
-        known = all(file.crc32 is not None for file in files.values())
-        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
-        first, count = share
-        return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
+        return []
 
     def _require_checksums(self, there: bool, why: str) -> None:
         if not there:
