@@ -11,8 +11,8 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from jax.sharding import Mesh
 from scalax import _processes
 from scalax._paths import canonical_dtype
 from scalax.errors import DataError, ScalaxError, shown
+
+Value = TypeVar('Value')
 
 _MOST = 400  # characters of one difference
 _SHOWN = 10  # differences of one process
@@ -100,6 +102,35 @@ def agree(
     return [row.tobytes() for row in gathered[:, len(said) :]]
 
 
+def together(
+    mesh: Mesh,
+    what: str,
+    call: str,
+    advice: str,
+    prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
+) -> Value:
+    """What *prepare* makes of this process's arguments, once every process has made the same.
+
+    Args:
+        mesh: as for `agree`.
+        what: as for `agree`.
+        call: the options that must be the same everywhere, as text.
+        advice: as for `agree`.
+        prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
+            same about each leaf, as in `Statement`, and the value.
+
+    Raises:
+        ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
+    """
+    try:
+        leaves, value = prepare()
+    except Exception as error:
+        agree(mesh, Statement(call), what, advice, error)
+        raise
+    agree(mesh, Statement(call, leaves), what, advice)
+    return value
+
+
 def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:
     """Who differs and how, the same list on every process.
 
@@ -130,6 +161,19 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
     return f'{dtype} {np.asarray(leaf).astype(dtype)!s}'
+
+
+def placed_text(leaf: Any) -> str:
+    """An array or a number, without its values, and how it is placed where processes share it."""
+    text = (
+        array_text(np.shape(leaf), leaf.dtype) if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
+    )
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            text += f' {getattr(leaf.sharding, "spec", leaf.sharding)}'
+        if leaf.is_deleted():
+            text += ', deleted'
+    return text
 
 
 def array_text(shape: Sequence[int], dtype: Any) -> str:

@@ -7,6 +7,7 @@ belongs to the caller and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -120,11 +121,8 @@ def constrain(
         where=where,
         on_indivisible=on_indivisible,
     )
-    leaves = [
-        leaf if sharding is None else apply_sharding(leaf, sharding)
-        for leaf, sharding in zip(resolution.tree.leaves, resolution.shardings, strict=True)
-    ]
-    return resolution.treedef.unflatten(leaves)
+    with mesh_entered(mesh, where):
+        return apply_shardings(resolution.treedef.unflatten(resolution.tree.leaves), resolution.shardings)
 
 
 def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
@@ -164,6 +162,43 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f'has the mesh ({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
+
+
+def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
+    """Has *mesh* in force in place of another one (``jax.set_mesh``), which operations of JAX would look at.
+
+    Raises:
+        MeshError: the other mesh has other devices; or values of a compiled function have types of it.
+    """
+    ambient, own = jax.sharding.get_abstract_mesh(), abstract(mesh)
+    if ambient.empty:
+        return contextlib.nullcontext()
+    if not is_traced() and isinstance(mesh, Mesh):
+        devices = [[device.id for device in each.devices.flat] for each in (mesh, jax.sharding.get_mesh())]
+        if devices[0] != devices[1]:
+            raise MeshError(
+                f'{what} is for the devices {devices[0]}, under jax.set_mesh of the devices {devices[1]}: '
+                'leave that mesh for the call'
+            )
+    if ambient == own:
+        return contextlib.nullcontext()
+    if ambient.size != own.size:
+        raise MeshError(
+            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: leave '
+            'that mesh for the call'
+        )
+    if AxisType.Explicit in (*ambient.axis_types, *own.axis_types) and is_compiled():
+        ours, theirs = _spec.axis_sizes_text(own.shape), _spec.axis_sizes_text(ambient.shape)
+        raise MeshError(
+            f'{what} is for the mesh ({ours}), in a function that is compiled for the mesh ({theirs}): JAX '
+            'joins no values of two meshes where axes are Explicit; use the helper of one mesh'
+        )
+    return jax.sharding.use_abstract_mesh(own)
+
+
+def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
@@ -247,7 +282,7 @@ def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
         'unreduced',
         describe_leaf('', leaf),
         f'{what} cannot be placed as parts of a {kind}',
-        spec=str(spec),
+        spec=_spec.text(spec),
         hint='place it without unreduced axes.',
     )
     raise ShardingError([problem])

@@ -23,8 +23,9 @@ from jax.sharding import Mesh
 
 from scalax._prefix import RuleLike, check, is_rule, key_of
 from scalax._recent import Recent
+from scalax._resolve import are_pure
 from scalax._spec import OnIndivisible
-from scalax.errors import StructureError
+from scalax.errors import MeshError, StructureError
 
 
 class MeshOwner(Protocol):
@@ -175,12 +176,14 @@ class ContextCache:
     """Gives the same Context for the same bindings, whoever asks and wherever.
 
     Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again. They are here as long as somebody holds them.
+    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
+    function, and with it perhaps the helper, is here as long as somebody else holds it.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
+        self._kept: Recent[Context, None] = Recent()
         self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -189,13 +192,15 @@ class ContextCache:
         own = {name: (self._helper, rules) for name, rules in bindings.items()}
         merged = {**(outer.bindings if outer else {}), **own}
         key = tuple(
-            (name, helper, _hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
+            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
         )
         with self._lock:
             known = self._contexts.get(key)
             if known is None:
                 known = self._contexts[key] = Context(self._helper, merged)
-            return known
+        if all(are_pure(rules) for _, rules in merged.values()):
+            self._kept.put(known, None)
+        return known
 
 
 _caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
@@ -220,11 +225,12 @@ class _ByIdentity:
         return id(self.rules)
 
 
-def _hashable(rules: Any) -> Any:
+def hashable(rules: Any) -> Any:
+    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
     try:
         hash(rules)
     except TypeError:
-        return tuple(map(_hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+        return tuple(map(hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
     return rules
 
 
@@ -247,8 +253,21 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     return dict(bindings)
 
 
+class _Entered(threading.local):
+    """The contexts that this thread is in, the innermost last; None has been left before its turn."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[ActiveHelper | None, Any]] = []
+
+
+_entered = _Entered()
+
+
 class ActiveHelper:
     """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
+
+    It belongs to a thread, and is left before those that were entered ahead of it: other orders, as of
+    generators or asyncio tasks that take turns, are an error.
 
     Attributes:
         mesh_helper: the helper.
@@ -265,16 +284,13 @@ class ActiveHelper:
         self.mesh_helper = mesh_helper
         self.annotation_shardings = annotation_shardings
         self._kept = kept
-        self._entered = threading.local()
 
     def __enter__(self) -> ActiveHelper:
         context = contexts_of(self.mesh_helper).get(self._bindings)
         self._kept.put(context, context)  # so that equal bindings find it later
         manager = entered(context, Uses(frozenset(self._bindings)))
         manager.__enter__()
-        if not hasattr(self._entered, 'stack'):
-            self._entered.stack = []
-        self._entered.stack.append(manager)
+        _entered.stack.append((self, manager))
         return self
 
     def __exit__(
@@ -283,4 +299,19 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered.stack.pop().__exit__(kind, error, trace)
+        stack = _entered.stack
+        if stack and stack[-1][0] is self:
+            stack.pop()[1].__exit__(kind, error, trace)
+            while stack and stack[-1][0] is None:  # those left before their turn
+                stack.pop()[1].__exit__(None, None, None)
+            return
+        own = [place for place, (owner, _) in enumerate(stack) if owner is self]
+        if own:
+            stack[own[-1]] = (None, stack[own[-1]][1])
+        if error is None:
+            raise MeshError(
+                'a get_context() is left before one that was entered after it, or in another thread: the '
+                'code in it has run with another helper active. This happens where generators or asyncio '
+                'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+                'helper for all'
+            )

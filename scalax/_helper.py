@@ -32,6 +32,7 @@ from scalax._prefix import RuleLike
 from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax.errors import checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
@@ -85,7 +86,7 @@ class MeshShardingHelper:
         mesh = _mesh.build_mesh(
             axis_dims,
             axis_names,
-            split_physical_axes=mesh_axis_splitting,
+            split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
             dcn_axis_dims=dcn_axis_dims,
             devices=devices,
             axis_types=axis_types,
@@ -279,14 +280,18 @@ class MeshShardingHelper:
 
         Raises:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
+            DataError: the processes of the mesh place different trees; raised on all of them.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+        return _transfer.put_on(self.mesh, pytree, lambda: self._shardings(rules, pytree)[0])
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
         Leaves of other kinds are returned as they are.
+
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
         """
         return _transfer.to_host(pytree)
 
@@ -427,6 +432,7 @@ class MeshShardingHelper:
             >>> float(mapped(np.ones(16, np.float32)).sum())
             1.0
         """
+        checked_flag('check_vma', check_vma)
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
@@ -552,6 +558,7 @@ class MeshShardingHelper:
         """
         if quick is not None:
             reject_own_argument(fun, 'quick')
+            checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     def get_context(
@@ -634,6 +641,8 @@ class MeshShardingHelper:
             P('data',)
         """
         _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return _data.local_data_to_global_array(options, pytree, check, check_replicas)
 
@@ -744,6 +753,7 @@ class MeshShardingHelper:
             [0, 8, 16]
         """
         _mesh.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
 

@@ -41,8 +41,8 @@ def microbatch(
     else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
     with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
 
-    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled itself, as by
-    ``jax.jit``: once for all calls of the same shapes. Arguments that are no arrays are part of the program.
+    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled, as by
+    ``jax.jit``, once for all calls of the same shapes. Arguments that are no arrays are part of the program.
 
     Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
     to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
@@ -154,7 +154,12 @@ def microbatch(
             hash(call)
         except TypeError:  # JAX finds no program by it
             return run(args, kwargs)
-        return compiled(call, arrays)
+        try:
+            return compiled(call, arrays)
+        except Exception as error:
+            if arose_below(error, run_call.__code__):
+                hide_ours(error)
+            raise
 
     return in_parts
 

@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from scalax.checkpoint import Checkpointer
+from scalax.checkpoint import Checkpointer, LeafDescription
+from scalax.checkpoint._compare import require_fit
 from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -477,3 +478,24 @@ def test_the_folder_may_be_relative(
     checkpointer.save(1, small(helper))
     checkpointer.close()
     assert (tmp_path / 'somewhere' / '1').is_dir()
+
+
+def test_what_differs_is_said_once_and_whole() -> None:
+    """Paths may hold a colon, and layers may be many."""
+    saved = {
+        'a: b': LeafDescription('a: b', (3,), 'float32'),
+        **{f'layers/{i}/w': LeafDescription(f'layers/{i}/w', (2,), 'float32') for i in range(80)},
+    }
+    wanted: dict[str, Any] = {
+        'a: b': jax.ShapeDtypeStruct((4,), 'float32'),
+        **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'bfloat16') for i in range(80)},
+        'b': jax.ShapeDtypeStruct((), 'int32'),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        require_fit(wanted, saved, cast=False, partial=False, where='it')
+    assert str(caught.value).splitlines()[:4] == [
+        'it does not hold what is asked for; 82 leaves differ:',
+        '  shape: a: b: float32[4] is asked for, and float32[3] was saved',
+        '  dtype: layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
+        '  missing: b: int32[]',
+    ]

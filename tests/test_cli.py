@@ -57,7 +57,7 @@ def run(*arguments):
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def test_plan_on_simulated_devices(job):
@@ -133,7 +133,7 @@ def test_whoever_reads_may_have_read_enough():
     os.close(reads)
     with open(writes, 'wb') as out:
         command = [sys.executable, '-W', 'error', '-m', 'scalax', 'topologies']
-        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=500)
     assert (done.returncode, done.stderr) == (1, '')
 
 
@@ -292,6 +292,9 @@ def test_arguments_that_are_none(job):
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
+        (['--mesh', 'fsdp=99999999999'], '99999999999 is more than 16,777,216'),
+        (['--mesh', f'fsdp={"9" * 5000}'], f'{"9" * 20} is more than 16,777,216'),
+        (['--mesh', 'a=65536,b=65536'], "'a=65536,b=65536' is of more than 16,777,216 devices"),
         (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2', '--slices', '0'], "'0' is no positive number"),

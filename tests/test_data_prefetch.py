@@ -37,7 +37,7 @@ def batch(number: int) -> dict[str, Any]:
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether something comes true; how long that takes is not measured, only bounded."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     return condition()
@@ -341,7 +341,6 @@ def test_a_thread_that_drops_its_share_leaves_the_others_theirs() -> None:
     assert len([arrays for part in taken for arrays in part if arrays is not None]) == 20
 
 
-@pytest.mark.usefixtures('hears_ctrl_c')
 def test_ctrl_c_leaves_what_was_not_taken() -> None:
     go = threading.Event()
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import ArgumentError, DataError
+from scalax._fold import fold
+from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain._fold import fold
+from scalax.explain._text import spec_text
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
@@ -605,6 +606,59 @@ def test_reports_say_what_they_take():
             with pytest.raises(ArgumentError) as error:
                 value.to_text(width)
             assert str(error.value) == f'width is a number of columns or None, got {width!r}'
+
+
+# --- Unreduced arrays ----------------------------------------------------------------------------
+
+
+def test_what_is_unreduced_is_not_replicated():
+    """Each device holds a part of a sum, in as many bytes as the whole array has."""
+    specs = {
+        'parts': P(unreduced={'tp', 'fsdp'}),
+        'cut': P('fsdp', unreduced={'tp'}),
+        'reduced': P(reduced={'tp'}),
+        'whole': P(),
+    }
+    tree = {name: leaf(8, 4) for name in specs}
+    report = EXPLICIT.explain(tree, specs)
+    assert {row.path: (row.is_unreduced, row.is_replicated) for row in report.rows} == {
+        'cut': (True, False),
+        'parts': (True, False),
+        'reduced': (False, True),
+        'whole': (False, True),
+    }
+    assert report.replicated.paths == ('reduced', 'whole')
+    assert [(row.path, spec_text(row)) for row in report.rows] == [
+        ('cut', "P('fsdp', unreduced={'tp'})"),
+        ('parts', "P(unreduced={'fsdp', 'tp'})"),
+        ('reduced', "P(reduced={'tp'})"),
+        ('whole', 'replicated'),
+    ]
+    assert str(report).splitlines()[-3:] == [
+        '4 arrays, 512 B in all, 416 B on each device of the mesh (fsdp=4, tp=2)',
+        'replicated: 2 arrays, 256 B on each device',
+        'unreduced: 2 arrays, 160 B on each device, to be combined',
+    ]
+    assert '<p>unreduced: 2 arrays, 160 B on each device, to be combined</p>' in report._repr_html_()
+    assert ShardingReport.load(report.to_json()) == report
+    report.check(max_replicated_bytes=256)
+    with pytest.raises(ShardingError, match='256 bytes are replicated on every device'):
+        report.check(max_replicated_bytes=255)
+    whole = EXPLICIT.explain({'parts': tree['parts']}, P())
+    parts = EXPLICIT.explain({'parts': tree['parts']}, specs['parts'])
+    assert "P(unreduced={'fsdp', 'tp'})  replicated" in str(parts.diff(whole))
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, 'UnreducedKind'), reason='this JAX knows sums only')
+def test_how_parts_are_combined_comes_back():
+    spec = P('fsdp', unreduced={'tp'}, unreduced_kind=jax.sharding.UnreducedKind.max)
+    report = EXPLICIT.explain(leaf(8, 4), spec)
+    assert report.rows[0].spec == spec
+    again = ShardingReport.load(report.to_json())
+    assert again == report
+    assert "P('fsdp', unreduced={'tp'}, unreduced_kind=max)" in str(again)
+    with pytest.raises(DataError, match="unreduced_kind is none of this JAX: 'median'"):
+        ShardingReport.load(report.to_json().replace('"max"', '"median"'))
 
 
 # --- Differences ----------------------------------------------------------------------------------

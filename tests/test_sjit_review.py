@@ -126,7 +126,7 @@ def test_threads_that_race_for_many_programs():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=300)
     sys.setswitchinterval(usual)
     assert not any(thread.is_alive() for thread in threads)
     assert not failures, failures[0]
@@ -243,12 +243,17 @@ def test_nodes_that_refuse_anything_but_arrays():
 
 def test_shard_map_over_a_mesh_of_ones_own_inside():
     own = Mesh(HELPER.mesh.devices.reshape(8), ('all',))
+    by_jax = jax.shard_map(lambda y: y * 2, mesh=own, in_specs=P('all'), out_specs=P('all'))
+    by_helper = MeshShardingHelper.from_mesh(own).shard_map(lambda y: y * 2, P('all'), P('all'))
 
-    @HELPER.sjit(in_shardings=P('data'))
-    def mapped(x):
-        return jax.shard_map(lambda y: y * 2, mesh=own, in_specs=P('all'), out_specs=P('all'))(x)
+    def entered(x):
+        with jax.sharding.use_abstract_mesh(own.abstract_mesh):
+            return by_jax(x)
 
-    np.testing.assert_array_equal(mapped(X), X * 2)
+    for mapped in (entered, by_helper):
+        np.testing.assert_array_equal(HELPER.sjit(mapped, in_shardings=P('data'))(X), X * 2)
+    with pytest.raises(ValueError, match='context mesh'):  # the mesh in force is the helper's
+        HELPER.sjit(by_jax, in_shardings=P('data'))(X)
 
 
 @pytest.mark.parametrize('in_specs', [P('data', 'model'), P()], ids=str)

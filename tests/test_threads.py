@@ -1,5 +1,7 @@
 """Calls in another thread, the JAX settings that go along one by one, and objects that threads share."""
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import pytest
 from threads import COUNT, in_threads
 
 from scalax._threads import SETTINGS, in_a_thread
+from scalax.errors import MeshError
 from scalax.sharding import (
     MeshShardingHelper,
     PartitionSpec,
@@ -138,3 +141,79 @@ def test_threads_share_a_compiled_function() -> None:
 
     in_threads(work)
     assert set(traces) == {1, 2, 3}
+
+
+# --- Contexts in code that takes turns ------------------------------------------------------------
+
+OTHER = MeshShardingHelper([8], ['all'])
+LEFT_TOO_EARLY = (
+    'a get_context() is left before one that was entered after it, or in another thread: the '
+    'code in it has run with another helper active. This happens where generators or asyncio '
+    'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+    'helper for all'
+)
+
+
+def test_tasks_that_take_turns_inside_contexts_are_told() -> None:
+    async def work(helper: MeshShardingHelper, turns: int) -> str:
+        try:
+            with helper.get_context():
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+        except MeshError as error:
+            return str(error)
+        return ''
+
+    async def both() -> list[str]:
+        return await asyncio.gather(work(HELPER, 1), work(OTHER, 3))
+
+    assert asyncio.run(both()) == [LEFT_TOO_EARLY, '']
+    assert get_global_mesh_helper() is None
+
+
+def test_generators_that_take_turns_inside_contexts_are_told() -> None:
+    def work(helper: MeshShardingHelper) -> Iterator[None]:
+        with helper.get_context():
+            yield
+
+    first, second = work(HELPER), work(OTHER)
+    next(first)
+    next(second)
+    with pytest.raises(MeshError) as error:
+        next(first)
+    assert str(error.value) == LEFT_TOO_EARLY
+    assert get_global_mesh_helper() is OTHER
+    assert next(second, 'the end') == 'the end'
+    assert get_global_mesh_helper() is None
+
+
+def test_a_generator_that_is_dropped_leaves_no_context_behind() -> None:
+    def work() -> Iterator[None]:
+        with HELPER.get_context():
+            yield
+
+    generator = work()
+    next(generator)
+    with OTHER.get_context():
+        del generator
+        assert get_global_mesh_helper() is OTHER
+    assert get_global_mesh_helper() is None
+
+
+def test_an_error_is_not_hidden_by_the_order_of_contexts() -> None:
+    first, second = HELPER.get_context(), OTHER.get_context()
+    first.__enter__()
+    second.__enter__()
+    error = KeyError('x')
+    first.__exit__(KeyError, error, None)
+    second.__exit__(None, None, None)
+    assert get_global_mesh_helper() is None
+
+
+def test_a_context_left_in_another_thread_is_told() -> None:
+    context = HELPER.get_context()
+    with context:
+        with pytest.raises(MeshError, match='or in another thread'):
+            in_a_thread('other', lambda: context.__exit__(None, None, None))
+        assert get_global_mesh_helper() is HELPER
+    assert get_global_mesh_helper() is None

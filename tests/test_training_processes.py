@@ -88,7 +88,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> np.ndar
     """The losses of one process, without checkpoints."""
     output = tmp_path_factory.mktemp('one')
     with started(train(output, text, '--devices=4')) as one:
-        assert one.wait(180) == (0,), one.output()
+        assert one.wait() == (0,), one.output()
     return losses(output)
 
 
@@ -98,7 +98,7 @@ def ids(launcher: Running) -> dict[int, int]:
 
 
 def wait_for_save(steps: Path, least: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 500
     while not any(int(path.name) >= least for path in steps.glob('*') if path.name.isdecimal()):
         assert time.monotonic() < end, list(steps.glob('*'))
         time.sleep(0.01)
@@ -118,7 +118,7 @@ def test_two_processes_survive_kills_and_give_the_losses_of_one(
         wait_for_save(saved / 'steps', 16)
         os.kill(ids(launcher)[1], signal.SIGKILL)
         gate.open()
-        assert launcher.wait(240) == (0,), launcher.output()
+        assert launcher.wait() == (0,), launcher.output()
         text_of_it = launcher.output()
     assert text_of_it.count('launcher: a process ended with') == 2
     assert re.findall(r'resumed   after step (\d+)', text_of_it) == ['4', '16']
@@ -136,18 +136,18 @@ def test_sigterm_saves_and_any_number_of_processes_goes_on(
         launcher.wait_for(re.compile('(waits at 4.*){2}', re.DOTALL))
         os.kill(ids(launcher)[1], signal.SIGTERM)  # one process hears of it; all stop
         gate.open()
-        assert launcher.wait(120) == (PREEMPTED,), launcher.output()
+        assert launcher.wait() == (PREEMPTED,), launcher.output()
         [step] = re.findall(r'Told to end: saved after step (\d+)', launcher.output())
         assert 'launcher: a process ended' not in launcher.output()
     assert not (tmp_path / 'numbers.json').exists()
     # On one process now, and on other devices.
     with started([*program, '--devices=8']) as one:
-        assert one.wait(180) == (0,), one.output()
+        assert one.wait() == (0,), one.output()
         assert f'resumed   after step {step}\n' in one.output()
     np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
     # A run that is complete does nothing more; another run is not mixed up with it.
     with started([*program, '--devices=8', '--seed=1']) as other:
-        assert other.wait(180) == (2,)
+        assert other.wait() == (2,)
         said = other.output().partition('error: ')[2]
     assert said == (
         f'--checkpoints {saved} holds another run:\n'
@@ -191,7 +191,7 @@ app.run(train.main)
     program = ['-c', code.format(arguments=train(tmp_path, text)[2:])]
     launch = [*LAUNCH[:-1], '--restarts=0', '--', *program]
     with started(launch) as launcher:
-        assert launcher.wait(120) == (1,), launcher.output()
+        assert launcher.wait() == (1,), launcher.output()
         assert 'OSError: the disk is gone' in launcher.output()
 
 
@@ -201,14 +201,14 @@ def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -
         one.wait_for('waits at 4')
         one.processes[0].terminate()
         gate.open()
-        assert one.wait(120) == (PREEMPTED,), one.output()
+        assert one.wait() == (PREEMPTED,), one.output()
         assert 'Told to end: not saved (no --checkpoints) after step' in one.output()
 
 
 def test_faults() -> None:
     """The short form of `make faults`: the coordinator and the other are killed, in a save too."""
-    with started(['scripts/faults.py', '--kills=3', '--seed=4', '--minutes=5']) as faults:
-        assert faults.wait(400) == (0,), faults.output()
+    with started(['scripts/faults.py', '--kills=3', '--seed=4', '--minutes=8']) as faults:
+        assert faults.wait() == (0,), faults.output()
         assert re.search(r'^3 kills: ', faults.output(), re.MULTILINE), faults.output()
         assert 'to the last bit, those of an undisturbed run' in faults.output()
 

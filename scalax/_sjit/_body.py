@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,13 @@ class Inside:
         arguments: the shardings of the arguments, by slot and leaf.
         constraints: the shardings to which they are constrained inside, likewise.
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
+        looked_at: whether it was looked at where outputs came out.
     """
 
     arguments: Mapping[int, Shardings]
     constraints: Mapping[int, Shardings]
     outputs: Sequence[NamedSharding | None] | None = None
+    looked_at: bool = False
 
 
 class Body:
@@ -45,7 +48,7 @@ class Body:
     """
 
     def __init__(self, fun: Callable[..., Any], boundary: Boundary) -> None:
-        self._fun, self._boundary = fun, boundary
+        self._fun, self._boundary = _weakly(fun), boundary
         self._mesh, self._convention = boundary.helper.mesh, boundary.convention
         self._names = boundary.options.annotation_shardings
         self._uses = _context.Uses(frozenset(self._names))
@@ -84,17 +87,14 @@ class Body:
             constrained[slot] = apply_shardings(row[slot], shardings)
         args, keywords = self._convention.restore(constrained)
         self.recordings.user_code_ran(signature, kinds)
-        return self._fun(*args, **keywords)
+        fun = self._fun()
+        assert fun is not None  # whoever calls holds it
+        return fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
-        """Enters the helper's mesh where the user's code needs it, or must not see another.
-
-        On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
-        """
+        """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""
         ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return contextlib.nullcontext()
-        if ambient.empty and not self._boundary.any_explicit:
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(
@@ -125,6 +125,13 @@ class Body:
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
+
+
+def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    try:
+        return weakref.ref(fun)
+    except TypeError:  # of some types of other libraries
+        return lambda: fun
 
 
 def reject_other_devices(name: str, mesh: Any) -> None:

@@ -21,6 +21,8 @@ import jax
 import numpy as np
 
 from scalax._prefix import RuleLike, is_rule
+from scalax._recent import Recent
+from scalax._same_paths import uncertain_paths
 from scalax.errors import ArgumentError, StructureError, did_you_mean
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -120,6 +122,7 @@ class Convention:
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
         self._layouts: dict[int, Layout] = {}
+        self._certain: Recent[Any, bool] = Recent()
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             self.layout(0)
 
@@ -186,6 +189,20 @@ class Convention:
         if self.keywords is None:
             return ()
         return tuple(sorted(n for n in names if n not in self.positional + self.keyword_only))
+
+    def uncertain_paths(self, arguments: Any, treedef: Any) -> tuple[str, ...] | None:
+        """The leaf paths of arguments, where others of the same structure may have others; else None."""
+        if self._certain.get(treedef):
+            return None
+        paths = uncertain_paths(arguments, treedef)
+        self._certain.put(treedef, paths is None)
+        return paths
+
+    @property
+    def key(self) -> Any:
+        """Equal for functions that are called alike."""
+        parameters = tuple((p.name, p.kind, p.default is p.empty) for p in self.parameters)
+        return self.name, parameters, tuple(self.hints), self._static, self._donated
 
     def layout(self, extras: int) -> Layout:
         """The layout of calls with so many extra positional arguments."""

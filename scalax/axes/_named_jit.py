@@ -18,7 +18,8 @@ from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
 from scalax._sjit._convention import Convention, name_of
-from scalax.axes._arrays import Rest, chosen, joined, reject_structs, require_hashable, split
+from scalax.axes import _haliax
+from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
@@ -50,7 +51,7 @@ def named_jit(
         out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
             left to the compiler.
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
-            be used for outputs.
+            be used for outputs. A function in place of a boolean is asked for each array.
         donate_kwargs: the same for the dict of keyword arguments.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
         **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
@@ -263,12 +264,16 @@ class _NamedJit:
             form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
             said = f'{form}; got {asked!r}'
             prefix = jax.tree.map(_flag, prefix, is_leaf=lambda flag: flag is None)
-            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(prefix)):
+            if not all(
+                isinstance(flag, bool | np.bool_) or callable(flag) for flag in jax.tree.leaves(prefix)
+            ):
                 raise ArgumentError(f'{said}. Positions and names are for jax.jit.')
             try:
-                flags += jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+                asked_of = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
                 raise ArgumentError(f'{said}. JAX says: {error}') from None
+            for flag, leaf in zip(asked_of, jax.tree.leaves(tree), strict=True):
+                flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
@@ -280,7 +285,7 @@ class _NamedJit:
         known = self._known.get(key)
         if known is not None:
             return known
-        body = self._body(mapping)
+        body = self._body(mapping, mesh_in_force(place))
         inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
         if isinstance(place, AbstractMesh):
             if not _constrain.is_traced():
@@ -308,12 +313,14 @@ class _NamedJit:
         """The rule once for every argument, so that leaf paths start inside of each."""
         return {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
 
-    def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
+    def _body(
+        self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
+    ) -> Callable[..., Any]:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
             inside = contextlib.nullcontext() if mapping is None else _axis_mapping.entered(mapping)
-            with inside:
+            with inside, _haliax.entered(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)
             require_hashable(rest, output, f'the output of {self._name} has', 'return something immutable')

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from scalax import _agree, _processes
+from scalax import _agree, _processes, _spec
 from scalax._paths import NamedTree
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
@@ -79,7 +79,7 @@ def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseExcepti
 def _saved_text(leaf: Any) -> str:
     """What is saved once, and so must be the same everywhere: of arrays on the host also the values."""
     if isinstance(leaf, jax.Array):
-        spec = getattr(leaf.sharding, 'spec', '')
+        spec = _spec.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
         return f'{leaf.dtype}{list(leaf.shape)} as {spec}'
     if hasattr(leaf, 'dtype'):
         crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
@@ -115,7 +115,7 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, type):
         return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {leaf.sharding.spec}'
+    return f'{leaf.dtype}{list(leaf.shape)} as {_spec.text(leaf.sharding.spec)}'
 
 
 def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:

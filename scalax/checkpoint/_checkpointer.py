@@ -23,7 +23,7 @@ from scalax.checkpoint._savable import as_orbax_takes_it, savable
 from scalax.checkpoint._saved import Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
 from scalax.checkpoint._writer import Writer
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -95,6 +95,7 @@ class Checkpointer:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
+        checked_flag('Checkpointer: checksums', checksums)
         self._directory = path_of(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
@@ -139,6 +140,7 @@ class Checkpointer:
         tree, encoded = None, None
         try:
             step = _number(step)
+            checked_flag('save: force', force)
         except ArgumentError as fault:
             if self._save_every > 1 and not force:
                 raise  # the others may not be saving: nobody would come
@@ -227,6 +229,8 @@ class Checkpointer:
         target, here = None, []
         try:
             step = None if step is None else _number(step)
+            checked_flag('restore: cast', cast)
+            checked_flag('restore: verify', verify)
             rename = _rename.checked_pairs('rename', rename)
             _data_state.require_settable(data)
             self.wait()

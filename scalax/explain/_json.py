@@ -8,6 +8,7 @@ import os
 from collections.abc import Container, Mapping
 from typing import Any, TypeVar
 
+import jax
 from jax.sharding import PartitionSpec
 
 from scalax import _json, _spec
@@ -43,7 +44,13 @@ def plain_spec(spec: PartitionSpec) -> Any:
     ]
     if not spec.unreduced and not spec.reduced:
         return entries
-    return {'entries': entries, 'unreduced': sorted(spec.unreduced), 'reduced': sorted(spec.reduced)}
+    combined = _spec.sums_kind(spec)
+    return {
+        'entries': entries,
+        'unreduced': sorted(spec.unreduced),
+        'reduced': sorted(spec.reduced),
+        **({} if combined == 'sum' else {'unreduced_kind': combined}),
+    }
 
 
 def write(values: Mapping[str, Any]) -> str:
@@ -185,9 +192,15 @@ def _row(values: Mapping[str, Any], mesh: Container[str]) -> ReportRow:
 
 
 def _parsed_spec(spec: Any, mesh: Container[str]) -> PartitionSpec:
-    sums = {}
+    sums: dict[str, Any] = {}
     if isinstance(spec, dict):
         sums = {key: frozenset(_texts(_item(spec, key), key)) for key in ('unreduced', 'reduced')}
+        if 'unreduced_kind' in spec:
+            kinds = getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
+            name = of(str, spec['unreduced_kind'], 'unreduced_kind')
+            if name not in kinds:
+                raise ValueError(f'unreduced_kind is none of this JAX: {_json.brief(name)}')
+            sums['unreduced_kind'] = kinds[name]
         spec = _item(spec, 'entries')
     entries = [_parsed_entry(entry, mesh) for entry in of(list, spec, 'spec')]
     try:

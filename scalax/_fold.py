@@ -22,6 +22,9 @@ _NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]{0,17})', re.ASCII | re.DO
 _DEEPEST = 100  # keys of a path that are folded: looking at each costs a round over all leaves
 
 
+MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
+
+
 @dataclasses.dataclass(frozen=True)
 class Numbered:
     """Keys that differ in the number at their end only.
@@ -155,3 +158,8 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def times(count: int) -> str:
+    """How many leaves a line stands for, in front of what each of them is; nothing for one."""
+    return '' if count == 1 else f'{count} x '
