@@ -19,7 +19,7 @@ already catch for the same kind of mistake::
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
-    └── UnshardedWarning                     shard() had no mapping, no mesh or no names to shard by
+    └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
 
 This module imports nothing of JAX, so that errors can be caught where JAX is absent.
 """
@@ -96,7 +96,11 @@ class UnusedAnnotationWarning(ScalaxWarning):
 
 
 class UnshardedWarning(ScalaxWarning):
-    """`scalax.axes.shard` did nothing: no mapping or no mesh is active, or no array names its dimensions."""
+    """Arrays are sharded by nothing.
+
+    `scalax.axes.shard` found no mapping, no mesh, or no array that names its dimensions; or the outputs of a
+    compiled function depend on no argument, and no `out_shardings` say where they go: they are on one device.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax.errors import ArgumentError, StructureError
+from scalax.axes import named_jit
+from scalax.errors import ArgumentError, ShardingError, StructureError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -592,3 +593,29 @@ def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
 def test_fewer_extra_arguments_after_more():
     compiled = HELPER.sjit(lambda *args: sum(args))
     assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
+
+
+def test_functions_in_modules_are_no_static_arguments():
+    eqx = pytest.importorskip('equinox')
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(lambda model, x: model(x))(model, X[0])
+    message = str(error.value)
+    assert message.startswith('<lambda> got leaves that are not arrays:\n  model/activation: ')
+    assert message.endswith(
+        'What to do: they are in trees that hold arrays too, which cannot be static: take them out, and '
+        'close over them. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for '
+        'eqx.combine inside; scalax.axes.named_jit compiles with whole modules.'
+    )
+    with pytest.raises(ShardingError) as error:
+        HELPER.shard(model, P())
+    assert str(error.value).endswith(
+        'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Of '
+        'a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both parts; '
+        'scalax.axes.named_jit compiles with whole modules.'
+    )
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    by_hand = HELPER.sjit(lambda arrays, x: eqx.combine(arrays, rest)(x))
+    np.testing.assert_allclose(by_hand(HELPER.shard(arrays, P()), X[0]), model(X[0]), rtol=1e-5)
+    with HELPER.get_context():
+        np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)

@@ -31,11 +31,13 @@ class Inside:
         arguments: the shardings of the arguments, by slot and leaf.
         constraints: the shardings to which they are constrained inside, likewise.
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
+        looked_at: whether it was looked at where outputs came out.
     """
 
     arguments: Mapping[int, Shardings]
     constraints: Mapping[int, Shardings]
     outputs: Sequence[NamedSharding | None] | None = None
+    looked_at: bool = False
 
 
 class Body:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._constrain import is_compiled
-from scalax._paths import describe_leaf
+from scalax._paths import describe_leaf, optional_path
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import (
     Shardings,
@@ -22,7 +22,7 @@ from scalax._sjit._placement import (
 )
 from scalax._sjit._signature import slot_path, type_of
 from scalax._spec import axis_sizes_text
-from scalax.errors import ArgumentError, MeshError, PlacementError, shown
+from scalax.errors import ArgumentError, MeshError, PlacementError, UnshardedWarning, shown, warn
 
 
 def any_deleted(row: Sequence[Any]) -> bool:
@@ -46,7 +46,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception
+    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception | None
 ) -> None:
     """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
@@ -131,6 +131,8 @@ def reject_mismatched(
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
     by_rules: bool,
+    *,
+    returned: bool = False,
 ) -> None:
     """Raises PlacementError if an argument is committed to another sharding than asked.
 
@@ -140,6 +142,7 @@ def reject_mismatched(
         row: the call.
         shardings: for each dynamic slot the shardings of its leaves.
         by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
+        returned: whether they may be outputs of a call before, which have the shardings that JAX chose.
     """
     wrong = is_mismatched if by_rules else is_elsewhere
     if not any_mismatched(row, shardings, wrong):
@@ -156,7 +159,14 @@ def reject_mismatched(
             f'says:\n{shown(bad)}\n'
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
+            + (_OF_OUTPUTS.format(name=convention.name) if returned else '')
         ) from None
+
+
+_OF_OUTPUTS = (
+    ' Of outputs of an earlier call of {name} the compiler has chosen the shardings: give out_shardings, or '
+    'donate the argument that they are to replace (donate_argnums), and they have those of the arguments.'
+)
 
 
 def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
@@ -195,6 +205,35 @@ def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
     if isinstance(leaf.sharding, NamedSharding):
         return list(leaf.sharding.mesh.devices.flat) != own
     return leaf.sharding.device_set != set(own)
+
+
+def warn_left_alone(
+    convention: Convention, row: Sequence[Any], shardings: Mapping[int, Shardings], outputs: Any
+) -> None:
+    """Warns about outputs that JAX put on one device, though arguments are on several.
+
+    JAX takes the devices from those arguments that the outputs depend on: for ``opt.init(params)`` from none.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    alone = [
+        describe_leaf(optional_path(path) or '', leaf)
+        for path, leaf in flat
+        if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
+    ]
+    if not alone or not any(
+        (sharding is not None and sharding.num_devices > 1)
+        or (is_concrete(leaf) and len(leaf.sharding.device_set) > 1)
+        for slot, wanted in shardings.items()
+        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+    ):
+        return
+    warn(
+        f'outputs of {convention.name} are on one device, although arguments are on several: they depend on '
+        f'no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
+        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
+        'an optimizer, or PartitionSpec() for copies on all devices.',
+        UnshardedWarning,
+    )
 
 
 def any_refused(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:

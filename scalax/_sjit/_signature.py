@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
+from scalax._paths import canonical_dtype, describe_leaf, join, leaf_shape, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
@@ -168,8 +168,25 @@ def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
     return ArgumentError(
         f'{convention.name} got leaves that are not arrays:\n{shown(_raising(TypeError, layout, row))}\n'
-        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
-        'static_argnames.'
+        f'What to do: {_OF_TREES if _among_arrays(layout, row) else _OF_ARGUMENTS}'
+    )
+
+
+_OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
+_OF_TREES = (
+    'they are in trees that hold arrays too, which cannot be static: take them out, and close over them. '
+    'Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine inside; '
+    'scalax.axes.named_jit compiles with whole modules.'
+)
+
+
+def _among_arrays(layout: Layout, row: Sequence[Any]) -> bool:
+    """Whether an argument holds arrays, and leaves that are none."""
+    return any(
+        len(leaves := jax.tree.leaves(row[slot])) > 1
+        and any(hasattr(leaf, 'dtype') for leaf in leaves)
+        and any(leaf_shape(leaf) is None for leaf in leaves)
+        for slot in layout.dynamic
     )
 
 

@@ -186,7 +186,11 @@ class State:
         self.hot = self._hottest(program.call)
         with self._placing:
             try:
-                return program.call(*placed)
+                outputs = program.call(*placed)
+                if not resolved.inside.looked_at:
+                    resolved.inside.looked_at = True
+                    _misplaced.warn_left_alone(self.convention, row, resolved.inside.arguments, outputs)
+                return outputs
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 if not _arose_inside(error):
                     self._explain(error, layout, row, resolved.inside.arguments)
@@ -329,7 +333,12 @@ class State:
 
     def _reject_mismatched(self, call: Call) -> None:
         _misplaced.reject_mismatched(
-            self.convention, call.layout, call.row, call.arguments, self.boundary.any_rule
+            self.convention,
+            call.layout,
+            call.row,
+            call.arguments,
+            self.boundary.any_rule,
+            returned=self.options.out_shardings is None and bool(self.resolved.items()),
         )
 
     def _reject_elsewhere(

@@ -324,10 +324,18 @@ def filled(
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
+_OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
+_OF_MODULES = (
+    ' Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
+    'parts; scalax.axes.named_jit compiles with whole modules.'
+)
+
+
 def strangers(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
     if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
         return []
+    hint = _OF_LEAVES + (_OF_MODULES if any(map(callable, tree.leaves)) else '')
     return [
         Problem(
             'not-an-array',
@@ -335,7 +343,7 @@ def strangers(tree: NamedTree) -> list[Problem]:
             f'{short(leaf)} is not an array'
             if leaf_shape(leaf) is None
             else f'JAX has no arrays of dtype {leaf.dtype}',
-            hint='shard trees of arrays, and take other leaves out (a function may close over them).',
+            hint=hint,
         )
         for index, leaf in enumerate(tree.leaves)
         if leaf_shape(leaf) is None or has_foreign_dtype(leaf)
