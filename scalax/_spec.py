@@ -75,12 +75,9 @@ def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
 
 
-SUM = 'sum'
-
-
 def sums_kind(spec: PartitionSpec) -> str:
     """What the parts along unreduced axes make: a sum, or in newer JAX something else."""
-    return getattr(getattr(spec, 'unreduced_kind', None), 'name', SUM)
+    return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
