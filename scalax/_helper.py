@@ -33,11 +33,21 @@ from scalax._prefix import RuleLike
 from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
-from scalax.errors import checked_flag
+from scalax.errors import ArgumentError, checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
 from scalax.visualize import Visualization, visualize
+
+
+class _Required:
+    """Stands for rules that have not been given: None is a rule."""
+
+    def __repr__(self) -> str:
+        return '<required>'
+
+
+_REQUIRED: Any = _Required()
 
 
 class MeshShardingHelper:
@@ -396,9 +406,9 @@ class MeshShardingHelper:
 
     def shard_map(
         self,
-        fun: Callable[..., Any],
-        in_specs: RuleLike,
-        out_specs: RuleLike,
+        fun: Callable[..., Any] | None = None,
+        in_specs: RuleLike = _REQUIRED,
+        out_specs: RuleLike = _REQUIRED,
         *,
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
@@ -409,7 +419,8 @@ class MeshShardingHelper:
         (Explicit axes; other devices, outside of a compiled function).
 
         Args:
-            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...).
+            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...). Without
+                it the result is a decorator.
             in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
                 ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
                 that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
@@ -442,6 +453,12 @@ class MeshShardingHelper:
             1.0
         """
         checked_flag('check_vma', check_vma)
+        for name, given in (('in_specs', in_specs), ('out_specs', out_specs)):
+            if given is _REQUIRED:
+                raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
+        if fun is None:
+            options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
+            return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
@@ -449,7 +466,7 @@ class MeshShardingHelper:
         fun: Callable[..., Any] | None = None,
         *,
         axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike,
+        out_sharding: RuleLike = _REQUIRED,
     ) -> Callable[..., Any]:
         """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
 
@@ -460,8 +477,8 @@ class MeshShardingHelper:
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Auto inside; all of them by default.
-            out_sharding: how the outputs lie: a rule or a pytree prefix of rules. None, which leaves it to
-                the compiler, is for axes that are Auto outside too.
+            out_sharding: how the outputs lie, given here or as a keyword of each call: a rule or a pytree
+                prefix of rules. None, which leaves it to the compiler, is for axes that are Auto outside too.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
@@ -484,14 +501,17 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        return _axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+        if out_sharding is not _REQUIRED:
+            return _axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+        switch = functools.partial(_axis_modes.auto_axes, self.get_context(), fun, axes)
+        return _axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
 
     def explicit_axes(
         self,
         fun: Callable[..., Any] | None = None,
         *,
         axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike,
+        in_sharding: RuleLike = _REQUIRED,
     ) -> Callable[..., Any]:
         """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
 
@@ -501,8 +521,9 @@ class MeshShardingHelper:
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Explicit inside; all of them by default.
-            in_sharding: how the arguments lie inside: rules in all the forms that `sjit` takes for
-                ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
+            in_sharding: how the arguments lie inside, given here or as a keyword of each call: rules in all
+                the forms that `sjit` takes for ``in_shardings``. None keeps the type of an argument, where no
+                axis changes its type.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
@@ -527,7 +548,10 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        return _axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
+        if in_sharding is not _REQUIRED:
+            return _axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
+        switch = functools.partial(_axis_modes.explicit_axes, self.get_context(), fun, axes)
+        return _axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
         """What a function would hold, and what its devices would send one another; compiled, not run.
