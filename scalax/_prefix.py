@@ -168,8 +168,8 @@ def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
         _explain(child, theirs[key], join(at, key), where)
     raise StructureError(
         f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
-        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, or '
-        'make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
+        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, '
+        'or make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
     )
 
 

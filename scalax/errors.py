@@ -19,6 +19,7 @@ already catch for the same kind of mistake::
     ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
+    ├── LostUpdateWarning                    a change of a module that a compiled function was given
     └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
 
 This module imports nothing of JAX, so that errors can be caught where JAX is absent.
@@ -93,6 +94,10 @@ class CheckpointWarning(ScalaxWarning):
 
 class UnusedAnnotationWarning(ScalaxWarning):
     """A sharding was bound to an annotation name that the function never used."""
+
+
+class LostUpdateWarning(ScalaxWarning):
+    """A compiled function changes a module of flax.nnx that it was given: it works on a copy."""
 
 
 class UnshardedWarning(ScalaxWarning):

@@ -181,9 +181,9 @@ One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
     'adam' is not an array
   table: <U1[2]
     JAX has no arrays of dtype <U1
-What to do: shard trees of arrays, and take other leaves out (a function may close over them). Of a module of equinox \
-eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both parts; scalax.axes.named_jit compiles \
-with whole modules.""",
+What to do: shard trees of arrays, and take other leaves out (a function may close over them). \
+Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both parts; \
+scalax.axes.named_jit compiles with whole modules.""",
             id='not arrays',
         ),
         pytest.param(

@@ -258,8 +258,8 @@ def test_static_fields_that_differ_are_said_where_they_are():
         split(rules, tree)
     assert str(error.value) == (
         'the rules do not have the structure of the tree at its root: the TrainState there differs in its '
-        'static fields (tx). Give one rule for the whole subtree, or make the tree of rules of the tree itself '
-        '(jax.tree.map, tree.replace).'
+        'static fields (tx). Give one rule for the whole subtree, or make the tree of rules of the tree '
+        'itself (jax.tree.map, tree.replace).'
     )
     below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
     with pytest.raises(StructureError, match="at 'params/d': there is no rule for 'w'"):

@@ -611,8 +611,8 @@ def test_functions_in_modules_are_no_static_arguments():
         HELPER.shard(model, P())
     assert str(error.value).endswith(
         'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Of '
-        'a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both parts; '
-        'scalax.axes.named_jit compiles with whole modules.'
+        'a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
+        'parts; scalax.axes.named_jit compiles with whole modules.'
     )
     arrays, rest = eqx.partition(model, eqx.is_array)
     by_hand = HELPER.sjit(lambda arrays, x: eqx.combine(arrays, rest)(x))

@@ -390,6 +390,54 @@ def test_large_init_is_never_whole_on_a_device():
     assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
 
 
+def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device():
+    init = optax.adam(1e-3).init
+    params = HELPER.shard({'b': X[0], 'w': X}, FSDP)
+    compiled = HELPER.sjit(init)
+    with pytest.warns(UnshardedWarning) as record:
+        state = compiled(params)
+    assert str(record[0].message) == (
+        'outputs of init_fn are on one device, although arguments are on several: they depend on no value of '
+        'those, and nothing says how they are sharded:\n'
+        '  0/mu/b: float32[8]\n'
+        '  0/mu/w: float32[8, 8]\n'
+        '  0/nu/b: float32[8]\n'
+        '  0/nu/w: float32[8, 8]\n'
+        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
+        'an optimizer, or PartitionSpec() for copies on all devices.'
+    )
+    assert len(record) == 1
+    compiled(params)  # said once
+    state = HELPER.sjit(init, out_shardings=OptimizerStateShardingRule(FSDP, params))(params)
+    assert state[0].mu['w'].sharding.spec == P('data')
+    HELPER.sjit(lambda x: jnp.zeros(()))(params)
+    HELPER.sjit(jnp.zeros_like)(X)
+
+
+def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
+    rules = {'state': P('data'), 'x': None}
+
+    def step(state, x):
+        return jnp.outer(x, x) @ state
+
+    compiled = HELPER.sjit(step, rules)
+    x = HELPER.shard(X[0], P('model'))
+    state = compiled(X, x)
+    assert not state.sharding.is_equivalent_to(HELPER.match_sharding_rule(P('data'), X), 2)
+    with pytest.raises(PlacementError) as error:
+        compiled(state, x)
+    assert str(error.value).endswith(
+        'to take arguments as they lie. Of outputs of an earlier call of step the compiler has chosen the '
+        'shardings: give out_shardings, or donate the argument that they are to replace (donate_argnums), '
+        'and they have those of the arguments.'
+    )
+    donating = HELPER.sjit(step, rules, donate_argnames='state')
+    donating(donating(X, x), x)
+    with pytest.raises(PlacementError) as error:
+        HELPER.sjit(lambda state, x: state, rules)(state, x)
+    assert str(error.value).endswith('to take arguments as they lie.')
+
+
 @pytest.mark.parametrize('donated', [True, False])
 def test_one_array_in_two_places_and_donated(donated):
     options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
@@ -443,51 +491,3 @@ def test_errors_about_arguments_come_alone():
         assert error.value.__cause__ is None
         assert 'Got jit sharding' not in ''.join(traceback.format_exception(error.value))
         assert 'has been deleted' not in ''.join(traceback.format_exception(error.value))
-
-
-def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device():
-    init = optax.adam(1e-3).init
-    params = HELPER.shard({'b': X[0], 'w': X}, FSDP)
-    compiled = HELPER.sjit(init)
-    with pytest.warns(UnshardedWarning) as record:
-        state = compiled(params)
-    assert str(record[0].message) == (
-        'outputs of init_fn are on one device, although arguments are on several: they depend on no value of '
-        'those, and nothing says how they are sharded:\n'
-        '  0/mu/b: float32[8]\n'
-        '  0/mu/w: float32[8, 8]\n'
-        '  0/nu/b: float32[8]\n'
-        '  0/nu/w: float32[8, 8]\n'
-        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
-        'an optimizer, or PartitionSpec() for copies on all devices.'
-    )
-    assert len(record) == 1
-    compiled(params)  # said once
-    state = HELPER.sjit(init, out_shardings=OptimizerStateShardingRule(FSDP, params))(params)
-    assert state[0].mu['w'].sharding.spec == P('data')
-    HELPER.sjit(lambda x: jnp.zeros(()))(params)
-    HELPER.sjit(jnp.zeros_like)(X)
-
-
-def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
-    rules = {'state': P('data'), 'x': None}
-
-    def step(state, x):
-        return jnp.outer(x, x) @ state
-
-    compiled = HELPER.sjit(step, rules)
-    x = HELPER.shard(X[0], P('model'))
-    state = compiled(X, x)
-    assert not state.sharding.is_equivalent_to(HELPER.match_sharding_rule(P('data'), X), 2)
-    with pytest.raises(PlacementError) as error:
-        compiled(state, x)
-    assert str(error.value).endswith(
-        'to take arguments as they lie. Of outputs of an earlier call of step the compiler has chosen the '
-        'shardings: give out_shardings, or donate the argument that they are to replace (donate_argnums), and '
-        'they have those of the arguments.'
-    )
-    donating = HELPER.sjit(step, rules, donate_argnames='state')
-    donating(donating(X, x), x)
-    with pytest.raises(PlacementError) as error:
-        HELPER.sjit(step, rules)(state, x)
-    assert str(error.value).endswith('to take arguments as they lie.')

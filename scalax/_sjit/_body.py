@@ -16,6 +16,7 @@ from scalax._constrain import apply_shardings
 from scalax._recent import Recent
 from scalax._sjit._boundary import Boundary
 from scalax._sjit._convention import Layout
+from scalax._sjit._lost_updates import Updates
 from scalax._sjit._misplaced import reject_foreign_types
 from scalax._sjit._placement import Shardings, as_typed
 from scalax._sjit._replay import Recordings
@@ -89,7 +90,10 @@ class Body:
         self.recordings.user_code_ran(signature, kinds)
         fun = self._fun()
         assert fun is not None  # whoever calls holds it
-        return fun(*args, **keywords)
+        updates = Updates((args, keywords))
+        outputs = fun(*args, **keywords)
+        updates.warn_lost(self._convention.name, outputs)
+        return outputs
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
         """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""

@@ -100,7 +100,8 @@ def reject_foreign_types(
 def any_foreign(row: Sequence[Any], mesh: Any) -> bool:
     """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
     traced = (leaf for leaf in jax.tree.leaves(row) if isinstance(leaf, jax.core.Tracer))
-    return any(_is_foreign(jax.typeof(leaf).sharding.mesh, mesh) for leaf in traced)
+    shardings = (getattr(type_of(leaf), 'sharding', None) for leaf in traced)
+    return any(sharding is not None and _is_foreign(sharding.mesh, mesh) for sharding in shardings)
 
 
 def _is_foreign(theirs: Any, mesh: Any) -> bool:

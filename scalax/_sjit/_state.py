@@ -187,14 +187,14 @@ class State:
         with self._placing:
             try:
                 outputs = program.call(*placed)
-                if not resolved.inside.looked_at:
-                    resolved.inside.looked_at = True
-                    _misplaced.warn_left_alone(self.convention, row, resolved.inside.arguments, outputs)
-                return outputs
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 if not _arose_inside(error):
                     self._explain(error, layout, row, resolved.inside.arguments)
                 raise
+        if not resolved.inside.looked_at:
+            resolved.inside.looked_at = True
+            _misplaced.warn_left_alone(self.convention, row, resolved.inside.arguments, outputs)
+        return outputs
 
     def _explain(
         self, error: Exception, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings]
