@@ -64,6 +64,37 @@ def explicit_axes(
     return _Explicit(active, fun, axes, in_sharding).wrapper()
 
 
+def at_the_call(
+    switch: Callable[[RuleLike], Callable[..., Any]], fun: Callable[..., Any], api: str, option: str
+) -> Callable[..., Any]:
+    """A function that takes its rules as a keyword of each call, as those of ``jax.sharding`` do.
+
+    Args:
+        switch: gives *fun* with the axis types that it has inside, for rules.
+        fun: the function.
+        api: what is called, for errors.
+        option: the keyword.
+    """
+    switch(None)  # what is wrong whatever the rules are
+    remembered = functools.lru_cache(maxsize=64)(switch)
+
+    @functools.wraps(fun)
+    def switched(*args: Any, **kwargs: Any) -> Any:
+        if option not in kwargs:
+            raise ArgumentError(
+                f'{api} of {getattr(fun, "__name__", fun)} needs {option}: give it to {api}, or as a keyword '
+                f'of the call'
+            )
+        rules = kwargs.pop(option)
+        try:
+            found = remembered(rules)
+        except TypeError:  # a tree of rules that has no hash
+            found = switch(rules)
+        return found(*args, **kwargs)
+
+    return switched
+
+
 class _Switched(abc.ABC):
     """A function whose mesh axes have another type inside."""
 

@@ -27,7 +27,7 @@ from scalax._resolve import named_sharding
 from scalax._rows import Layout, checked_axis, layout_of
 from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
-from scalax.errors import DataError, shown
+from scalax.errors import DataError, ScalaxError, shown
 
 Rows = Literal['all', 'needed']
 ADVICE = (
@@ -83,6 +83,10 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
     """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
     _processes.require_this_process(options.mesh)
     several = _processes.processes_of(options.mesh).several
+    if not several:
+        leaves, treedef = jax.tree.flatten(pytree)
+        if shardings := _known_shardings(options, leaves):
+            return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def prepare() -> tuple[list[tuple[str, str]], tuple[Part, Finish]]:
         reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
@@ -101,6 +105,29 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
     if check_replicas and several:
         _replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
     return finish()
+
+
+def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
+    """Where all leaves are numpy arrays that fit, what `read` would find of them; None if they are not."""
+    if set(map(type, leaves)) != {np.ndarray}:
+        return None
+    subset = options.mesh_axis_subset
+    shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+    try:
+        axes = tuple(subset) if isinstance(subset, list) else subset
+        return _shardings_of(options.mesh, options.batch_axis, axes, options.rows, shapes)
+    except (TypeError, ScalaxError):  # cannot be hashed, or is wrong: `read` names the leaves
+        return None
+
+
+# Typed, as 1 is a batch axis and True is none.
+@functools.lru_cache(maxsize=256, typed=True)
+def _shardings_of(
+    mesh: Mesh, batch_axis: int, axes: Any, rows: Rows, shapes: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[NamedSharding]:
+    """Of arrays on one process: nothing of it depends on their values or their paths."""
+    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
+    return list(read(Options(mesh, batch_axis, axes, rows), arrays).shardings)
 
 
 def agree(

@@ -333,9 +333,8 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
             f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
             "jax.config.update('jax_num_cpu_devices', n)), or make a helper there"
         )
-    devices = np.empty(ids.shape, object)
-    devices.flat = [here[number] for number in ids.flat]
-    return Mesh(devices, names, axis_types=types)
+    devices = np.array([here[number] for number in ids.flat], dtype=object)
+    return Mesh(devices.reshape(ids.shape), names, axis_types=types)
 
 
 def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -101,8 +102,11 @@ def send(job: Training, number: signal.Signals) -> None:
 
 def ended(old: Training, jobs: list[Training]) -> str:
     """Waits for the end of a job that has been replaced; returns how that was."""
-    old.launcher.wait(timeout=START_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        old.launcher.wait(timeout=START_S)
     text = old.said.read_text(errors='replace')
+    if old.launcher.poll() is None:
+        raise Failed(f'the old job has not ended:\n{text[-4000:]}')
     named = {int(pid) for pid in TAKEN.findall(text)}
     first = {pid for job in jobs[jobs.index(old) + 1 :] for index, pid in job.started() if index == 0}
     if named and named <= first:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from scalax.checkpoint import Checkpointer, _checkpointer, _save, _saved, _writer
 from scalax.errors import ArgumentError, CheckpointError
@@ -224,6 +226,30 @@ def check_all_processes_of_a_job_are_one_writer() -> None:
     assert ('' if jax.process_index() == 0 else 'process 0: CheckpointError: ') in text
     assert 'has another writer now: process ' in text, text
     assert_saves(new, 3)
+
+
+def check_a_step_that_comes_while_they_look() -> None:
+    """One process sees it and another does not: it is none that a restart has to go on from."""
+    where = folder('comes')
+    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    for step in (1, 2):
+        old.save(step, state(step))
+    old.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if last():
+            patch.setattr(_checkpointer, 'complete_steps', lambda directory: [1])
+        new.restore(helper(), P(), LIKE)
+    assert new.restored_step == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert new.save(2, state(5))
+    said = [str(one.message) for one in caught]
+    first = jax.process_index() == 0
+    assert [f'{where} holds step 2, saved by the writer that' in text for text in said] == [True] * first, (
+        said
+    )
+    new.close()
+    assert int(Checkpointer(where).restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 5
 
 
 def check_sixteen_threads_of_each_process() -> None:

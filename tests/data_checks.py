@@ -419,7 +419,7 @@ def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
     line, more = f'process {odd}: a is {said}, and missing on process 0', placed()
     with says(f'gather: the processes disagree ({call}):\n  {line}'):
         helper.gather({'x': placed(), 'a': more if last() else 1})
-    across = helper.shard(whole.reshape(2, -1), P(None, 'data'))
+    across = helper.shard(whole.reshape(4, -1), P(None, 'data'))
     with says('global_array_to_local_data: the processes disagree'):
         helper.global_array_to_local_data({'x': deleted_on_the_last(across), 'y': more})
     line = f'process {odd}: x is int32[{len(whole) + 8}] for {P("data")}, and int32[{len(whole)}] for'

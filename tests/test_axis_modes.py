@@ -1,5 +1,7 @@
 """`helper.auto_axes` and `helper.explicit_axes`: JAX's, with rules, on every kind of mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -631,3 +633,38 @@ def test_a_call_without_arrays_compiles_once():
     for _ in range(2):
         np.testing.assert_array_equal(make(), np.arange(8.0))
     assert len(traces) == 1
+
+
+@each_mesh
+@pytest.mark.parametrize('mode', ['auto_axes', 'explicit_axes'])
+def test_the_rules_may_come_with_the_call(helper, mode):
+    option = 'out_sharding' if mode == 'auto_axes' else 'in_sharding'
+    runs = []
+
+    def fun(x):
+        runs.append(x.shape)
+        return 3 * x
+
+    api = getattr(helper, mode)
+    for switched in (api(fun), api()(fun), functools.partial(api, axes=('a', 'b'))(fun)):
+        runs.clear()
+        for rules in (P('a'), P('a'), P(None, 'b')):
+            out = switched(X, **{option: rules})
+            np.testing.assert_array_equal(out, 3 * X)
+            if mode == 'auto_axes':
+                assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, rules), 2)
+        assert len(runs) == 2  # once for each of the rules
+        np.testing.assert_array_equal(helper.sjit(lambda x, s=switched: s(x, **{option: P('a')}))(X), 3 * X)
+        with pytest.raises(errors.ArgumentError) as error:
+            switched(X)
+        assert str(error.value) == (
+            f'{mode} of fun needs {option}: give it to {mode}, or as a keyword of the call'
+        )
+
+
+def test_the_rules_of_a_call_may_be_a_tree():
+    pair = EXPLICIT_MESH.auto_axes(lambda x: {'x': x, 'sum': x.sum()})
+    out = pair(X, out_sharding={'x': P('a'), 'sum': P()})
+    assert jax.typeof(out['x']).sharding.spec == P('a', None)
+    with pytest.raises(errors.MeshError, match="has no axis 'c'"):
+        EXPLICIT_MESH.auto_axes(lambda x: x, axes='c')

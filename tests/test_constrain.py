@@ -182,6 +182,7 @@ def test_manual_axes_are_left_alone(helper, manual, kind):
     mapped = jax.shard_map(body, mesh=helper.mesh, in_specs=spec, out_specs=spec, axis_names=set(manual))
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     placed = helper.shard(x, spec)  # the other axes come from the constraint alone
+    asked = asked if jax_keeps_types(helper.mesh, spec, asked) else spec
     with helper.get_context({'y': rule}):
         assert_lies(jax.jit(mapped)(placed), helper, asked, x)
         assert_lies(mapped(placed), helper, asked, x)
@@ -190,6 +191,25 @@ def test_manual_axes_are_left_alone(helper, manual, kind):
     if kind != 'annotation':
         # The mesh of shard_map is an ambient one.
         assert_lies(jax.jit(mapped)(placed), helper, asked, x)
+
+
+def jax_keeps_types(mesh, spec, asked):
+    """Whether the type that a value gets inside of ``jax.shard_map`` leaves it; of Auto axes none does.
+
+    JAX 0.10.2 forgets Explicit axes beside manual ones of type Auto.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    inside = [axis if axis not in spec and types[axis] is AxisType.Explicit else None for axis in asked]
+
+    def typed(y):
+        return jax.sharding.reshard(y, NamedSharding(jax.sharding.get_abstract_mesh(), P(*inside)))
+
+    if not any(inside):
+        return True
+    manual = {axis for axis in spec if axis}
+    mapped = jax.shard_map(typed, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual)
+    x = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(mesh, spec))
+    return set(filter(None, inside)) <= set(jax.jit(mapped)(x).sharding.spec)
 
 
 def test_shard_map_over_another_mesh():

@@ -341,7 +341,6 @@ def test_a_thread_that_drops_its_share_leaves_the_others_theirs() -> None:
     assert len([arrays for part in taken for arrays in part if arrays is not None]) == 20
 
 
-@pytest.mark.usefixtures('hears_ctrl_c')
 def test_ctrl_c_leaves_what_was_not_taken() -> None:
     go = threading.Event()
 

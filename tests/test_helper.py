@@ -75,7 +75,7 @@ def test_the_helper_is_one_class():
         ),
         (
             lambda: HELPER.gather(),
-            "MeshShardingHelper.gather() missing 1 required positional argument: 'pytree'",
+            "MeshShardingHelper.gather() missing 1 required positional argument: 'tree'",
         ),
     ],
 )

@@ -24,6 +24,7 @@ LAYERS = [
     '_fold',
     'errors',
     '_recent',
+    '_keywords',
     '_json',
     '_aligned',
     '_frames',

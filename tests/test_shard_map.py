@@ -439,3 +439,15 @@ def test_a_call_outside_of_compiled_functions_compiles_once(helper):
     for _ in range(3):
         np.testing.assert_array_equal(mapped(placed), 2 * X)
     assert len(runs) == 1
+
+
+def test_a_decorator_with_options():
+    @HELPERS['auto'].shard_map(in_specs=P('a'), out_specs=P('a'), axis_names='a')
+    def double(x):
+        return 2 * x
+
+    np.testing.assert_array_equal(double(X), 2 * X)
+    for options, missing in (({'out_specs': P()}, 'in_specs'), ({'in_specs': P()}, 'out_specs')):
+        with pytest.raises(errors.ArgumentError) as error:
+            HELPERS['auto'].shard_map(**options)
+        assert str(error.value) == f'shard_map needs {missing}: a PartitionSpec, a rule, or a tree of them'

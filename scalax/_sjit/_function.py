@@ -17,7 +17,7 @@ from scalax._prefix import RuleLike, check
 from scalax._sjit._aot import JittedCall, traced_as_called, types_as_structs
 from scalax._sjit._boundary import OnMismatch, Options
 from scalax._sjit._caller import generate_caller
-from scalax._sjit._convention import OMITTED, Convention
+from scalax._sjit._convention import OMITTED, Convention, name_of
 from scalax._sjit._program import held
 from scalax._sjit._shared import state_of
 from scalax._sjit._signature import slot_path
@@ -143,6 +143,11 @@ def sjit(
             f'sjit takes a function first, got {type(fun).__name__}: write '
             'helper.sjit(fun, in_shardings=...) or @helper.sjit(in_shardings=...)'
         )
+    if inspect.isgeneratorfunction(fun):
+        raise ArgumentError(
+            f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
+            'a yield in it. Return a list of what it yields, or compile what happens between two yields'
+        )
     convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
     by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
     for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
@@ -231,4 +236,6 @@ def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 f'sjit got an option {name!r} that neither it nor jax.jit has '
                 f'({did_you_mean(name, [*known, "annotation_shardings", "on_mismatch"])})'
             )
+    if jit_kwargs:
+        jax.jit(lambda: None, **jit_kwargs)  # what is wrong with a value is said here, and not at a call
     return dict(jit_kwargs)

@@ -46,7 +46,7 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception
+    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception | None
 ) -> None:
     """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}

@@ -27,7 +27,7 @@ from scalax._recent import Recent
 from scalax._same_paths import paths_of
 from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._misplaced import reject_deleted
+from scalax._sjit._misplaced import reject_deleted, reject_donated_twice
 from scalax._sjit._placement import Moves, Shardings, moved, place
 from scalax._sjit._signature import Signature, dynamic_slots
 from scalax.errors import ArgumentError, StructureError
@@ -35,7 +35,8 @@ from scalax.errors import ArgumentError, StructureError
 Known = Recent[Signature, Inside]
 """The signatures whose shardings are a program's, each with what its trace needs to know."""
 
-# Up to this version a deleted argument ends the process with a segmentation fault on several devices.
+# Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
+# fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
@@ -252,12 +253,15 @@ class Program:
         is_deleted = operator.methodcaller('is_deleted')
 
         def call(*row: Any) -> Any:
+            leaves = leaves_of(row)
             try:
-                gone = any(map(is_deleted, leaves_of(row)))
+                gone = any(map(is_deleted, leaves))
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
                 gone = True
             if gone:
                 reject_deleted(convention, layout, row)
+            if layout.donated and len(set(map(id, leaves))) < len(leaves):
+                reject_donated_twice(convention, layout, row, None)
             return jitted(*row)
 
         return call

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from scalax import _agree, _processes, _spec
 from scalax._paths import NamedTree
@@ -79,7 +79,7 @@ def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseExcepti
 def _saved_text(leaf: Any) -> str:
     """What is saved once, and so must be the same everywhere: of arrays on the host also the values."""
     if isinstance(leaf, jax.Array):
-        spec = getattr(leaf.sharding, 'spec', '')
+        spec = _spec.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
         return f'{leaf.dtype}{list(leaf.shape)} as {spec}'
     if hasattr(leaf, 'dtype'):
         crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)

@@ -342,8 +342,8 @@ class Checkpointer:
         self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
     ) -> Saved:
         """The step to restore, the same on every process, of those that are *here*."""
-        self._known = set(here)
         steps = _agreed.steps(helper.mesh, here)
+        self._known = set(steps)  # what one alone has seen came while the others looked
         if step is not None and step in here and step not in steps:
             raise CheckpointError(
                 f'step {step} is in {self._directory} as this process sees it, and other processes do not '
