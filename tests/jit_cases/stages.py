@@ -228,7 +228,7 @@ def stages_of_what_jax_made_of_it(jit):
     return (
         jax.jit(jax.grad(f)).lower(X).compile()(X),
         jax.eval_shape(jax.vmap(f), M),
-        jax.make_jaxpr(jax.grad(f))(X).out_avals,
+        [aval.shape for aval in jax.make_jaxpr(jax.grad(f))(X).out_avals],
         jax.jit(jax.value_and_grad(f)).trace(X).out_info[1].shape,
     )
 

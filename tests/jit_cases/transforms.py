@@ -340,7 +340,7 @@ def inner_functions_share_traces(jit):
     return one(V), other(V), shared(V)
 
 
-@case(defect='each sjit function has a context of its own')
+@case
 def compiled_again(jit):
     def f(x):
         traced()
