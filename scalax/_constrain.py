@@ -18,13 +18,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _context, _spec
+from scalax._keywords import renamed
 from scalax._paths import describe_leaf
 from scalax._prefix import RuleLike, split
 from scalax._resolve import Use, resolve, with_types
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 
 
-def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
+@renamed(pytree='tree', sharding_rule='rules')
+def with_sharding_constraint(tree: Any, rules: RuleLike) -> Any:
     """Constrains the sharding of a tree of arrays, inside a function that `sjit` compiles.
 
     With an active helper (inside `sjit`, or in ``helper.get_context()``) the helper's mesh is used.
@@ -32,8 +34,8 @@ def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
     ``jax.set_mesh`` if there is one, and otherwise nothing happens.
 
     Args:
-        pytree: arrays, or anything JAX takes as one.
-        sharding_rule: a rule, a PartitionSpec, a NamedSharding, None (leave it to the compiler), or a
+        tree: arrays, or anything JAX takes as one.
+        rules: a rule, a PartitionSpec, a NamedSharding, None (leave it to the compiler), or a
             pytree prefix of these.
 
     Returns:
@@ -56,21 +58,22 @@ def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
     context = _context.current()
     if context is not None:
         helper = context.helper
-        return constrain(pytree, sharding_rule, helper.mesh, helper.on_indivisible)
+        return constrain(tree, rules, helper.mesh, helper.on_indivisible)
     ambient = ambient_mesh()
     if ambient.empty:
-        return _constrain_named_shardings(pytree, sharding_rule)
-    return constrain(pytree, sharding_rule, ambient, 'error')
+        return _constrain_named_shardings(tree, rules)
+    return constrain(tree, rules, ambient, 'error')
 
 
-def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
+@renamed(pytree='tree')
+def with_sharding_annotation(tree: Any, sharding_name: str) -> Any:
     """Names a place in a model, to be given its sharding where the model is compiled.
 
     The sharding is the one that ``helper.sjit(..., annotation_shardings={sharding_name: rule})`` (or
     ``helper.get_context(...)``) binds to the name. A name that nobody bound does nothing.
 
     Args:
-        pytree: arrays, or anything JAX takes as one.
+        tree: arrays, or anything JAX takes as one.
         sharding_name: the name.
 
     Returns:
@@ -91,18 +94,16 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
     """
     if not isinstance(sharding_name, str):
         raise ArgumentError(
-            'with_sharding_annotation(pytree, name): the name is a string, got '
-            f'{type(sharding_name).__name__}'
+            f'with_sharding_annotation(tree, name): the name is a string, got {type(sharding_name).__name__}'
         )
-    context = _context.current()
-    found = context.bound(sharding_name) if context else None
+    found = _context.bound(sharding_name)
     if found is None:
-        return pytree
+        return tree
     helper, rules = found
     where = f'annotation {sharding_name!r}'
     # The scope names the operation in profiles, and in the compiled program for plans.
     with jax.named_scope(f'annotation({sharding_name})'):
-        return constrain(pytree, rules, helper.mesh, helper.on_indivisible, where)
+        return constrain(tree, rules, helper.mesh, helper.on_indivisible, where)
 
 
 def constrain(
@@ -283,7 +284,7 @@ def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
         'unreduced',
         describe_leaf('', leaf),
         f'{what} cannot be placed as parts of a {kind}',
-        spec=str(spec),
+        spec=_spec.text(spec),
         hint='place it without unreduced axes.',
     )
     raise ShardingError([problem])

@@ -81,29 +81,53 @@ Finish = Callable[[], Any]
 
 def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
     """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
-    reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
-    processes = _processes.processes_of(options.mesh)
     _processes.require_this_process(options.mesh)
-    if check and processes.several:
-        part = read_together(options, pytree)
+    several = _processes.processes_of(options.mesh).several
+    if not several:
+        leaves, treedef = jax.tree.flatten(pytree)
+        if shardings := _known_shardings(options, leaves):
+            return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+
+    def prepare() -> tuple[list[tuple[str, str]], tuple[Part, Finish]]:
+        reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
+        part = read(options, pytree)
+        finish = place(part)
+        return _said(part) if several else [], (part, finish)
+
+    if check and several:
+        part, finish = _agree.together(
+            options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
+        )
     else:
-        part = read(options, pytree)
-        if processes.several:
+        _, (part, finish) = prepare()
+        if several:
             _processes.bound_queue(options.mesh)
-    if check_replicas and processes.several:
+    if check_replicas and several:
         _replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
-    return place(part)()
+    return finish()
 
 
-def read_together(options: Options, pytree: Any) -> Part:
-    """`read`, which raises on every process if it does on one, or if the parts do not fit together."""
-    part, error = None, None
+def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
+    """Where all leaves are numpy arrays that fit, what `read` would find of them; None if they are not."""
+    if set(map(type, leaves)) != {np.ndarray}:
+        return None
+    subset = options.mesh_axis_subset
+    shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     try:
-        part = read(options, pytree)
-    except ScalaxError as fault:  # raised once all have been told
-        error = fault
-    agree(options, 'local_data_to_global_array', part, error)
-    return cast(Part, part)
+        axes = tuple(subset) if isinstance(subset, list) else subset
+        return _shardings_of(options.mesh, options.batch_axis, axes, options.rows, shapes)
+    except (TypeError, ScalaxError):  # cannot be hashed, or is wrong: `read` names the leaves
+        return None
+
+
+# Typed, as 1 is a batch axis and True is none.
+@functools.lru_cache(maxsize=256, typed=True)
+def _shardings_of(
+    mesh: Mesh, batch_axis: int, axes: Any, rows: Rows, shapes: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[NamedSharding]:
+    """Of arrays on one process: nothing of it depends on their values or their paths."""
+    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
+    return list(read(Options(mesh, batch_axis, axes, rows), arrays).shardings)
 
 
 def agree(
@@ -271,6 +295,10 @@ def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
         return _Placed(jax.make_array_from_callback(host.shape, sharding, lambda _: host), None)
     # The data of keys have dimensions of their own, behind those of the keys.
     shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
+    if not host.size:
+        # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
+        nothing = np.empty(sharding.shard_shape(shape), host.dtype)
+        return _Placed(jax.make_array_from_callback(shape, sharding, lambda _: nothing), None)
     exchange = None
     if part.options.rows == 'all':
         exchange = exchange_for(layout.mesh, layout.intervals(shape[axis]), host.shape[axis])

@@ -26,12 +26,14 @@ from scalax import (
     _sjit,
     _transfer,
 )
+from scalax._keywords import renamed
 from scalax._paths import canonical_dtype
 from scalax._prefetch import Prefetch
 from scalax._prefix import RuleLike
+from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
-from scalax.errors import ArgumentError
+from scalax.errors import ArgumentError, checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
@@ -95,7 +97,7 @@ class MeshShardingHelper:
         mesh = _mesh.build_mesh(
             axis_dims,
             axis_names,
-            split_physical_axes=mesh_axis_splitting,
+            split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
             dcn_axis_dims=dcn_axis_dims,
             devices=devices,
             axis_types=axis_types,
@@ -105,7 +107,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts = _context.ContextCache(self)
+        self._contexts: Recent[_context.Context, _context.Context] = Recent()
         self._resolutions = ResolutionCache()
 
     @classmethod
@@ -187,6 +189,9 @@ class MeshShardingHelper:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
 
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
+
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
         types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
@@ -194,33 +199,35 @@ class MeshShardingHelper:
 
     # --- Rules and trees --------------------------------------------------------------------------
 
-    def match_sharding_rule(self, sharding_rules: RuleLike, pytree: Any) -> Any:
+    @renamed(sharding_rules='rules', pytree='tree')
+    def match_sharding_rule(self, rules: RuleLike, tree: Any) -> Any:
         """The sharding that rules give each leaf of a tree on this mesh.
 
         Args:
-            sharding_rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of
+            rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of
                 these.
-            pytree: leaves may be arrays, ``jax.ShapeDtypeStruct``, numpy arrays, Python scalars or
+            tree: leaves may be arrays, ``jax.ShapeDtypeStruct``, numpy arrays, Python scalars or
                 typed PRNG keys.
 
         Returns:
-            A pytree of NamedSharding with the structure of *pytree*.
+            A pytree of NamedSharding with the structure of *tree*.
 
         Raises:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        shardings, treedef = self._shardings(sharding_rules, pytree)
+        shardings, treedef = self._shardings(rules, tree)
         return jax.tree.unflatten(treedef, shardings)
 
     def _shardings(self, rules: RuleLike, pytree: Any) -> tuple[list[Any], Any]:
         return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
 
-    def abstract(self, pytree: Any, rules: RuleLike) -> Any:
+    @renamed(pytree='tree')
+    def abstract(self, tree: Any, rules: RuleLike) -> Any:
         """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
 
         Args:
-            pytree: as for `match_sharding_rule`.
+            tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`.
         """
 
@@ -228,25 +235,27 @@ class MeshShardingHelper:
             kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
             return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
 
-        shardings = self.match_sharding_rule(rules, pytree)
-        with _transfer.naming(pytree):
-            return jax.tree.map(struct, pytree, shardings)
+        shardings = self.match_sharding_rule(rules, tree)
+        with _transfer.naming(tree):
+            return jax.tree.map(struct, tree, shardings)
 
-    def explain(self, pytree: Any, rules: RuleLike) -> ShardingReport:
+    @renamed(pytree='tree')
+    def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:
         """What each leaf gets, which rule says so, and what it costs; prints as a table.
 
         Args:
-            pytree: as for `match_sharding_rule`.
+            tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
         """
-        resolution = resolve(rules, pytree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
+        resolution = resolve(rules, tree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
         return make_report(rules, resolution, dict(self._mesh.shape))
 
-    def visualize(self, tree_or_array: Any, rules: RuleLike = None) -> Visualization:
+    @renamed(tree_or_array='tree')
+    def visualize(self, tree: Any, rules: RuleLike = None) -> Visualization:
         """Which device holds which block: a picture for terminals and notebooks.
 
         Args:
-            tree_or_array: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
+            tree: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
                 any mesh: jax.Arrays, and the ``jax.ShapeDtypeStruct`` that `abstract` makes.
             rules: shows where these would place each leaf; None shows the leaves as they lie.
 
@@ -272,13 +281,14 @@ class MeshShardingHelper:
             <BLANKLINE>
             Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).
         """
-        return visualize(tree_or_array if rules is None else self.abstract(tree_or_array, rules))
+        return visualize(tree if rules is None else self.abstract(tree, rules))
 
-    def shard(self, pytree: Any, rules: RuleLike) -> Any:
+    @renamed(pytree='tree')
+    def shard(self, tree: Any, rules: RuleLike) -> Any:
         """Places a tree of arrays on the mesh, in one transfer.
 
         Args:
-            pytree: arrays of any kind.
+            tree: arrays of any kind.
             rules: as for `match_sharding_rule`.
 
         Returns:
@@ -286,30 +296,37 @@ class MeshShardingHelper:
 
         Raises:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
+            DataError: the processes of the mesh place different trees; raised on all of them.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+        return _transfer.put_on(self.mesh, tree, lambda: self._shardings(rules, tree)[0])
 
-    def gather(self, pytree: Any) -> Any:
+    @renamed(pytree='tree')
+    def gather(self, tree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
         Leaves of other kinds are returned as they are.
-        """
-        return _transfer.to_host(pytree)
 
-    def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: RuleLike) -> tuple[Any, Any]:
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
+        """
+        return _transfer.to_host(tree)
+
+    @renamed(pytree='tree', sharding_rule='rules')
+    def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
         """Two trees of functions, for placing and for fetching each leaf.
 
         `shard` and `gather` do the same for a whole tree at once, and need no such trees.
         """
         _mesh.require_devices(self._mesh, 'make_shard_and_gather_fns')
-        shardings = self.match_sharding_rule(sharding_rule, pytree)
+        shardings = self.match_sharding_rule(rules, tree)
         return _transfer.shard_functions(shardings), _transfer.gather_functions(shardings)
 
     @classmethod
-    def apply_shard_and_gather_fns(cls, fns: Any, pytree: Any) -> Any:
+    @renamed(pytree='tree')
+    def apply_shard_and_gather_fns(cls, fns: Any, tree: Any) -> Any:
         """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
-        return _transfer.apply_functions(fns, pytree)
+        return _transfer.apply_functions(fns, tree)
 
     # --- Compiled functions -----------------------------------------------------------------------
 
@@ -435,6 +452,7 @@ class MeshShardingHelper:
             >>> float(mapped(np.ones(16, np.float32)).sum())
             1.0
         """
+        checked_flag('check_vma', check_vma)
         for name, given in (('in_specs', in_specs), ('out_specs', out_specs)):
             if given is _REQUIRED:
                 raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
@@ -573,6 +591,7 @@ class MeshShardingHelper:
         """
         if quick is not None:
             reject_own_argument(fun, 'quick')
+            checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     def get_context(
@@ -602,16 +621,17 @@ class MeshShardingHelper:
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """The annotation bindings in force, inherited ones included; None without an active helper."""
         context = _context.current()
-        return context.all_bindings() if context else None
+        return context.rules() if context else None
 
     with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
     with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
 
     # --- Host data --------------------------------------------------------------------------------
 
+    @renamed(pytree='tree')
     def local_data_to_global_array(
         self,
-        pytree: Any,
+        tree: Any,
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
         *,
@@ -622,7 +642,7 @@ class MeshShardingHelper:
         """Makes global arrays of the data that each process holds.
 
         Args:
-            pytree: this process's part. Scalars are replicated, and must agree on all processes. NumPy
+            tree: this process's part. Scalars are replicated, and must agree on all processes. NumPy
                 arrays must not change while the result is in use: on CPU it may share their memory.
             batch_axis: the axis along which the parts of all processes are joined, in process order;
                 may be negative.
@@ -655,8 +675,10 @@ class MeshShardingHelper:
             P('data',)
         """
         _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return _data.local_data_to_global_array(options, pytree, check, check_replicas)
+        return _data.local_data_to_global_array(options, tree, check, check_replicas)
 
     def process_rows(
         self,
@@ -688,13 +710,14 @@ class MeshShardingHelper:
         _rows.checked_axis(batch_axis)
         return _rows.process_rows(self.mesh, global_batch, _rows.layout_of(self.mesh, mesh_axis_subset))
 
+    @renamed(pytree='tree')
     def global_array_to_local_data(
-        self, pytree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
+        self, tree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
     ) -> Any:
         """The inverse of `local_data_to_global_array`: this process's rows, as numpy arrays (keys: as keys).
 
         Args:
-            pytree: global jax.Arrays; what this process holds whole is returned whole.
+            tree: global jax.Arrays; what this process holds whole is returned whole.
             batch_axis: the axis of the rows; may be negative.
             rows: ``'all'``: this process's equal part, in process order; where it lies on the devices of
                 other processes, the leaf is fetched, which all processes do together. ``'needed'``: the
@@ -703,7 +726,7 @@ class MeshShardingHelper:
         Raises:
             DataError: leaves that have no such part; all of them are named, on every process.
         """
-        return _local.global_array_to_local_data(pytree, batch_axis, rows)
+        return _local.global_array_to_local_data(tree, batch_axis, rows)
 
     def broadcast_from(self, process: int, tree: Any) -> Any:
         """Gives every process the values that one of them has.
@@ -765,5 +788,12 @@ class MeshShardingHelper:
             [0, 8, 16]
         """
         _mesh.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
+
+
+def _unpickled(
+    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
+) -> MeshShardingHelper:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)

@@ -140,7 +140,7 @@ def _first_ten(items: Iterable[str]) -> str:
 
 def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
     """Finds the first place where the two trees part ways, and raises about it."""
-    if is_rule(rules):
+    if is_rule(rules) or _fits(rules, tree):
         return
     of = _of(where) or ' of the tree'
     place = 'at its root' if at is None else f'at {at!r}'
@@ -168,5 +168,31 @@ def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
         _explain(child, theirs[key], join(at, key), where)
     raise StructureError(
         f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
-        'differs in its static fields. Give one rule for the whole subtree.'
+        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, '
+        'or make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
     )
+
+
+def _fits(rules: Any, tree: Any) -> bool:
+    """Whether a tree of rules is a prefix of a tree."""
+    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
+    try:
+        treedef.flatten_up_to(tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _differing(rules: Any, tree: Any, children: Iterable[str]) -> str:
+    """The fields of two nodes that are no children, and differ, where that can be seen."""
+    known = [field.name for field in dataclasses.fields(rules)] if dataclasses.is_dataclass(rules) else []
+    names = [name for name in known if name not in children]
+    found = [name for name in names if _differ(getattr(rules, name, None), getattr(tree, name, None))]
+    return f' ({", ".join(found)})' if found else ''
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one != other)
+    except Exception:  # a user's comparison
+        return one is not other

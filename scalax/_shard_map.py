@@ -246,7 +246,7 @@ class _Mapped:
                         'manual-order',
                         leaf,
                         f'a dimension has {mixed[0]!r}, which is not manual, before {mixed[1]!r}, which is',
-                        spec=str(sharding.spec),
+                        spec=_spec.text(sharding.spec),
                         hint='within a dimension the manual axes (axis_names) come first: blocks are cut '
                         'before the compiler divides them further.',
                     )

@@ -90,6 +90,24 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return replaced(spec, entries(spec))
 
 
+def text(spec: PartitionSpec) -> str:
+    """A spec as messages and reports show it, the same in every process: JAX prints sets in any order.
+
+    Example:
+        >>> text(PartitionSpec('a', None, unreduced={'c', 'b'}))
+        "P('a', None, unreduced={'b', 'c'})"
+    """
+    if not spec.unreduced and not spec.reduced:
+        return str(spec)
+    parts = [repr(entry) for entry in entries(spec)]
+    for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
+        if axes:
+            parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
+    if sums_kind(spec) != 'sum':
+        parts.append(f'unreduced_kind={sums_kind(spec)}')
+    return f'P({", ".join(parts)})'
+
+
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:
     """The axes of a mesh with their sizes, as messages and reports show them.
 
@@ -199,7 +217,9 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                 'rank',
                 f'the spec has {len(spec)} {"entry" if len(spec) == 1 else "entries"}, the array '
                 f'{len(shape)} dimension{"" if len(shape) == 1 else "s"}',
-                'give a spec at most one entry a dimension (PartitionSpec() replicates).',
+                'give a spec at most one entry a dimension (PartitionSpec() replicates).'
+                if shape
+                else 'a scalar takes PartitionSpec(), which replicates it.',
             )
         )
     for dim, entry in enumerate(entries(spec)):

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from scalax._context import MeshOwner
+from scalax._keywords import renamed
 from scalax._paths import NamedTree
 from scalax._prefix import RuleLike
 from scalax._resolve import resolve
@@ -147,11 +148,12 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         )
 
 
-def assert_sharded_like(pytree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
+@renamed(pytree='tree')
+def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
     """Asserts that arrays lie as rules say.
 
     Args:
-        pytree: jax.Arrays, or anything else with shardings.
+        tree: jax.Arrays, or anything else with shardings.
         rules: as for ``helper.match_sharding_rule``.
         helper: whose mesh the rules are for; by default the mesh that the arrays lie on is used.
 
@@ -165,21 +167,21 @@ def assert_sharded_like(pytree: Any, rules: RuleLike, helper: MeshOwner | None =
         >>> helper = MeshShardingHelper([-1], ['data'])
         >>> assert_sharded_like(helper.shard(np.ones(8), PartitionSpec('data')), PartitionSpec('data'))
     """
-    tree = NamedTree.of(pytree)
-    has = [getattr(leaf, 'sharding', None) for leaf in tree.leaves]
+    named = NamedTree.of(tree)
+    has = [getattr(leaf, 'sharding', None) for leaf in named.leaves]
     meshes = [sharding.mesh for sharding in has if isinstance(sharding, NamedSharding)]
-    if helper is None and not meshes and len(tree):
-        raise AssertionError(f'no leaf lies on a mesh:\n{shown(map(tree.describe, range(len(tree))))}')
-    if not len(tree):
+    if helper is None and not meshes and len(named):
+        raise AssertionError(f'no leaf lies on a mesh:\n{shown(map(named.describe, range(len(named))))}')
+    if not len(named):
         return
     mesh = meshes[0] if helper is None else helper.mesh
     expected = resolve(
-        rules, pytree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
+        rules, tree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
     ).shardings
     wrong = [
-        f'{tree.describe(i)} {_lies(mine, theirs)}'
+        f'{named.describe(i)} {_lies(mine, theirs)}'
         for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
-        if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(tree.shapes[i])))
+        if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(named.shapes[i])))
     ]
     if wrong:
         raise AssertionError(f'arrays lie otherwise than the rules say:\n{shown(wrong)}')

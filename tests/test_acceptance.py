@@ -115,7 +115,7 @@ def test_manual_and_empty_meshes_are_refused():
         (
             lambda: with_sharding_annotation('h', X),
             ArgumentError,
-            'with_sharding_annotation(pytree, name): the name is a string, got ndarray',
+            'with_sharding_annotation(tree, name): the name is a string, got ndarray',
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Host data becomes global arrays and comes back, in one process."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -272,3 +273,22 @@ def test_python_numbers_are_arrays_like_any_other():
     # Of several processes no array can be weakly typed, and a program should not depend on their number.
     array = HELPER.local_data_to_global_array(0.5)
     assert (array.dtype, array.weak_type) == (np.float32, False)
+
+
+@pytest.mark.parametrize('axis', [True, 0.0, '0'], ids=repr)
+def test_what_was_found_of_a_batch_serves_no_other_axis(axis: Any) -> None:
+    data = np.zeros((8, 8))
+    for equal in (0, 1):  # True is equal to 1, and 0.0 to 0
+        HELPER.local_data_to_global_array(data, equal)
+    with pytest.raises(DataError, match='batch_axis is a whole number'):
+        HELPER.local_data_to_global_array(data, axis)
+
+
+def test_what_was_found_of_a_batch_serves_no_other_dtype_or_structure() -> None:
+    for dtype in (np.float64, np.int32, np.dtype('float16'), bool):
+        with jax.enable_x64(True):
+            assert HELPER.local_data_to_global_array(np.zeros(8, dtype)).dtype == dtype
+        for tree in ({'a': np.zeros(8, dtype)}, [np.zeros(8, dtype)], {True: np.zeros(8, dtype)}):
+            found = HELPER.local_data_to_global_array(tree)
+            assert jax.tree.structure(found) == jax.tree.structure(tree)
+            assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jax.dtypes.canonicalize_dtype(dtype)}

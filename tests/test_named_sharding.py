@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from scalax._spec import text
 from scalax.errors import PlacementError, ShardingError
 from scalax.sharding import MeshShardingHelper, with_sharding_constraint
 from scalax.testing import assert_collectives
@@ -257,7 +258,7 @@ def test_each_check_names_the_leaf(
                 'One leaf cannot be sharded as asked (mesh: a=4, b=2):',
                 UP,
                 f'    {detail}',
-                f'    asked for: {spec} from the spec given',
+                f'    asked for: {text(spec)} from the spec given',
                 f'What to do: {hint}',
             ]
         )
@@ -267,6 +268,7 @@ def test_a_scalar_takes_an_empty_spec_only() -> None:
     with pytest.raises(ShardingError) as caught:
         AUTO.shard({'step': 3}, P('a'))
     assert 'the spec has 1 entry, the array 0 dimensions' in str(caught.value)
+    assert str(caught.value).endswith('What to do: a scalar takes PartitionSpec(), which replicates it.')
     assert AUTO.shard({'step': 3}, P())['step'].sharding.spec == P()
 
 

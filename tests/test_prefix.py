@@ -177,8 +177,8 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             {'c': Config(P(), 'one')},
             {'c': Config(X, 'two')},
-            f"{WRONG} 'c': the Config there differs in its static fields. "
-            'Give one rule for the whole subtree.',
+            f"{WRONG} 'c': the Config there differs in its static fields (name). Give one rule for the whole "
+            'subtree, or make the tree of rules of the tree itself (jax.tree.map, tree.replace).',
         ),
         (
             {'a': 'data'},
@@ -239,3 +239,28 @@ def test_a_miss_says_what_the_rule_saw():
         ('params/b: float32[8, 8]', "no regex of the rule matches the path 'b' (inside 'params')"),
         ('up: float32[8, 8]', "no regex of the rule matches the path '' (inside 'up')"),
     ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """As flax has it: the optimizer is no child."""
+
+    step: object
+    params: object
+    tx: object = dataclasses.field(metadata={'static': True})
+
+
+def test_static_fields_that_differ_are_said_where_they_are():
+    tree = TrainState(0, {'d': {'w': np.ones(8)}}, 'adam')
+    rules = TrainState(P(), {'d': {'w': P()}}, 'sgd')
+    with pytest.raises(StructureError) as error:
+        split(rules, tree)
+    assert str(error.value) == (
+        'the rules do not have the structure of the tree at its root: the TrainState there differs in its '
+        'static fields (tx). Give one rule for the whole subtree, or make the tree of rules of the tree '
+        'itself (jax.tree.map, tree.replace).'
+    )
+    below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
+    with pytest.raises(StructureError, match="at 'params/d': there is no rule for 'w'"):
+        split(below, tree)

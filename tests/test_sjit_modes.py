@@ -43,7 +43,7 @@ def in_thread(call):
     box = []
     thread = threading.Thread(target=lambda: box.append(call()), daemon=True)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     return box[0]
 
 

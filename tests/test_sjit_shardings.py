@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from scalax.errors import ArgumentError, IndivisibleWarning, PlacementError, ShardingError, StructureError
+from scalax.errors import (
+    ArgumentError,
+    IndivisibleWarning,
+    PlacementError,
+    ShardingError,
+    StructureError,
+    UnshardedWarning,
+)
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
+    OptimizerStateShardingRule,
     PolicyShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
@@ -378,3 +388,106 @@ def test_large_init_is_never_whole_on_a_device():
     memory = init.lower().compile().memory_analysis()
     assert memory.output_size_in_bytes == 512 * 512 * 4 // 8
     assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
+
+
+def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device():
+    init = optax.adam(1e-3).init
+    params = HELPER.shard({'b': X[0], 'w': X}, FSDP)
+    compiled = HELPER.sjit(init)
+    with pytest.warns(UnshardedWarning) as record:
+        state = compiled(params)
+    assert str(record[0].message) == (
+        'outputs of init_fn are on one device, although arguments are on several: they depend on no value of '
+        'those, and nothing says how they are sharded:\n'
+        '  0/mu/b: float32[8]\n'
+        '  0/mu/w: float32[8, 8]\n'
+        '  0/nu/b: float32[8]\n'
+        '  0/nu/w: float32[8, 8]\n'
+        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
+        'an optimizer, or PartitionSpec() for copies on all devices.'
+    )
+    assert len(record) == 1
+    compiled(params)  # said once
+    state = HELPER.sjit(init, out_shardings=OptimizerStateShardingRule(FSDP, params))(params)
+    assert state[0].mu['w'].sharding.spec == P('data')
+    HELPER.sjit(lambda x: jnp.zeros(()))(params)
+    HELPER.sjit(jnp.zeros_like)(X)
+
+
+def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
+    rules = {'state': P('data'), 'x': None}
+
+    def step(state, x):
+        return jnp.outer(x, x) @ state
+
+    compiled = HELPER.sjit(step, rules)
+    x = HELPER.shard(X[0], P('model'))
+    state = compiled(X, x)
+    assert not state.sharding.is_equivalent_to(HELPER.match_sharding_rule(P('data'), X), 2)
+    with pytest.raises(PlacementError) as error:
+        compiled(state, x)
+    assert str(error.value).endswith(
+        'to take arguments as they lie. Of outputs of an earlier call of step the compiler has chosen the '
+        'shardings: give out_shardings, or donate the argument that they are to replace (donate_argnums), '
+        'and they have those of the arguments.'
+    )
+    donating = HELPER.sjit(step, rules, donate_argnames='state')
+    donating(donating(X, x), x)
+    with pytest.raises(PlacementError) as error:
+        HELPER.sjit(lambda state, x: state, rules)(state, x)
+    assert str(error.value).endswith('to take arguments as they lie.')
+
+
+@pytest.mark.parametrize('donated', [True, False])
+def test_one_array_in_two_places_and_donated(donated):
+    options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
+    step = HELPER.sjit(lambda state, other: (state['w'] + 1, other + 2), P('data'), P('data'), **options)
+    x = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as error:
+            step({'w': x}, x)
+        assert str(error.value) == (
+            '<lambda> got one array in several places, and donates it (donate_argnums):\n'
+            '  state/w and other: float32[8, 8]\n'
+            'What to do: give a copy in each place (jnp.copy), or do not donate.'
+        )
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize('known', [False, True])
+def test_a_failing_run_is_not_taken_for_a_deleted_argument(known):
+    """Its error may say anything, and what was donated to it is gone."""
+    helper = MeshShardingHelper([1], ['data'], devices=jax.devices()[:1])
+    broken = []
+
+    def host(x):
+        if broken:
+            raise RuntimeError('a temporary file was deleted')
+        return x
+
+    @helper.sjit(in_shardings=P('data'), donate_argnums=0)
+    def step(x):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((8,), np.float32), x)
+
+    if known:
+        for _ in range(2):
+            jax.block_until_ready(step(helper.shard(np.ones(8, np.float32), P('data'))))
+    broken.append(True)
+    for _ in range(2):
+        with pytest.raises(Exception, match='a temporary file was deleted') as error:
+            jax.block_until_ready(step(helper.shard(np.ones(8, np.float32), P('data'))))
+        assert not isinstance(error.value, ArgumentError)
+
+
+def test_errors_about_arguments_come_alone():
+    """What JAX says of the same is not printed before them."""
+    step = HELPER.sjit(lambda x: x * 2, P('data'), donate_argnums=0)
+    placed = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
+    step(placed)
+    elsewhere = HELPER.shard(np.ones((8, 8), np.float32), P('model'))
+    for x, kind in ((elsewhere, PlacementError), (placed, ArgumentError)):
+        with pytest.raises(kind) as error:
+            step(x)
+        assert error.value.__cause__ is None
+        assert 'Got jit sharding' not in ''.join(traceback.format_exception(error.value))
+        assert 'has been deleted' not in ''.join(traceback.format_exception(error.value))

@@ -10,12 +10,24 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._constrain import is_compiled
-from scalax._paths import describe_leaf
+from scalax._paths import describe_leaf, optional_path
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, is_concrete, is_elsewhere, is_mismatched, same_types
-from scalax._sjit._signature import slot_path
+from scalax._sjit._placement import (
+    Shardings,
+    is_concrete,
+    is_elsewhere,
+    is_mismatched,
+    is_reference,
+    same_types,
+)
+from scalax._sjit._signature import slot_path, type_of
 from scalax._spec import axis_sizes_text
-from scalax.errors import ArgumentError, MeshError, PlacementError, shown
+from scalax.errors import ArgumentError, MeshError, PlacementError, UnshardedWarning, shown, warn
+
+
+def any_deleted(row: Sequence[Any]) -> bool:
+    """Whether the buffers of an argument are gone."""
+    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(row))
 
 
 def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -> None:
@@ -34,9 +46,9 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
+    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception | None
 ) -> None:
-    """Raises ArgumentError, because of *error*, if an array was donated twice, and is still there."""
+    """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
@@ -68,10 +80,13 @@ def reject_foreign_types(
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             if not isinstance(leaf, jax.core.Tracer):
                 continue
-            theirs = jax.typeof(leaf).sharding.mesh
+            sharding = getattr(type_of(leaf), 'sharding', None)
+            if sharding is None:
+                continue
+            theirs = sharding.mesh
             if movable and theirs.size == mesh.size:
                 continue
-            if AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh):
+            if _is_foreign(theirs, mesh):
                 described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
     if bad:
@@ -80,6 +95,17 @@ def reject_foreign_types(
             f'Explicit axes:\n{shown(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
+
+
+def any_foreign(row: Sequence[Any], mesh: Any) -> bool:
+    """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
+    traced = (leaf for leaf in jax.tree.leaves(row) if isinstance(leaf, jax.core.Tracer))
+    shardings = (getattr(type_of(leaf), 'sharding', None) for leaf in traced)
+    return any(sharding is not None and _is_foreign(sharding.mesh, mesh) for sharding in shardings)
+
+
+def _is_foreign(theirs: Any, mesh: Any) -> bool:
+    return AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh)
 
 
 def _axes_of(mesh: Any) -> str:
@@ -106,6 +132,8 @@ def reject_mismatched(
     row: Sequence[Any],
     shardings: Mapping[int, Shardings],
     by_rules: bool,
+    *,
+    returned: bool = False,
 ) -> None:
     """Raises PlacementError if an argument is committed to another sharding than asked.
 
@@ -115,6 +143,7 @@ def reject_mismatched(
         row: the call.
         shardings: for each dynamic slot the shardings of its leaves.
         by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
+        returned: whether they may be outputs of a call before, which have the shardings that JAX chose.
     """
     wrong = is_mismatched if by_rules else is_elsewhere
     if not any_mismatched(row, shardings, wrong):
@@ -131,7 +160,14 @@ def reject_mismatched(
             f'says:\n{shown(bad)}\n'
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
+            + (_OF_OUTPUTS.format(name=convention.name) if returned else '')
         ) from None
+
+
+_OF_OUTPUTS = (
+    ' Of outputs of an earlier call of {name} the compiler has chosen the shardings: give out_shardings, or '
+    'donate the argument that they are to replace (donate_argnums), and they have those of the arguments.'
+)
 
 
 def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
@@ -164,12 +200,41 @@ def reject_elsewhere(
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
     """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if not is_concrete(leaf) or not leaf.committed:
+    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
         return False
     own = list(mesh.devices.flat)
     if isinstance(leaf.sharding, NamedSharding):
         return list(leaf.sharding.mesh.devices.flat) != own
     return leaf.sharding.device_set != set(own)
+
+
+def warn_left_alone(
+    convention: Convention, row: Sequence[Any], shardings: Mapping[int, Shardings], outputs: Any
+) -> None:
+    """Warns about outputs that JAX put on one device, though arguments are on several.
+
+    JAX takes the devices from those arguments that the outputs depend on: for ``opt.init(params)`` from none.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    alone = [
+        describe_leaf(optional_path(path) or '', leaf)
+        for path, leaf in flat
+        if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
+    ]
+    if not alone or not any(
+        (sharding is not None and sharding.num_devices > 1)
+        or (is_concrete(leaf) and len(leaf.sharding.device_set) > 1)
+        for slot, wanted in shardings.items()
+        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+    ):
+        return
+    warn(
+        f'outputs of {convention.name} are on one device, although arguments are on several: they depend on '
+        f'no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
+        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
+        'an optimizer, or PartitionSpec() for copies on all devices.',
+        UnshardedWarning,
+    )
 
 
 def any_refused(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
+from scalax._paths import canonical_dtype, describe_leaf, join, leaf_shape, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
@@ -32,12 +32,14 @@ class Signature:
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
         context: `trace_context`, on which what a function returns may depend.
+        paths: the leaf paths, where trees of the same structure may have others; else None.
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
     context: Any
+    paths: tuple[str, ...] | None = None
 
 
 _nothing = jax.jit(lambda: ())
@@ -53,16 +55,38 @@ def trace_context() -> Any:
     return _nothing.trace().jaxpr
 
 
+def type_of(leaf: Any) -> Any:
+    """What JAX calls the type of a leaf. It has a shape and a dtype unless it `is_opaque`.
+
+    Raises:
+        TypeError: JAX does not take the leaf.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except ValueError as error:  # of masked arrays
+        raise TypeError(str(error)) from None
+    except (TypeError, OverflowError):
+        raise
+    except Exception:  # of a view of a reference, which JAX takes apart itself
+        return type(leaf)
+
+
+def is_opaque(kind: Any) -> bool:
+    """Whether a type is none of arrays: of a token, a view of a reference, or defined by the user (hijax)."""
+    return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
+
+
 def leaf_type(leaf: Any) -> LeafType:
     """The (shape, dtype, weak type, spec over Explicit axes or None) of a leaf, as JAX will see it.
 
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    try:
-        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    except ValueError as error:  # of masked arrays
-        raise TypeError(str(error)) from None
+    kind = type_of(leaf)
+    if is_opaque(kind):
+        return (), kind, False, None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
 
@@ -86,13 +110,22 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
 
 def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What else the types of leaves say, which no rule depends on and a traced function may."""
-    avals = map(jax.typeof, leaves)
-    return tuple((type(aval).__name__, getattr(aval, 'memory_space', None)) for aval in avals)
+    avals = map(type_of, leaves)
+    # What is no array says too little of what a trace may depend on: it is equal to nothing.
+    return tuple(
+        object() if is_opaque(aval) else (type(aval).__name__, getattr(aval, 'memory_space', None))
+        for aval in avals
+    )
+
+
+def dynamic_slots(layout: Layout, row: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call that are data."""
+    return tuple(row[i] for i in layout.dynamic)
 
 
 def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:
     """The leaves and the structure of the dynamic slots together."""
-    return jax.tree.flatten(tuple(row[i] for i in layout.dynamic))
+    return jax.tree.flatten(dynamic_slots(layout, row))
 
 
 def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> Signature:
@@ -107,7 +140,9 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except (TypeError, OverflowError) as error:
         raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row), trace_context())
+    static = _static_key(convention, layout, row)
+    paths = convention.uncertain_paths(dynamic_slots(layout, row), treedef)
+    return Signature(treedef, types, static, trace_context(), paths)
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
@@ -133,8 +168,25 @@ def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
     return ArgumentError(
         f'{convention.name} got leaves that are not arrays:\n{shown(_raising(TypeError, layout, row))}\n'
-        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
-        'static_argnames.'
+        f'What to do: {_OF_TREES if _among_arrays(layout, row) else _OF_ARGUMENTS}'
+    )
+
+
+_OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
+_OF_TREES = (
+    'they are in trees that hold arrays too, which cannot be static: take them out, and close over them. '
+    'Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine inside; '
+    'scalax.axes.named_jit compiles with whole modules.'
+)
+
+
+def _among_arrays(layout: Layout, row: Sequence[Any]) -> bool:
+    """Whether an argument holds arrays, and leaves that are none."""
+    return any(
+        len(leaves := jax.tree.leaves(row[slot])) > 1
+        and any(hasattr(leaf, 'dtype') for leaf in leaves)
+        and any(leaf_shape(leaf) is None for leaf in leaves)
+        for slot in layout.dynamic
     )
 
 

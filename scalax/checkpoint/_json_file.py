@@ -1,4 +1,4 @@
-"""JSON of a file that anybody may have written: bounded, and every fault of it is a ValueError."""
+"""Small files of a checkpoint, also in object stores: bounded reads, of regular files only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import stat
 from typing import Any
 
+from scalax import _json
 from scalax.checkpoint._orbax import Path
 
 _MOST = 1 << 28
@@ -22,9 +23,9 @@ def json_of(path: Path, most: int = _MOST) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has more than *most* bytes, or is no JSON that Python can hold.
+        ValueError: it has more than *most* bytes, or is no JSON.
     """
-    return parsed(bytes_of(path, most))
+    return _json.parse(bytes_of(path, most))
 
 
 def bytes_of(path: Path, most: int) -> bytes:
@@ -44,6 +45,12 @@ def bytes_of(path: Path, most: int) -> bytes:
     return data
 
 
+def require_size(path: Path) -> None:
+    """Raises ValueError if there is a file of more bytes than `json_of` reads."""
+    if path.exists() and (size := size_of(path)) > _MOST:
+        raise ValueError(f'{path.name} has {size} bytes, and at most {_MOST} are read')
+
+
 def size_of(path: Path) -> int:
     """The size of a file in bytes.
 
@@ -56,18 +63,6 @@ def size_of(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f'{path.name} is no regular file')
     return found.st_size
-
-
-def parsed(data: bytes) -> Any:
-    """The value that bytes of JSON stand for.
-
-    Raises:
-        ValueError: they are no JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError('it is nested too deeply') from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,79 @@
+"""Changes of nnx modules inside a compiled function, which JAX loses."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import optax
+import pytest
+
+from scalax.errors import LostUpdateWarning
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+nnx = pytest.importorskip('flax.nnx')
+
+HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
+X = np.ones((8, 4), np.float32)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(x))
+
+
+def test_changes_that_are_lost_are_said():
+    def forward(model, x):
+        return model(x)
+
+    compiled = HELPER.sjit(forward, {'x': P('x')})
+    model = Model()
+    with pytest.warns(LostUpdateWarning) as record:
+        compiled(model, X)
+    (warning,) = record
+    assert str(warning.message) == (
+        'forward changes modules that it was given, and the changes are lost, because a compiled function '
+        'works on a copy (with jax.jit too):\n'
+        '  Model: dropout/rngs/count/value\n'
+        '  Model: norm/mean/value\n'
+        '  Model: norm/var/value\n'
+        'What to do: return the module, or its state (nnx.state), and go on with that; for what draws random '
+        'numbers (nnx.Rngs), give other keys at each call.'
+    )
+    assert warning.filename == __file__
+    compiled(model, X)  # said once, where it is traced
+
+
+def test_an_optimizer_that_is_updated_inside_is_said():
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: model.norm(x).sum())(model)
+        optimizer.update(model, grads)
+
+    with pytest.warns(LostUpdateWarning, match='Model: norm/scale/value\n(.*\n)*  Optimizer: step/value'):
+        HELPER.sjit(step)(model, optimizer, X)
+
+
+KEPT = {
+    'the module': lambda model, x: (model(x), model),
+    'in a tree': lambda model, x: {'out': model(x), 'models': [model]},
+    'its state': lambda model, x: (model(x), nnx.state(model)),
+    'a split': lambda model, x: (model(x), nnx.split(model)[1]),
+    'nothing changed': lambda model, x: model.norm(x, use_running_average=True),
+}
+
+
+@pytest.mark.parametrize('kept', KEPT)
+def test_changes_that_are_returned_are_not_said(kept):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        HELPER.sjit(KEPT[kept])(Model(), X)
+        HELPER.sjit(lambda tree: tree.update(y=1))({'x': X})
