@@ -11,8 +11,8 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from jax.sharding import Mesh
 from scalax import _processes
 from scalax._paths import canonical_dtype
 from scalax.errors import DataError, ScalaxError, shown
+
+Value = TypeVar('Value')
 
 _MOST = 400  # characters of one difference
 _SHOWN = 10  # differences of one process
@@ -62,7 +64,8 @@ def agree(
     advice: str,
     error: BaseException | None = None,
     kind: type[ScalaxError] = DataError,
-) -> None:
+    share: bytes = b'',
+) -> list[bytes]:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
     One all-gather of 20 bytes for each process. It waits for what the devices have been given to do.
@@ -74,6 +77,10 @@ def agree(
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
         kind: the class of the error.
+        share: what is gathered besides and need not be the same; as many bytes everywhere, a multiple of 4.
+
+    Returns:
+        What each process shares, in their order.
 
     Raises:
         ScalaxError: names the processes and leaves that differ.
@@ -83,13 +90,45 @@ def agree(
     statement = dataclasses.replace(statement, order=_processes.processes_of(mesh).order)
     encoded = statement.encoded()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    mine = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.trouble)], np.uint32)
-    rows = [tuple(row) for row in _processes.gather(mesh, mine).tolist()]
+    said = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
+    mine = np.asarray([*said, *np.frombuffer(share, np.uint32)], np.uint32)
+    gathered = _processes.gather(mesh, mine)
+    rows = [tuple(row) for row in gathered[:, : len(said)].tolist()]
     found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
     if error is not None:
         raise error
     if found:
         raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+    return [row.tobytes() for row in gathered[:, len(said) :]]
+
+
+def together(
+    mesh: Mesh,
+    what: str,
+    call: str,
+    advice: str,
+    prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
+) -> Value:
+    """What *prepare* makes of this process's arguments, once every process has made the same.
+
+    Args:
+        mesh: as for `agree`.
+        what: as for `agree`.
+        call: the options that must be the same everywhere, as text.
+        advice: as for `agree`.
+        prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
+            same about each leaf, as in `Statement`, and the value.
+
+    Raises:
+        ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
+    """
+    try:
+        leaves, value = prepare()
+    except Exception as error:
+        agree(mesh, Statement(call), what, advice, error)
+        raise
+    agree(mesh, Statement(call, leaves), what, advice)
+    return value
 
 
 def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:
@@ -122,6 +161,19 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
     return f'{dtype} {np.asarray(leaf).astype(dtype)!s}'
+
+
+def placed_text(leaf: Any) -> str:
+    """An array or a number, without its values, and how it is placed where processes share it."""
+    text = (
+        array_text(np.shape(leaf), leaf.dtype) if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
+    )
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            text += f' {getattr(leaf.sharding, "spec", leaf.sharding)}'
+        if leaf.is_deleted():
+            text += ', deleted'
+    return text
 
 
 def array_text(shape: Sequence[int], dtype: Any) -> str:

@@ -19,7 +19,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _mesh, _spec
-from scalax._constrain import apply_sharding, is_compiled, mesh_in_force
+from scalax._constrain import (
+    abstract,
+    apply_sharding,
+    has_other_types,
+    is_compiled,
+    mesh_entered,
+    mesh_in_force,
+    reshard,
+)
 from scalax._context import ActiveHelper
 from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, check
@@ -28,7 +36,7 @@ from scalax._sjit import sjit
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._misplaced import reject_deleted
-from scalax._sjit._placement import is_concrete, moved
+from scalax._sjit._placement import is_concrete, is_typed_by, moved
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 
@@ -100,9 +108,10 @@ class _Switched(abc.ABC):
             if is_compiled():
                 return self._run(row)
             # Outside of a compiled function JAX knows no other axis types than those of the mesh.
-            if jax.tree.leaves(row):
-                return compiled(*self._placed(row))
-            return without_arrays(jax.tree.structure(row))()
+            with mesh_entered(self._active.mesh_helper.mesh, f'{self.api} of {self.name}'):
+                if jax.tree.leaves(row):
+                    return compiled(*self._placed(row))
+                return without_arrays(jax.tree.structure(row))()
 
         @functools.wraps(fun)
         def switched(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +131,7 @@ class _Switched(abc.ABC):
         inner = self._inner(outer)
         flat: tuple[list[Any], Any] = jax.tree.flatten(row)
         leaves, treedef = flat
-        with self._active:
+        with mesh_entered(outer, f'{self.api} of {self.name}'), self._active:
             with _entered(inner):
                 leaves = self._enter(row, leaves, outer, inner)
                 results = self._results(treedef.unflatten(leaves))
@@ -146,7 +155,7 @@ class _Switched(abc.ABC):
                 'axes (axes=...)'
             )
         kinds = [self.inside if name in chosen else kind for name, kind in types.items()]
-        return _abstract(outer).update(axis_types=tuple(kinds))
+        return abstract(outer).update(axis_types=tuple(kinds))
 
     def _placed(self, row: Sequence[Any]) -> Any:
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
@@ -249,13 +258,13 @@ class _Auto(_Switched):
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
         self._resolved(None, row, outer, '')  # names what is no array
-        if _abstract(outer) == inner:
+        if abstract(outer) == inner:
             return list(leaves)
-        return [_crossed(leaf, inner, _type_of(leaf)) for leaf in leaves]
+        return [_crossed(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
 
     def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         self._resolved(None, row, mesh, '')  # before JAX is given what is no array
-        return [named_sharding(mesh, PartitionSpec()) for _ in jax.tree.leaves(row)]
+        return [named_sharding(mesh, _kept(leaf, mesh)) for leaf in jax.tree.leaves(row)]
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         where = f'the outputs of {self.name!r} (out_sharding)'
@@ -268,11 +277,11 @@ class _Auto(_Switched):
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
         leaves, shardings = resolution.tree.leaves, resolution.shardings
-        changes = _abstract(outer) != inner
+        changes = abstract(outer) != inner
         self._reject(resolution.tree.descriptions, shardings, outer, changes)
         if changes:
             leaves = [
-                _crossed(leaf, outer, sharding.spec if sharding else PartitionSpec())
+                _crossed(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
         applied = [
@@ -298,24 +307,24 @@ class _Explicit(_Switched):
     def _enter(
         self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
-        shardings = self._inside(row, inner, changes=_abstract(outer) != inner)
+        shardings = self._inside(row, inner, changes=abstract(outer) != inner)
         entered = []
         for leaf, sharding in zip(leaves, shardings, strict=True):
             if sharding is not None:
                 if EXPLICIT not in outer.axis_types:
                     # On the mesh with its devices: of host data alone JAX would compute on one.
                     with _entered(outer):
-                        leaf = apply_sharding(leaf, named_sharding(outer, sharding.spec))
-                leaf = apply_sharding(_crossed(leaf, inner, sharding.spec), sharding)
+                        leaf = apply_sharding(leaf, named_sharding(outer, _whole(sharding.spec)))
+                leaf = apply_sharding(_crossed(leaf, outer, inner, sharding.spec), sharding)
             entered.append(leaf)
         return entered
 
     def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         inner = self._inner(mesh)
         with _entered(inner):
-            shardings = self._inside(row, inner, changes=_abstract(mesh) != inner)
+            shardings = self._inside(row, inner, changes=abstract(mesh) != inner)
         return [
-            named_sharding(mesh, PartitionSpec() if sharding is None else sharding.spec)
+            named_sharding(mesh, PartitionSpec() if sharding is None else _whole(sharding.spec))
             for sharding in shardings
         ]
 
@@ -329,35 +338,49 @@ class _Explicit(_Switched):
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         resolve(None, results, outer, use=Use.BOUNDARY, where=f'the outputs of {self.name!r}')  # are arrays
-        if _abstract(outer) == inner:
+        if abstract(outer) == inner:
             return results
-        results = jax.tree.map(lambda leaf: _crossed(leaf, outer, _type_of(leaf)), results)
+        results = jax.tree.map(lambda leaf: _crossed(leaf, inner, outer, _type_of(leaf)), results)
         if EXPLICIT in outer.axis_types:
             return results
         # As on the way in: a constraint that asks for nothing but the devices of the mesh.
         return jax.tree.map(lambda leaf: apply_sharding(leaf, _anyhow(leaf, outer)), results)
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
 @contextlib.contextmanager
 def _entered(mesh: AnyMesh) -> Iterator[None]:
-    with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+    with jax.sharding.use_abstract_mesh(abstract(mesh)):
         yield
+
+
+def _whole(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without unreduced and reduced axes, which a mesh may not allow on this side."""
+    return PartitionSpec(*_spec.entries(spec))
 
 
 def _type_of(leaf: Any) -> PartitionSpec:
     return jax.typeof(leaf).sharding.spec
 
 
-def _crossed(leaf: Any, mesh: AnyMesh, spec: PartitionSpec) -> Any:
-    """A value with its type on this mesh: of *spec*, what is Explicit there. The rest stays open."""
-    explicit = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is EXPLICIT}
-    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(spec)]
-    sums = _spec.with_sums(spec, explicit)
-    return jax.sharding.reshard(leaf, NamedSharding(mesh, _spec.replaced(sums, typed)))
+def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any:
+    """A value with its type on the mesh *to*: as asked, what is Explicit there. The rest stays open.
+
+    Only sums that both sides have cross, and none to where an axis is Auto. JAX would declare a whole value
+    to be parts of a sum, leave it to XLA when parts are added up, and beside Auto axes take parts for values.
+    """
+    types = MeshAxes.of(to).types
+    explicit = {name for name, kind in types.items() if kind is EXPLICIT}
+    has = _type_of(leaf)
+    kept = has.unreduced & asked.unreduced & explicit
+    if AxisType.Auto in types.values():
+        kept = frozenset()
+    if kept != has.unreduced:
+        with _entered(came):
+            summed = _spec.replaced(_spec.with_sums(has, kept | has.reduced), _spec.entries(has))
+            leaf = reshard(leaf, NamedSharding(came, summed))
+    typed = [tuple(filter(explicit.__contains__, _spec.entry_axes(entry))) for entry in _spec.entries(asked)]
+    sums = _spec.with_sums(has, kept | (has.reduced & asked.reduced & explicit))
+    return jax.sharding.reshard(leaf, NamedSharding(to, _spec.replaced(sums, typed)))
 
 
 def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
@@ -365,10 +388,18 @@ def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
 
 
 def _lies_on(leaf: Any, mesh: Mesh) -> bool:
-    """Whether an argument stays where it is: on these devices."""
+    """Whether an argument stays where it is: on these devices, with a type of this mesh."""
     if isinstance(leaf, jax.core.Tracer):
         # In the hands of a transformation that runs at once. What its type says of no mesh may lie anywhere.
         return EXPLICIT not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     if not is_concrete(leaf) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
         return False
-    return list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat)
+    return list(leaf.sharding.mesh.devices.flat) == list(mesh.devices.flat) and is_typed_by(leaf, mesh)
+
+
+def _kept(leaf: Any, mesh: Mesh) -> PartitionSpec:
+    """How an array lies, if its axes are those of the mesh; else replicated."""
+    sharding = leaf.sharding if is_concrete(leaf) else None
+    if isinstance(sharding, NamedSharding) and has_other_types(sharding.mesh.abstract_mesh, mesh):
+        return _whole(sharding.spec)
+    return PartitionSpec()

@@ -15,37 +15,39 @@ from scalax._keys import is_key
 from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
-from scalax.errors import DataError, ScalaxError, shown
+from scalax.errors import DataError, shown
 
 _CHUNK = 2**26  # bytes in device memory at a time
 
 
 def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
     """See `MeshShardingHelper.broadcast_from`, which is documented for users."""
-    reject_tracers(jax.tree.leaves(pytree), 'broadcast_from')
     processes = _processes.processes_of(mesh)
     here = processes.here
-    tree, error = NamedTree.of(pytree), None
-    try:
+
+    def prepare() -> tuple[list[tuple[str, str]], tuple[NamedTree, list[np.ndarray]]]:
+        reject_tracers(jax.tree.leaves(pytree), 'broadcast_from')
+        tree = NamedTree.of(pytree)
         _check(tree, process, processes.indices)
-    except ScalaxError as fault:
-        error = fault
+        source = processes.indices.index(process) == here
+        values = [_value(leaf, source) for leaf in tree.leaves]
+        return [(path, _text(leaf)) for path, leaf in zip(tree.paths, tree.leaves, strict=True)], (
+            tree,
+            values,
+        )
+
     if processes.several:
-        leaves = [] if error else [(tree.paths[i], _text(tree.leaves[i])) for i in range(len(tree))]
-        statement = _agree.Statement(f'mesh ({MeshAxes.of(mesh)}), process={process!r}', leaves)
         advice = (
             'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
             f'values matter on process {process} only.'
         )
-        _agree.agree(mesh, statement, 'broadcast_from', advice, error)
-    elif error is not None:
-        raise error
-    source = processes.indices.index(process) == here
-    values = [_value(leaf, source) for leaf in tree.leaves]
-    if processes.several:
+        call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
+        tree, values = _agree.together(mesh, 'broadcast_from', call, advice, prepare)
         _overwrite(
             mesh, processes.indices.index(process), [value.reshape(-1).view(np.uint8) for value in values]
         )
+    else:
+        _, (tree, values) = prepare()
     return tree.treedef.unflatten(
         [_like(leaf, value) for leaf, value in zip(tree.leaves, values, strict=True)]
     )

@@ -7,6 +7,7 @@ belongs to the caller and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax import _context, _spec
+from scalax._paths import describe_leaf
 from scalax._prefix import RuleLike, split
 from scalax._resolve import Use, resolve, with_types
-from scalax.errors import ArgumentError, MeshError
+from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 
 
 def with_sharding_constraint(pytree: Any, sharding_rule: RuleLike) -> Any:
@@ -92,8 +94,7 @@ def with_sharding_annotation(pytree: Any, sharding_name: str) -> Any:
             'with_sharding_annotation(pytree, name): the name is a string, got '
             f'{type(sharding_name).__name__}'
         )
-    context = _context.current()
-    found = context.bound(sharding_name) if context else None
+    found = _context.bound(sharding_name)
     if found is None:
         return pytree
     helper, rules = found
@@ -120,11 +121,8 @@ def constrain(
         where=where,
         on_indivisible=on_indivisible,
     )
-    leaves = [
-        leaf if sharding is None else apply_sharding(leaf, sharding)
-        for leaf, sharding in zip(resolution.tree.leaves, resolution.shardings, strict=True)
-    ]
-    return resolution.treedef.unflatten(leaves)
+    with mesh_entered(mesh, where):
+        return apply_shardings(resolution.treedef.unflatten(resolution.tree.leaves), resolution.shardings)
 
 
 def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
@@ -164,6 +162,43 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f'has the mesh ({_spec.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
         )
     return ambient
+
+
+def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
+    """Has *mesh* in force in place of another one (``jax.set_mesh``), which operations of JAX would look at.
+
+    Raises:
+        MeshError: the other mesh has other devices; or values of a compiled function have types of it.
+    """
+    ambient, own = jax.sharding.get_abstract_mesh(), abstract(mesh)
+    if ambient.empty:
+        return contextlib.nullcontext()
+    if not is_traced() and isinstance(mesh, Mesh):
+        devices = [[device.id for device in each.devices.flat] for each in (mesh, jax.sharding.get_mesh())]
+        if devices[0] != devices[1]:
+            raise MeshError(
+                f'{what} is for the devices {devices[0]}, under jax.set_mesh of the devices {devices[1]}: '
+                'leave that mesh for the call'
+            )
+    if ambient == own:
+        return contextlib.nullcontext()
+    if ambient.size != own.size:
+        raise MeshError(
+            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: leave '
+            'that mesh for the call'
+        )
+    if AxisType.Explicit in (*ambient.axis_types, *own.axis_types) and is_compiled():
+        ours, theirs = _spec.axis_sizes_text(own.shape), _spec.axis_sizes_text(ambient.shape)
+        raise MeshError(
+            f'{what} is for the mesh ({ours}), in a function that is compiled for the mesh ({theirs}): JAX '
+            'joins no values of two meshes where axes are Explicit; use the helper of one mesh'
+        )
+    return jax.sharding.use_abstract_mesh(own)
+
+
+def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
@@ -209,12 +244,48 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     if AxisType.Explicit in kinds:
         typed = _spec.replaced(spec, with_types(_spec.replaced(spec, explicit), leaf))
         if not has_type(leaf, mesh, typed):
-            leaf = jax.sharding.reshard(leaf, sharding.update(spec=typed))
+            leaf = reshard(leaf, sharding.update(spec=typed))
     if AxisType.Auto in kinds:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
         constraint = _spec.replaced(PartitionSpec(), auto)
         leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
     return leaf
+
+
+def reshard(leaf: Any, sharding: NamedSharding) -> Any:
+    """``jax.sharding.reshard``, also from sums to others, where XLA (of JAX 0.10 to 0.12) ends the process.
+
+    Raises:
+        ShardingError: there are no such parts of sums.
+    """
+    had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
+    if wanted.unreduced - had.unreduced:
+        reject_parts(leaf, wanted)
+        if had.unreduced - wanted.unreduced:
+            summed = _spec.replaced(_spec.with_sums(wanted, wanted.reduced), _spec.entries(wanted))
+            leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
+    return jax.sharding.reshard(leaf, sharding)
+
+
+def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
+    """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
+    kind = _spec.sums_kind(spec)
+    if kind != 'sum':
+        what = 'arrays'
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        what = 'complex numbers'
+    elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        what = 'PRNG keys'
+    else:
+        return
+    problem = Problem(
+        'unreduced',
+        describe_leaf('', leaf),
+        f'{what} cannot be placed as parts of a {kind}',
+        spec=_spec.text(spec),
+        hint='place it without unreduced axes.',
+    )
+    raise ShardingError([problem])
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:

@@ -1,27 +1,31 @@
-"""Which helper is active, and which sharding does each annotation name have here?
+"""The active helper, and the sharding that each annotation name has here.
 
 The active `Context` is a JAX user context (``jax.make_user_context``), so it is part of JAX's own trace
 cache key: a function that JAX has traced under one context is traced again under another. That is what
 keeps a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function from seeing the annotations
-of whoever traced it first. It also makes the context local to a thread.
+of whoever traced it first. It also makes the context local to a thread. Equal bindings of one helper are one
+context, whichever functions bind them and however they are nested: what these share is traced once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from scalax._prefix import RuleLike, check, is_rule, key_of
 from scalax._recent import Recent
+from scalax._resolve import are_pure
 from scalax._spec import OnIndivisible
-from scalax.errors import StructureError
+from scalax.errors import MeshError, StructureError
 
 
 class MeshOwner(Protocol):
@@ -51,21 +55,19 @@ class _Token:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
-    """An active helper and its bindings; compared and hashed by identity.
+    """An active helper and the bindings in force; compared and hashed by identity.
 
     Attributes:
-        helper: the helper whose mesh constraints use.
-        bindings: annotation name -> rules, of this context alone.
-        outside: the context in which this one is entered, weakly; its bindings are inherited.
-        used: the names of `bindings` that some trace has used. JAX may reuse an inner trace without
-            running it again, but only under the same context, where its names are already here.
-        asked: every name that some trace has asked for, bound or not.
+        owner: the helper whose mesh constraints use, weakly: it keeps its contexts.
+        bindings: annotation name -> the helper that bound it, weakly, and its rules.
+        used: the names that were used while JAX traced something that it may use again elsewhere under this
+            context, such as an inner ``jax.jit``, without a trace.
+        asked: the names that were asked for, likewise.
         token: what stands for this context in JAX's caches.
     """
 
-    helper: MeshOwner
-    bindings: Mapping[str, RuleLike]
-    outside: weakref.ref[Context] | None = None
+    owner: weakref.ref[MeshOwner]
+    bindings: Mapping[str, tuple[weakref.ref[MeshOwner], RuleLike]]
     used: set[str] = dataclasses.field(default_factory=set)
     asked: set[str] = dataclasses.field(default_factory=set)
     token: _Token = dataclasses.field(init=False)
@@ -75,22 +77,51 @@ class Context:
         object.__setattr__(self, 'token', _Token(self))
 
     @property
-    def outer(self) -> Context | None:
-        """The context in which this one is entered. It is alive while anything runs in this one."""
-        return self.outside() if self.outside else None
+    def helper(self) -> MeshOwner:
+        """The active helper. Whoever entered this context holds it."""
+        helper = self.owner()
+        assert helper is not None
+        return helper
 
-    def bound(self, name: str) -> tuple[MeshOwner, RuleLike] | None:
-        """The helper and rules that *name* is bound to, here or outside; records the use."""
-        self.asked.add(name)
-        if name in self.bindings:
-            self.used.add(name)
-            return self.helper, self.bindings[name]
-        return self.outer.bound(name) if self.outer else None
+    def rules(self) -> dict[str, RuleLike]:
+        """Every name in force with its rules."""
+        return {name: rules for name, (_, rules) in self.bindings.items()}
 
-    def all_bindings(self) -> dict[str, RuleLike]:
-        """Every name in force with its rules, inherited ones included."""
-        inherited = self.outer.all_bindings() if self.outer else {}
-        return {**inherited, **self.bindings}
+
+@dataclasses.dataclass(eq=False)
+class Uses:
+    """What the code of one function did with annotation names.
+
+    Attributes:
+        names: the names that the function binds.
+        used: those of them that were used.
+        asked: every name that was asked for, bound or not.
+    """
+
+    names: frozenset[str] = frozenset()
+    used: set[str] = dataclasses.field(default_factory=set)
+    asked: set[str] = dataclasses.field(default_factory=set)
+
+    def unused(self) -> list[str]:
+        """The names that were bound and never used."""
+        return [name for name in sorted(self.names) if name not in self.used]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Frame:
+    """One context on its way: who entered it, and in which trace of JAX's."""
+
+    context: Context
+    uses: Uses
+    trace: Any
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+
+_frames = _Frames()
 
 
 def current() -> Context | None:
@@ -99,35 +130,86 @@ def current() -> Context | None:
     return token.context() if token else None
 
 
-def entered(context: Context) -> Any:
-    """A context manager in which *context* is the active one; the caller keeps it alive meanwhile."""
-    return _active(context.token)
+@contextlib.contextmanager
+def entered(context: Context, uses: Uses) -> Iterator[None]:
+    """A context manager in which *context* is the active one; *uses* takes down what becomes of its names."""
+    frames = _frames.stack
+    frames.append(_Frame(context, uses, get_opaque_trace_state()))
+    try:
+        with _active(context.token):
+            yield
+    finally:
+        frames.pop()
+        # What JAX did not trace again was used all the same.
+        uses.used |= context.used & uses.names
+        uses.asked |= context.asked
+        if frames:
+            outer = frames[-1].context
+            outer.used.update(context.used - uses.names)
+            outer.asked.update(context.asked - uses.names)
+
+
+def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
+    """The helper and rules that *name* is bound to in this thread; takes down that it was asked for."""
+    context = current()
+    if context is None:
+        return None
+    trace = get_opaque_trace_state()
+    for frame in reversed(_frames.stack):
+        frame.uses.asked.add(name)
+        if frame.trace != trace:  # within something of which JAX may use the trace again
+            frame.context.asked.add(name)
+            if name in frame.context.bindings:
+                frame.context.used.add(name)
+        if name in frame.uses.names:
+            frame.uses.used.add(name)
+            break
+    found = context.bindings.get(name)
+    if found is None:
+        return None
+    helper = found[0]()
+    assert helper is not None  # whoever bound the name holds it
+    return helper, found[1]
 
 
 class ContextCache:
-    """Gives the same Context for the same bindings in the same outer context.
+    """Gives the same Context for the same bindings, whoever asks and wherever.
 
     Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again.
+    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
+    function, and with it perhaps the helper, is here as long as somebody else holds it.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
-        self._outermost: Recent[Any, Context] = Recent()
-        self._inside: weakref.WeakKeyDictionary[Context, Recent[Any, Context]] = weakref.WeakKeyDictionary()
+        self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
+        self._kept: Recent[Context, None] = Recent()
+        self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
         """The context of *bindings* inside the one that is active now."""
         outer = current()
-        kept = self._outermost if outer is None else self._inside.setdefault(outer, Recent())
-        key = tuple((name, _hashable(key_of(bindings[name]))) for name in sorted(bindings))
-        known = kept.get(key)
-        if known is None:
-            helper = self._helper()
-            assert helper is not None  # whoever owns this cache holds the helper
-            outside = None if outer is None else weakref.ref(outer)
-            known = kept.add(key, Context(helper, dict(bindings), outside))
+        own = {name: (self._helper, rules) for name, rules in bindings.items()}
+        merged = {**(outer.bindings if outer else {}), **own}
+        key = tuple(
+            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
+        )
+        with self._lock:
+            known = self._contexts.get(key)
+            if known is None:
+                known = self._contexts[key] = Context(self._helper, merged)
+        if all(are_pure(rules) for _, rules in merged.values()):
+            self._kept.put(known, None)
         return known
+
+
+_caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
+
+
+def contexts_of(helper: MeshOwner) -> ContextCache:
+    """The contexts of a helper."""
+    known = _caches.get(helper)
+    return known or _caches.setdefault(helper, ContextCache(helper))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,11 +225,12 @@ class _ByIdentity:
         return id(self.rules)
 
 
-def _hashable(rules: Any) -> Any:
+def hashable(rules: Any) -> Any:
+    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
     try:
         hash(rules)
     except TypeError:
-        return tuple(map(_hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+        return tuple(map(hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
     return rules
 
 
@@ -170,8 +253,21 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     return dict(bindings)
 
 
+class _Entered(threading.local):
+    """The contexts that this thread is in, the innermost last; None has been left before its turn."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[ActiveHelper | None, Any]] = []
+
+
+_entered = _Entered()
+
+
 class ActiveHelper:
     """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
+
+    It belongs to a thread, and is left before those that were entered ahead of it: other orders, as of
+    generators or asyncio tasks that take turns, are an error.
 
     Attributes:
         mesh_helper: the helper.
@@ -181,22 +277,20 @@ class ActiveHelper:
     def __init__(
         self,
         mesh_helper: MeshOwner,
-        cache: ContextCache,
+        kept: Recent[Context, Context],
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:
         self._bindings = checked_bindings(annotation_shardings)
         self.mesh_helper = mesh_helper
         self.annotation_shardings = annotation_shardings
-        self._cache = cache
-        self._entered = threading.local()
+        self._kept = kept
 
     def __enter__(self) -> ActiveHelper:
-        context = self._cache.get(self._bindings)
-        manager = entered(context)
+        context = contexts_of(self.mesh_helper).get(self._bindings)
+        self._kept.put(context, context)  # so that equal bindings find it later
+        manager = entered(context, Uses(frozenset(self._bindings)))
         manager.__enter__()
-        if not hasattr(self._entered, 'stack'):
-            self._entered.stack = []
-        self._entered.stack.append((manager, context))  # the context lives while it is entered
+        _entered.stack.append((self, manager))
         return self
 
     def __exit__(
@@ -205,5 +299,19 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        manager, _ = self._entered.stack.pop()
-        manager.__exit__(kind, error, trace)
+        stack = _entered.stack
+        if stack and stack[-1][0] is self:
+            stack.pop()[1].__exit__(kind, error, trace)
+            while stack and stack[-1][0] is None:  # those left before their turn
+                stack.pop()[1].__exit__(None, None, None)
+            return
+        own = [place for place, (owner, _) in enumerate(stack) if owner is self]
+        if own:
+            stack[own[-1]] = (None, stack[own[-1]][1])
+        if error is None:
+            raise MeshError(
+                'a get_context() is left before one that was entered after it, or in another thread: the '
+                'code in it has run with another helper active. This happens where generators or asyncio '
+                'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+                'helper for all'
+            )

@@ -27,7 +27,7 @@ from scalax._resolve import named_sharding
 from scalax._rows import Layout, checked_axis, layout_of
 from scalax._spec import MeshAxes
 from scalax._transfer import reject_tracers
-from scalax.errors import DataError, ScalaxError, shown
+from scalax.errors import DataError, shown
 
 Rows = Literal['all', 'needed']
 ADVICE = (
@@ -81,29 +81,26 @@ Finish = Callable[[], Any]
 
 def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
     """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
-    reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
-    processes = _processes.processes_of(options.mesh)
     _processes.require_this_process(options.mesh)
-    if check and processes.several:
-        part = read_together(options, pytree)
+    several = _processes.processes_of(options.mesh).several
+
+    def prepare() -> tuple[list[tuple[str, str]], tuple[Part, Finish]]:
+        reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
+        part = read(options, pytree)
+        finish = place(part)
+        return _said(part) if several else [], (part, finish)
+
+    if check and several:
+        part, finish = _agree.together(
+            options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
+        )
     else:
-        part = read(options, pytree)
-        if processes.several:
+        _, (part, finish) = prepare()
+        if several:
             _processes.bound_queue(options.mesh)
-    if check_replicas and processes.several:
+    if check_replicas and several:
         _replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
-    return place(part)()
-
-
-def read_together(options: Options, pytree: Any) -> Part:
-    """`read`, which raises on every process if it does on one, or if the parts do not fit together."""
-    part, error = None, None
-    try:
-        part = read(options, pytree)
-    except ScalaxError as fault:  # raised once all have been told
-        error = fault
-    agree(options, 'local_data_to_global_array', part, error)
-    return cast(Part, part)
+    return finish()
 
 
 def agree(
@@ -271,6 +268,10 @@ def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
         return _Placed(jax.make_array_from_callback(host.shape, sharding, lambda _: host), None)
     # The data of keys have dimensions of their own, behind those of the keys.
     shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
+    if not host.size:
+        # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
+        nothing = np.empty(sharding.shard_shape(shape), host.dtype)
+        return _Placed(jax.make_array_from_callback(shape, sharding, lambda _: nothing), None)
     exchange = None
     if part.options.rows == 'all':
         exchange = exchange_for(layout.mesh, layout.intervals(shape[axis]), host.shape[axis])

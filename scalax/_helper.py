@@ -29,8 +29,10 @@ from scalax import (
 from scalax._paths import canonical_dtype
 from scalax._prefetch import Prefetch
 from scalax._prefix import RuleLike
+from scalax._recent import Recent
 from scalax._resolve import ResolutionCache, Use, resolve
 from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax.errors import checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.plan import Plan, make_plan
 from scalax.plan._make import reject_own_argument
@@ -84,7 +86,7 @@ class MeshShardingHelper:
         mesh = _mesh.build_mesh(
             axis_dims,
             axis_names,
-            split_physical_axes=mesh_axis_splitting,
+            split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
             dcn_axis_dims=dcn_axis_dims,
             devices=devices,
             axis_types=axis_types,
@@ -94,7 +96,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts = _context.ContextCache(self)
+        self._contexts: Recent[_context.Context, _context.Context] = Recent()
         self._resolutions = ResolutionCache()
 
     @classmethod
@@ -175,6 +177,9 @@ class MeshShardingHelper:
     def on_indivisible(self) -> OnIndivisible:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
+
+    def __reduce__(self) -> Any:
+        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
@@ -275,14 +280,18 @@ class MeshShardingHelper:
 
         Raises:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
+            DataError: the processes of the mesh place different trees; raised on all of them.
         """
         _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put(pytree, self._shardings(rules, pytree)[0])
+        return _transfer.put_on(self.mesh, pytree, lambda: self._shardings(rules, pytree)[0])
 
     def gather(self, pytree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
         Leaves of other kinds are returned as they are.
+
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
         """
         return _transfer.to_host(pytree)
 
@@ -423,6 +432,7 @@ class MeshShardingHelper:
             >>> float(mapped(np.ones(16, np.float32)).sum())
             1.0
         """
+        checked_flag('check_vma', check_vma)
         return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
@@ -548,6 +558,7 @@ class MeshShardingHelper:
         """
         if quick is not None:
             reject_own_argument(fun, 'quick')
+            checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     def get_context(
@@ -577,7 +588,7 @@ class MeshShardingHelper:
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """The annotation bindings in force, inherited ones included; None without an active helper."""
         context = _context.current()
-        return context.all_bindings() if context else None
+        return context.rules() if context else None
 
     with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
     with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
@@ -630,6 +641,8 @@ class MeshShardingHelper:
             P('data',)
         """
         _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return _data.local_data_to_global_array(options, pytree, check, check_replicas)
 
@@ -740,5 +753,12 @@ class MeshShardingHelper:
             [0, 8, 16]
         """
         _mesh.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
         options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
+
+
+def _unpickled(
+    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
+) -> MeshShardingHelper:
+    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)

@@ -13,7 +13,7 @@ from scalax._keys import is_key
 from scalax._paths import NamedTree
 from scalax._processes import without_context
 from scalax._rows import checked_axis
-from scalax._transfer import fetch, reject_tracers
+from scalax._transfer import agree_to_fetch, fetch, reject_tracers
 from scalax.errors import DataError, shown
 
 Box = tuple[tuple[int, int], ...]
@@ -32,6 +32,10 @@ def global_array_to_local_data(pytree: Any, batch_axis: int, rows: Literal['all'
             f'global arrays have no local part along axis {axis}:\n{shown(filter(None, faults))}\n'
             'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
         )
+    if fetched := [
+        i for i, leaf in enumerate(tree.leaves) if rows == 'all' and _has_rows_elsewhere(leaf, axis)
+    ]:
+        agree_to_fetch('global_array_to_local_data', tree, fetched)
     return tree.treedef.unflatten([_local_part(leaf, axis, rows) for leaf in tree.leaves])
 
 
@@ -71,12 +75,25 @@ def _local_part(leaf: Any, batch_axis: int, rows: str) -> Any:
     boxes = _boxes_by_process(leaf)
     if rows == 'needed':
         return _assemble(leaf, axis, sorted({box[axis] for box in boxes[jax.process_index()]}))
-    part = leaf.shape[axis] // len(boxes)
-    mine = {process: (i * part, (i + 1) * part) for i, process in enumerate(sorted(boxes))}
-    start, stop = mine[jax.process_index()]
-    if all(_holds(boxes[process], leaf.shape, axis, *mine[process]) for process in boxes):
-        return _assemble(leaf, axis, [(start, stop)])
-    return fetch(leaf)[(*[slice(None)] * axis, slice(start, stop))]
+    start, stop = _parts(leaf, axis, boxes)[jax.process_index()]
+    if _has_rows_elsewhere(leaf, axis):
+        return fetch(leaf)[(*[slice(None)] * axis, slice(start, stop))]
+    return _assemble(leaf, axis, [(start, stop)])
+
+
+def _parts(leaf: jax.Array, axis: int, boxes: Mapping[int, set[Box]]) -> dict[int, tuple[int, int]]:
+    """For each process the rows of its equal part."""
+    size = leaf.shape[axis] // len(boxes)
+    return {process: (i * size, (i + 1) * size) for i, process in enumerate(sorted(boxes))}
+
+
+def _has_rows_elsewhere(leaf: Any, axis: int) -> bool:
+    """Whether the part of some process lies on the devices of another, so that all of them fetch the leaf."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.ndim == 0:
+        return False
+    axis, boxes = axis % leaf.ndim, _boxes_by_process(leaf)
+    parts = _parts(leaf, axis, boxes)
+    return not all(_holds(boxes[process], leaf.shape, axis, *parts[process]) for process in boxes)
 
 
 def _boxes_by_process(leaf: jax.Array) -> dict[int, set[Box]]:

@@ -305,6 +305,39 @@ def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
     return mesh
 
 
+def pickled(mesh: Mesh | AbstractMesh) -> Any:
+    """What can be pickled of a mesh: JAX's devices cannot, so their platform and ids stand for them."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return mesh.devices.flat[0].platform, ids, mesh.axis_names, mesh.axis_types
+
+
+def unpickled(parts: Any) -> Mesh | AbstractMesh:
+    """The mesh of what `pickled` gave, of the devices of this program.
+
+    Raises:
+        MeshError: it has no such devices.
+    """
+    if isinstance(parts, AbstractMesh):
+        return parts
+    platform, ids, names, types = parts
+    try:
+        here = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # JAX has no such platform here
+        here = {}
+    missing = [number for number in ids.flat if number not in here]
+    if missing:
+        raise MeshError(
+            f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
+            f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
+            "jax.config.update('jax_num_cpu_devices', n)), or make a helper there"
+        )
+    devices = np.empty(ids.shape, object)
+    devices.flat = [here[number] for number in ids.flat]
+    return Mesh(devices, names, axis_types=types)
+
+
 def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Checks a selection of mesh axes and returns it as a tuple, in the order given.
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalax import _spec
-from scalax._constrain import apply_shardings, explicit_sharding
+from scalax._constrain import apply_shardings, explicit_sharding, is_compiled
 from scalax._frames import arose_below, hide_ours
 from scalax._paths import NamedTree
+from scalax._recent import sort_of
 from scalax._sjit._convention import name_of
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
 
@@ -38,7 +41,8 @@ def microbatch(
     else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
     with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
 
-    Inside `shard_map` it needs ``check_vma=False``.
+    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled, as by
+    ``jax.jit``, once for all calls of the same shapes. Arguments that are no arrays are part of the program.
 
     Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
     to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
@@ -98,8 +102,7 @@ def microbatch(
             f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
         )
 
-    @functools.wraps(fun)
-    def in_parts(*args: Any, **kwargs: Any) -> Any:
+    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         whole = {name: bound.arguments[name] for name in divided}
@@ -136,7 +139,59 @@ def microbatch(
             lambda total, kind: total if kind.dtype == bool else total.astype(kind.dtype), sums, types
         )
 
+    def run_call(call: _Call, arrays: Sequence[Any]) -> Any:
+        return run(*call.with_arrays(arrays))
+
+    run_call.__name__ = run_call.__qualname__ = name_of(fun)
+    compiled = jax.jit(run_call, static_argnums=0)
+
+    @functools.wraps(fun)
+    def in_parts(*args: Any, **kwargs: Any) -> Any:
+        if is_compiled():
+            return run(args, kwargs)
+        call, arrays = _Call.of(args, kwargs)
+        try:
+            hash(call)
+        except TypeError:  # JAX finds no program by it
+            return run(args, kwargs)
+        try:
+            return compiled(call, arrays)
+        except Exception as error:
+            if arose_below(error, run_call.__code__):
+                hide_ours(error)
+            raise
+
     return in_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call but for the arrays: what its program depends on.
+
+    Attributes:
+        treedef: the structure of arguments and keywords.
+        others: every leaf that is no array, with its number and what tells equal ones apart.
+    """
+
+    treedef: Any
+    others: tuple[tuple[int, Any, Any], ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+        """A call, and its arrays."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        others = [(i, sort_of(leaf), leaf) for i, leaf in enumerate(leaves) if not _is_array(leaf)]
+        return cls(treedef, tuple(others)), list(filter(_is_array, leaves))
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Any:
+        """The arguments and keywords."""
+        rest, others = iter(arrays), {i: leaf for i, _, leaf in self.others}
+        count = self.treedef.num_leaves
+        return self.treedef.unflatten(others[i] if i in others else next(rest) for i in range(count))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'biufc')
 
 
 def _is_float(dtype: Any) -> bool:

@@ -7,8 +7,10 @@ resolving a large tree spends most of its time here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +30,18 @@ _ATTRIBUTE: dict[type, str] = {
 def key_string(key: Any) -> str:
     """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
     attribute = _ATTRIBUTE.get(type(key))
-    return str(key) if attribute is None else str(getattr(key, attribute))
+    return str(key) if attribute is None else _text(getattr(key, attribute))
+
+
+def _text(value: Any) -> str:
+    """What a key of a dict is called: equal keys alike, because JAX takes such dicts for one structure."""
+    if isinstance(value, str):
+        return str.__str__(value)  # an Enum that is a string prints otherwise
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not value.is_integer():
+        return str(float(value))
+    return str(int(value)) if isinstance(value, int | float) else str(value)
 
 
 def path_string(path: Sequence[Any], separator: str = '/') -> str:
@@ -39,15 +52,18 @@ def path_string(path: Sequence[Any], separator: str = '/') -> str:
         'layers/0/kernel'
     """
     # Nearly every key is a DictKey: the conditional saves a call per key for those.
-    return separator.join([str(key.key) if type(key) is DictKey else key_string(key) for key in path])
+    return separator.join(
+        [key.key if type(key) is DictKey and type(key.key) is str else key_string(key) for key in path]
+    )
 
 
 def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
     """`path_string` of each path; several times faster where all keys are those of dicts, and strings."""
-    try:
-        return ['/'.join([key.key for key in path]) for path in paths]
-    except (AttributeError, TypeError):
-        return [path_string(path) for path in paths]
+    # Keys of other types may have a `key` too, which is not what they are called.
+    if {DictKey}.issuperset(map(type, itertools.chain.from_iterable(paths))):
+        with contextlib.suppress(TypeError):
+            return ['/'.join([key.key for key in path]) for path in paths]
+    return [path_string(path) for path in paths]
 
 
 def optional_path(path: Sequence[Any]) -> str | None:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax import _spec
 from scalax._paths import NamedTree, join
 from scalax._prefix import RuleLike, is_rule, key_of, split
+from scalax._same_paths import uncertain_paths
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
 from scalax.rules._base import Answer, ShardingRule, is_pure, settled, strangers
@@ -207,7 +208,9 @@ class _Task:
             return None
         # What else does not fit follows from the other mesh, and that is to be mended first.
         is_own = self._is_own(answer.mesh)
-        wrong = _spec.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh)]
+        wrong = _spec.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
+        if answer.reordered:
+            wrong.append(_REORDERED)
         if _spec.UNCONSTRAINED in _spec.entries(spec) and self.use not in _VALUES:
             wrong.append(
                 _spec.Fault(
@@ -263,18 +266,13 @@ class _Task:
             for fault in found:
                 self._problem(tree, index, answer, fault)
             return spec
-        said = '; '.join(fault.detail for fault in found)
+        said = f'{_spec.text(spec)} from {answer.origin}: {"; ".join(fault.detail for fault in found)}'
         if policy == 'error':
-            self.passed.append(
-                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; the compiler will pad, '
-                'and may replicate'
-            )
+            self.passed.append(f'{tree.describe(index)}, {said}; the compiler will pad, and may replicate')
             return spec
         reduced = _spec.drop_indivisible(spec, shape, self.axes)
         if policy == 'warn':
-            self.passed.append(
-                f'{tree.describe(index)}, {spec} from {answer.origin}: {said}; {reduced} is used'
-            )
+            self.passed.append(f'{tree.describe(index)}, {said}; {_spec.text(reduced)} is used')
         return reduced
 
     def _problem(self, tree: NamedTree, index: int, answer: Answer, fault: _spec.Fault) -> None:
@@ -283,7 +281,7 @@ class _Task:
                 fault.kind,
                 tree.describe(index),
                 fault.detail,
-                spec='' if answer.spec is None else str(answer.spec),
+                spec='' if answer.spec is None else _spec.text(answer.spec),
                 rule=answer.origin,
                 hint=fault.hint,
             )
@@ -333,24 +331,73 @@ def _no_such_memory(kind: str, error: ValueError) -> _spec.Fault:
     )
 
 
-def _other_mesh(mesh: Any) -> _spec.Fault:
-    return _spec.Fault(
-        'other-mesh',
-        f'the NamedSharding is of another mesh: {mesh}',
-        "give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-    )
+_REORDERED = _spec.Fault(
+    'other-mesh',
+    'the NamedSharding orders the devices of its mesh anew (_logical_device_ids)',
+    'build the mesh of the devices in that order: MeshShardingHelper.from_mesh(Mesh(devices, names)).',
+)
+
+
+def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> _spec.Fault:
+    """What is another about a mesh. Only one of devices may differ in their order."""
+    detail = f'the NamedSharding is of another mesh: {given}'
+    hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
+    theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
+    if list(theirs.sizes.items()) == list(ours.sizes.items()):
+        both = isinstance(given, Mesh) and isinstance(own, Mesh)
+        devices = [list(mesh.devices.flat) if both else [] for mesh in (given, own)]
+        if devices[0] == devices[1]:
+            types = ', '.join(f'{name}={kind.name}' for name, kind in theirs.types.items())
+            detail = f'the NamedSharding is of this mesh with axes of other types: {types}'
+            hint = 'give the PartitionSpec, which is for axes of any type, or make the helper of that mesh.'
+        elif set(devices[0]) == set(devices[1]):
+            ids = [device.id for device in devices[0]]
+            detail = (
+                'the NamedSharding is of a mesh with the devices of this one in another order: '
+                f'ids {ids[:16]}{" ..." if len(ids) > 16 else ""}'
+            )
+            hint = 'give the PartitionSpec, or make the helper of that mesh (MeshShardingHelper.from_mesh).'
+    return _spec.Fault('other-mesh', detail, hint)
+
+
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """A tree that was resolved.
+
+    Attributes:
+        rules: what `key_of` gave for the rules.
+        treedef: its structure.
+        signature: the shapes and dtypes of its leaves.
+        shardings: those of its leaves.
+        certain: whether trees of this structure have the same paths; None until somebody asks.
+    """
+
+    rules: Any
+    treedef: Any
+    signature: list[Any]
+    shardings: list[NamedSharding | None]
+    certain: bool | None = None
+
+    def serves(self, pytree: Any, treedef: Any, signature: list[Any] | None) -> bool:
+        """Whether a tree has these shardings, for the same rules."""
+        if self.treedef != treedef or self.signature != signature:
+            return False
+        if self.certain is None:
+            self.certain = uncertain_paths(pytree, treedef) is None
+        return self.certain
 
 
 class ResolutionCache:
     """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
 
     Entries are found by comparison, not by hash: comparing two equal lists of shapes costs a pointer
-    comparison an item, hashing them costs several times that on a tree of 100,000 leaves.
+    comparison an item, hashing them costs several times that on a tree of 100,000 leaves. Trees whose
+    structure does not determine their leaf paths are resolved each time.
     """
 
     def __init__(self, size: int = 16) -> None:
         self._size = size
-        self._entries: tuple[tuple[Any, Any, list[Any], list[NamedSharding | None]], ...] = ()
+        self._entries: tuple[_Known, ...] = ()
 
     def shardings(
         self,
@@ -366,19 +413,19 @@ class ResolutionCache:
             resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
             return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)
-        entries = [entry for entry in self._entries if entry[0] == rules_key]
+        entries = [entry for entry in self._entries if entry.rules == rules_key]
         if entries:
             leaves, treedef = jax.tree.flatten(pytree)
             signature = _signature(leaves)
-            for _, kept_treedef, kept_signature, shardings in entries:
-                if kept_treedef == treedef and kept_signature == signature:
-                    return shardings, treedef
+            for entry in entries:
+                if entry.serves(pytree, treedef, signature):
+                    return entry.shardings, treedef
         resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
         signature = _signature(resolution.tree.leaves)
-        if signature is not None and on_indivisible != 'warn' and _is_pure(rules):
+        if signature is not None and on_indivisible != 'warn' and are_pure(rules):
             # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
-            entry = (rules_key, resolution.treedef, signature, resolution.shardings)
-            self._entries = (entry, *self._entries[: self._size - 1])
+            known = _Known(rules_key, resolution.treedef, signature, resolution.shardings)
+            self._entries = (known, *self._entries[: self._size - 1])
         return resolution.shardings, resolution.treedef
 
 
@@ -393,6 +440,7 @@ def _signature(leaves: Sequence[Any]) -> list[Any] | None:
 _SHAPE_AND_DTYPE = operator.attrgetter('shape', 'dtype')
 
 
-def _is_pure(rules: RuleLike) -> bool:
+def are_pure(rules: RuleLike) -> bool:
+    """Whether rules always give the same answers."""
     leaves = jax.tree.leaves(rules, is_leaf=lambda x: isinstance(x, ShardingRule | PartitionSpec))
     return all(is_pure(rule) for rule in leaves if isinstance(rule, ShardingRule))

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax import _spec, _unreduced
-from scalax._constrain import apply_shardings, has_type, mesh_in_force
+from scalax._constrain import apply_shardings, has_type, is_compiled, mesh_entered, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, is_rule
@@ -24,6 +24,7 @@ from scalax._resolve import Resolution, Use, named_sharding, resolve, with_types
 from scalax._sjit._boundary import resolve_slots
 from scalax._sjit._convention import Convention
 from scalax._sjit._misplaced import lies_elsewhere, reject_deleted
+from scalax._sjit._placement import is_typed_by
 from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
@@ -46,11 +47,21 @@ def shard_map(
     axes = MeshAxes.of(active.mesh_helper.mesh)
     chosen = _spec.chosen_axes('axis_names of shard_map', () if axis_names is None else axis_names, axes)
 
+    def run(*row: Any) -> Any:
+        return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+
+    run.__name__ = run.__qualname__ = convention.name
+    compiled = jax.jit(run)
+
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         row = convention.row(args, kwargs)
         try:
-            return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+            if is_compiled():
+                return run(*row)
+            here = _Mapped(active, convention, chosen, check_vma)
+            with mesh_entered(here.mesh, f'shard_map of {convention.name}'):
+                return compiled(*here.placed(row, in_specs))
         except Exception as error:
             if arose_below(error, _Mapped.on_blocks.__code__):
                 hide_ours(error)
@@ -66,11 +77,11 @@ class _Mapped:
         self, active: ActiveHelper, convention: Convention, chosen: frozenset[str], check_vma: bool
     ) -> None:
         self._active, self._convention, self._check_vma = active, convention, check_vma
-        self._mesh = mesh_in_force(active.mesh_helper.mesh)
-        self._axes = MeshAxes.of(self._mesh)
+        self.mesh = mesh_in_force(active.mesh_helper.mesh)
+        self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
         self._manual = chosen or frozenset(free)
-        self._memory = named_sharding(self._mesh, PartitionSpec()).memory_kind
+        self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
         taken = sorted(self._manual.difference(free))
         if taken or not self._manual:
             raise MeshError(
@@ -81,12 +92,24 @@ class _Mapped:
 
     def call(self, fun: Callable[..., Any], row: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
         """Runs *fun* on blocks of the arguments."""
+        with mesh_entered(self.mesh, f'shard_map of {self._convention.name}'):
+            return self._call(fun, row, in_specs, out_specs)
+
+    def placed(self, row: Sequence[Any], in_specs: Any) -> Any:
+        """The arguments of a call outside of any compiled function, on the devices of the mesh."""
         flat: tuple[list[Any], Any] = jax.tree.flatten(row)
         leaves, treedef = flat
-        cuts, leaves = self._inputs(row, leaves, in_specs)
+        shardings = self._inputs(row, leaves, in_specs)
+        return treedef.unflatten(map(self._on_mesh, leaves, shardings))
+
+    def _call(self, fun: Callable[..., Any], row: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
+        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        leaves, treedef = flat
+        shardings = self._inputs(row, leaves, in_specs)
+        cuts, leaves = [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
         run = functools.partial(
             jax.shard_map,
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=tuple(cuts),
             axis_names=self._manual,
             check_vma=self._check_vma,
@@ -97,7 +120,7 @@ class _Mapped:
         def body(*blocks: Any) -> Any:
             results = self.on_blocks(fun, treedef.unflatten(blocks))
             where = f'the outputs of {self._convention.name!r} (out_specs)'
-            resolve(None, results, self._mesh, use=Use.BOUNDARY, where=where)  # names what is no array
+            resolve(None, results, self.mesh, use=Use.BOUNDARY, where=where)  # names what is no array
             return results
 
         body.__name__ = body.__qualname__ = self._convention.name
@@ -125,10 +148,8 @@ class _Mapped:
             args, keywords = self._convention.restore(row)
             return fun(*args, **keywords)
 
-    def _inputs(
-        self, row: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
-    ) -> tuple[list[PartitionSpec], list[Any]]:
-        """The specs of the arguments, and the arguments as these ask, leaf by leaf."""
+    def _inputs(self, row: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike) -> list[NamedSharding]:
+        """The shardings of the arguments, leaf by leaf."""
         layout = self._convention.layout(self._convention.extras_of(row))
         reject_deleted(self._convention, layout, row)
         where = f'the arguments of {self._convention.name!r} (in_specs)'
@@ -138,7 +159,7 @@ class _Mapped:
             ),
             layout,
             row,
-            mesh=self._mesh,
+            mesh=self.mesh,
             use=Use.BOUNDARY,
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
@@ -147,12 +168,10 @@ class _Mapped:
         said = [sharding for resolution in resolutions for sharding in resolution.shardings]
         self._reject_uneven(resolutions, where)
         self._reject([text for each in resolutions for text in each.tree.descriptions], said, where)
-        shardings = [
+        return [
             self._of_type(leaf) if sharding is None else sharding
             for leaf, sharding in zip(leaves, said, strict=True)
         ]
-        leaves = [self._on_mesh(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        return [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
 
     def _outputs(self, out_specs: RuleLike, outputs: Any) -> tuple[list[NamedSharding], Any]:
         """The shardings of the outputs, leaf by leaf, and their structure.
@@ -164,7 +183,7 @@ class _Mapped:
         resolution = resolve(
             out_specs,
             outputs,
-            self._mesh,
+            self.mesh,
             use=Use.BOUNDARY,
             where=where,
             as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
@@ -208,7 +227,7 @@ class _Mapped:
                         'manual-order',
                         leaf,
                         f'a dimension has {mixed[0]!r}, which is not manual, before {mixed[1]!r}, which is',
-                        spec=str(sharding.spec),
+                        spec=_spec.text(sharding.spec),
                         hint='within a dimension the manual axes (axis_names) come first: blocks are cut '
                         'before the compiler divides them further.',
                     )
@@ -260,15 +279,15 @@ class _Mapped:
         """The sharding that the type of an argument has over Explicit axes."""
         kind = jax.typeof(leaf)
         spec = PartitionSpec(*[_spec.UNCONSTRAINED] * len(kind.shape))
-        return named_sharding(self._mesh, _spec.replaced(kind.sharding.spec, with_types(spec, leaf)))
+        return named_sharding(self.mesh, _spec.replaced(kind.sharding.spec, with_types(spec, leaf)))
 
     def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
-        """An array that lies on other devices, or as parts of other sums, moved: JAX would refuse it."""
-        mesh = self._mesh
+        """An array on other devices, of another type or parts of other sums, moved: JAX would refuse it."""
+        mesh = self.mesh
         if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
             return leaf
         sums = sharding.spec.unreduced or _unreduced.axes_of(leaf)
-        if not sums and not lies_elsewhere(leaf, mesh):
+        if not sums and not lies_elsewhere(leaf, mesh) and is_typed_by(leaf, mesh):
             return leaf
         return _unreduced.device_put([leaf], [sharding])[0]
 
@@ -296,7 +315,7 @@ class _Mapped:
                 names = (*names, *[a for a in has if a not in self._manual and a not in own])
             wanted.append(names or free)
         typed = _spec.replaced(spec, [() if entry is free else entry for entry in wanted])
-        if not own and has_type(leaf, self._mesh, typed):
+        if not own and has_type(leaf, self.mesh, typed):
             return None
         return sharding.update(spec=_spec.replaced(spec, wanted))
 

@@ -75,6 +75,11 @@ def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
 
 
+def sums_kind(spec: PartitionSpec) -> str:
+    """What the parts along unreduced axes make: a sum, or in newer JAX something else."""
+    return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
+
+
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The one form of a spec that resolving returns.
 
@@ -83,6 +88,24 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
         P('data',)
     """
     return replaced(spec, entries(spec))
+
+
+def text(spec: PartitionSpec) -> str:
+    """A spec as messages and reports show it, the same in every process: JAX prints sets in any order.
+
+    Example:
+        >>> text(PartitionSpec('a', None, unreduced={'c', 'b'}))
+        "P('a', None, unreduced={'b', 'c'})"
+    """
+    if not spec.unreduced and not spec.reduced:
+        return str(spec)
+    parts = [repr(entry) for entry in entries(spec)]
+    for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
+        if axes:
+            parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
+    if sums_kind(spec) != 'sum':
+        parts.append(f'unreduced_kind={sums_kind(spec)}')
+    return f'P({", ".join(parts)})'
 
 
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:
@@ -194,7 +217,9 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                 'rank',
                 f'the spec has {len(spec)} {"entry" if len(spec) == 1 else "entries"}, the array '
                 f'{len(shape)} dimension{"" if len(shape) == 1 else "s"}',
-                'give a spec at most one entry a dimension (PartitionSpec() replicates).',
+                'give a spec at most one entry a dimension (PartitionSpec() replicates).'
+                if shape
+                else 'a scalar takes PartitionSpec(), which replicates it.',
             )
         )
     for dim, entry in enumerate(entries(spec)):
@@ -208,15 +233,32 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
                     'keep the axes of one dimension of one type (JAX would reorder them silently).',
                 )
             )
-    for axis in sorted(spec.unreduced | spec.reduced):
-        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit:
-            found.append(
-                Fault(
-                    'unreduced',
-                    f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
-                    'unreduced and reduced axes need a mesh axis of type Explicit.',
-                )
+    return found + _sums_faults(spec, axes)
+
+
+def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> list[Fault]:
+    """What is wrong with the unreduced and reduced axes of a spec."""
+    named = sorted(spec.unreduced | spec.reduced)
+    found = [
+        Fault(
+            'unreduced',
+            f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
+            'unreduced and reduced axes need a mesh axis of type Explicit.',
+        )
+        for axis in named
+        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit
+    ]
+    auto = [axis for axis, kind in axes.types.items() if kind is AxisType.Auto]
+    if named and auto and not found:
+        # JAX (0.10 to 0.12) makes parts there of which each is the whole value.
+        found.append(
+            Fault(
+                'unreduced',
+                f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
+                f'type Auto ({", ".join(map(repr, auto))})',
+                'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
             )
+        )
     return found
 
 

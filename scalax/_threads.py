@@ -41,7 +41,7 @@ class ThreadState:
             self._managers.append(lambda: jax.set_mesh(mesh))
         helper, mapping = _context.current(), _axis_mapping.current()
         if helper is not None:
-            self._managers.append(lambda: _context.entered(helper))
+            self._managers.append(lambda: _context.entered(helper, _context.Uses()))
         if mapping is not None:
             self._managers.append(lambda: _axis_mapping.entered(mapping))
 

@@ -10,13 +10,51 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from scalax import _unreduced
+from scalax import _agree, _processes, _unreduced
 from scalax._keys import is_key, keys_of
 from scalax._paths import NamedTree, overflowed_dtype
 from scalax._processes import without_context
+from scalax._spec import MeshAxes
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
+
+_ADVICE = (
+    'What to do: call it on every process, with trees of one structure, shape and dtype, whose global arrays '
+    'are placed alike.'
+)
+
+
+def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
+    """`put` onto a mesh, on all of its processes or on none: JAX compares what they place.
+
+    Args:
+        mesh: the mesh of the shardings.
+        pytree: the tree.
+        shardings: makes those of the leaves; where it fails on one process, the others are told.
+    """
+    if not _processes.processes_of(mesh).several:
+        return put(pytree, shardings())
+
+    def prepare() -> tuple[list[tuple[str, str]], Sequence[Any]]:
+        made = shardings()
+        tree = NamedTree.of(pytree)
+        leaves = zip(tree.paths, tree.leaves, made, strict=True)
+        return [(path, f'{_agree.placed_text(leaf)} for {to.spec}') for path, leaf, to in leaves], made
+
+    call = f'mesh ({MeshAxes.of(mesh)})'
+    return put(pytree, _agree.together(mesh, 'shard', call, _ADVICE, prepare))
+
+
+def agree_to_fetch(what: str, tree: NamedTree, fetched: Sequence[int]) -> None:
+    """Returns if all processes fetch the same leaves, by number; raises on every process if not.
+
+    It is done on the mesh of the first of them; a process that fetches nothing takes no part.
+    """
+    mesh = next((mesh for i in fetched if (mesh := getattr(tree.leaves[i].sharding, 'mesh', None))), None)
+    if mesh is not None:
+        leaves = [(tree.paths[i], _agree.placed_text(tree.leaves[i])) for i in fetched]
+        _agree.agree(mesh, _agree.Statement(f'mesh ({MeshAxes.of(mesh)})', leaves), what, _ADVICE)
 
 
 def put(pytree: Any, shardings: Sequence[Any]) -> Any:
@@ -110,9 +148,11 @@ def to_host(pytree: Any) -> Any:
     arrays = [
         i for i, leaf in enumerate(leaves) if type(leaf) in array_types and isinstance(leaf.dtype, np.dtype)
     ]
+    alone = jax.process_count() == 1
+    if not alone and (fetched := [i for i in arrays if is_fetched(leaves[i])]):
+        agree_to_fetch('gather', NamedTree.of(pytree), fetched)
     for i in arrays:
         leaves[i] = _unreduced.reduced(leaves[i])
-    alone = jax.process_count() == 1
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
     with naming(pytree):
         values = jax.device_get([leaves[i] for i in here])
@@ -122,6 +162,11 @@ def to_host(pytree: Any) -> Any:
         if isinstance(leaves[i], jax.Array):
             leaves[i] = fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
+
+
+def is_fetched(leaf: jax.Array) -> bool:
+    """Whether a leaf is to be had from other processes only."""
+    return not leaf.is_fully_addressable and bool(not leaf.is_fully_replicated or _unreduced.axes_of(leaf))
 
 
 def fetch(leaf: jax.Array) -> np.ndarray:

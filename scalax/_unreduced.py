@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax import _spec
-from scalax._paths import describe_leaf
-from scalax.errors import Problem, ShardingError
+from scalax._constrain import reshard
 
 
 def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -28,7 +26,7 @@ def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
     placed = jax.device_put(whole, directly)
     return [
-        leaf if to is sharding else _parts_of(leaf, sharding)
+        leaf if to is sharding else _resharding(sharding)(leaf)
         for leaf, to, sharding in zip(placed, directly, shardings, strict=True)
     ]
 
@@ -50,35 +48,14 @@ def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
     if not axes_of(leaf):
         return leaf
     stays = leaf.sharding.mesh == sharding.mesh
-    if stays and _parts(leaf.sharding.spec) == _parts(sharding.spec):
+    if stays and _same_sums(leaf.sharding.spec, sharding.spec):
         return leaf
     # In one step, with a reduce-scatter where it is to be cut along these axes.
     return _resharding(_reduced(sharding))(leaf) if stays else reduced(leaf)
 
 
-def _parts(spec: PartitionSpec) -> tuple[frozenset[Any], str]:
-    """The unreduced axes, and what their parts make: a sum, or in newer JAX something else."""
-    return spec.unreduced, getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
-
-
-def _parts_of(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The array as parts of sums.
-
-    Raises:
-        ShardingError: there are no such parts, or XLA (of JAX 0.10 to 0.12) ends the process.
-    """
-    _, kind = _parts(sharding.spec)
-    if kind != 'sum' or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        what = 'complex numbers' if kind == 'sum' else 'arrays'
-        problem = Problem(
-            'unreduced',
-            describe_leaf('', leaf),
-            f'{what} cannot be placed as parts of a {kind}',
-            spec=str(sharding.spec),
-            hint='place it without unreduced axes.',
-        )
-        raise ShardingError([problem])
-    return _resharding(sharding)(leaf)
+def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
+    return one.unreduced == other.unreduced and _spec.sums_kind(one) == _spec.sums_kind(other)
 
 
 def _reduced(sharding: NamedSharding) -> NamedSharding:
@@ -91,4 +68,4 @@ def _reduced(sharding: NamedSharding) -> NamedSharding:
 
 @functools.lru_cache(maxsize=1024)
 def _resharding(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-    return jax.jit(lambda value: jax.sharding.reshard(value, sharding))
+    return jax.jit(lambda value: reshard(value, sharding))

@@ -33,6 +33,8 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 
+from scalax._fold import MOST_RUNS, fold, times
+
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message
 
@@ -141,22 +143,38 @@ class ShardingError(ScalaxError, ValueError):
 
 
 def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
-    leaves = list(dict.fromkeys(problem.leaf for problem in problems))
+    of_leaf: dict[str, list[Problem]] = {}
+    for problem in problems:
+        of_leaf.setdefault(problem.leaf, []).append(problem)
+    leaves = list(of_leaf)
     count = 'One leaf' if len(leaves) == 1 else f'{len(leaves)} leaves'
     head = f'{count}{f" of {where}" if where else ""} cannot be sharded as asked'
     lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:']
-    for leaf in leaves[:_SHOWN]:
-        lines.append(f'  {leaf}')
-        mine = [problem for problem in problems if problem.leaf == leaf]
-        for origin in dict.fromkeys(map(_origin, mine)):
-            details = [problem.detail for problem in mine if _origin(problem) == origin]
-            lines.extend(f'    {line}' for line in dict.fromkeys([*details, origin]) if line)
-    if len(leaves) > _SHOWN:
-        more = len(leaves) - _SHOWN
+    # What is wrong with a leaf in each of many layers is said once.
+    split = [leaf.rpartition(': ') for leaf in leaves]
+    folds = fold(
+        (path, (colon, array, *_details(of_leaf[leaf])))
+        for leaf, (path, colon, array) in zip(leaves, split, strict=True)
+    )
+    for item in folds[:_SHOWN]:
+        _, colon, array = split[item.first]
+        lines.append(f'  {item.short_name(MOST_RUNS)}{colon}{times(item.count)}{array}')
+        lines.extend(f'    {line}' for line in _details(of_leaf[leaves[item.first]]))
+    more = sum(item.count for item in folds[_SHOWN:])
+    if more:
         lines.append(f'  ... and {more} more {"leaf" if more == 1 else "leaves"}')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     lines.extend(f'What to do: {hint}' for hint in hints)
     return '\n'.join(lines)
+
+
+def _details(problems: Sequence[Problem]) -> list[str]:
+    """What is wrong with one leaf, and what was asked for, a line each."""
+    lines: list[str] = []
+    for origin in dict.fromkeys(map(_origin, problems)):
+        details = [problem.detail for problem in problems if _origin(problem) == origin]
+        lines.extend(line for line in dict.fromkeys([*details, origin]) if line)
+    return lines
 
 
 def _origin(problem: Problem) -> str:
@@ -176,6 +194,21 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
     if len(lines) > limit:
         text.append(f'  ... and {len(lines) - limit} more')
     return '\n'.join(text)
+
+
+def checked_flag(option: str, value: object, error: type[ScalaxError] = ArgumentError) -> bool:
+    """*value* as True or False, where it is one of them. A text such as ``'no'`` would count as true.
+
+    Example:
+        >>> checked_flag('strict', 'no')
+        Traceback (most recent call last):
+        ...
+        scalax.errors.ArgumentError: strict is True or False, got 'no'
+    """
+    # Also NumPy's, which are equal to these.
+    if isinstance(value, str) or value not in (True, False):
+        raise error(f'{option} is True or False, got {value!r}')
+    return bool(value)
 
 
 def near_names(word: str, known: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Measures what each fault of one of two processes does to the other: the table of docs/multihost.md.
 
-    python scripts/fault_table.py [--only NAME]
+    python -m scripts.fault_table [--only NAME]
 
 No launcher is involved: it would end the other at once. Two processes run steps with a collective in each, on
 simulated devices; seconds count from the fault to the end of the other process.
@@ -13,13 +13,14 @@ import dataclasses
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from examples.launch.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_S = 150
@@ -81,17 +82,14 @@ FAULTS = [
 
 def measure(fault: Fault) -> tuple[float, str, str, str]:
     """Returns how long the other lived on, how both ended, and what the other said last."""
-    with socket.socket() as probe:
-        probe.bind(('localhost', 0))
-        address = f'localhost:{probe.getsockname()[1]}'
     code = f'ROOT = {str(ROOT)!r}\n' + TRAINING.replace('AT_STEP', fault.at_step)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
         logs = [Path(folder, str(index)) for index in range(2)]
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for index in fault.starts:
                 env = {
-                    'JAX_COORDINATOR_ADDRESS': address,
+                    'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
                     'JAX_NUM_PROCESSES': '2',
                     'JAX_PROCESS_ID': str(index),
                 }

@@ -1,15 +1,18 @@
 """The training that `faults.py` disturbs: tiny, and with all that a run has to take up again.
 
-    python scripts/faults_training.py FOLDER
+    python scripts/faults_training.py FOLDER [--steps=FOLDER] [--job=NUMBER] [--keep=STEPS] [--pause=SECONDS]
 
 Parameters and Adam's moments are sharded over all devices of all processes, the state is donated, noise is
 drawn from a key in it, data come in shuffled epochs from an iterator with a state, loaded ahead. It goes on
-until the step that stands in FOLDER/goal, and saves every few steps in FOLDER/steps. Process 0 writes every
-loss, to the last bit, into FOLDER/losses.
+until the step that stands in FOLDER/goal, and saves every few steps. Process 0 writes every loss, to the
+last bit, into FOLDER/losses. Some arrays of the state hold the number of the job, and nothing depends on
+them: in a step that two jobs have written, they would hold two numbers.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +30,7 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
 
 SAVE_EVERY = 3
 ROWS, WIDTH, EXAMPLES = 16, 64, 80  # five batches an epoch
-PAUSE_S = 0.01  # a step takes as long as it takes, and this
+MARKS = ('mark', 'marks')  # the arrays with the number of the job
 
 optimizer = optax.adam(1e-2)
 
@@ -74,7 +77,28 @@ def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any],
     return {**state, 'params': params, 'adam': adam, 'step': state['step'] + 1}, value
 
 
-def main(folder: Path) -> int:
+def marked(state: dict[str, Any], job: int) -> dict[str, Any]:
+    """The state of a job of that number."""
+    return {**state, 'mark': jnp.full(WIDTH, job), 'marks': {'mark': jnp.full((4, WIDTH), job)}}
+
+
+def job_of(marks: Any) -> int:
+    """The number of the job that has saved a step, all of it."""
+    numbers = {int(number) for leaf in jax.tree.leaves(marks) for number in np.unique(leaf)}
+    if len(numbers) > 1:
+        raise SystemExit(f'mixed: a step is of the jobs {sorted(numbers)}')
+    return numbers.pop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('folder', type=Path)
+    parser.add_argument('--steps', type=Path, help='where the checkpoints are; FOLDER/steps by default')
+    parser.add_argument('--job', type=int, default=0)
+    parser.add_argument('--keep', type=int, default=4, help='a checkpoint more than usual, to be found')
+    parser.add_argument('--pause', type=float, default=0.01, help='how much longer each step takes')
+    options = parser.parse_args()
+    folder = options.folder
     distributed.initialize()
     goal = int((folder / 'goal').read_text())
     helper = MeshShardingHelper([-1], ['fsdp'])
@@ -88,12 +112,15 @@ def main(folder: Path) -> int:
     rows = helper.process_rows(ROWS)
     assert isinstance(rows, slice)
     epochs = Epochs(rows)
-    # `faults.py` watches the folder: a checkpoint more than usual is kept for it to find.
-    checkpoints = Checkpointer(folder / 'steps', keep=4, save_every=SAVE_EVERY)
+    start = functools.partial(marked, job=options.job)
+    checkpoints = Checkpointer(options.steps or folder / 'steps', keep=options.keep, save_every=SAVE_EVERY)
     if checkpoints.latest_step() is None:
-        state = helper.sjit(init, out_shardings=rule)()
+        state = helper.sjit(lambda: start(init()), out_shardings=rule)()
     else:
-        state = checkpoints.restore(helper, rule, init, data=epochs, verify=True)
+        state = checkpoints.restore(helper, rule, lambda: start(init()), data=epochs, verify=True)
+        marks = helper.gather([state[name] for name in MARKS])
+        print(f'step {int(state["step"])} is of job {job_of(marks)}', flush=True)
+        state = helper.sjit(start, in_shardings=(rule,), out_shardings=rule)(state)
     first = int(state['step'])
     with (folder / 'losses').open('a') as log, helper.prefetch(epochs, rows='needed', size=3) as batches:
         if jax.process_index() == 0:
@@ -104,7 +131,7 @@ def main(folder: Path) -> int:
             value = float(loss)
             if jax.process_index() == 0:
                 print(f'{step} {value.hex()}', file=log, flush=True)
-            time.sleep(PAUSE_S)
+            time.sleep(options.pause)
     checkpoints.close()
     digest = float(jax.jit(optax.tree.norm)(state['params']))
     if jax.process_index() == 0:
@@ -113,4 +140,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

@@ -32,8 +32,9 @@ ROUND_TIMEOUT_S = 3600
 
 def run_tests(arguments: list[str], **env: str) -> str:
     """Runs tests, and returns what pytest prints; nothing where one failed, after printing that."""
+    command = ['-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', f'--longest={ROUND_TIMEOUT_S}']
     done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', *arguments],
+        [sys.executable, *command, *arguments],
         cwd=ROOT,
         env={**os.environ, **env},
         stdout=subprocess.PIPE,

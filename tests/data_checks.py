@@ -4,6 +4,7 @@ Any number of processes; every function here runs on all of them at the same tim
 """
 
 import contextlib
+import faulthandler
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -362,6 +363,85 @@ def check_replicas_that_differ() -> None:
         helper.local_data_to_global_array(batch, 0, 'data', rows='needed', check_replicas=True)
 
 
+def check_leaves_without_elements() -> None:
+    for devices in (orders()['as they come'], orders()['backwards']):  # rows stay, and rows move
+        helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=devices)
+        n = jax.local_device_count()
+        mine = {
+            'wide': np.zeros((n, 0), np.float32),
+            'long': np.zeros((0, 4), np.float32),
+            'x': np.full((n, 3), me()),
+            'keys': jax.random.split(jax.random.key(0), (n, 2))[:, :0],
+        }
+        for axes in (None, 'data', ('tp', 'data')):
+            arrays = helper.local_data_to_global_array(mine, mesh_axis_subset=axes)
+            assert arrays['wide'].shape == arrays['keys'].shape == (n * count(), 0)
+            assert arrays['long'].shape == (0, 4)
+            for name, leaf in helper.global_array_to_local_data(arrays).items():
+                assert_same(leaf, mine[name])
+
+
+def deleted_on_the_last(array: jax.Array) -> jax.Array:
+    if last():
+        array.delete()
+    return array
+
+
+def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
+    helper = MeshShardingHelper([-1], ['data'])
+    n, odd = jax.local_device_count(), count() - 1
+    call = f'mesh (data={jax.device_count()})'
+    gone = 'Array has been deleted with shape=int32['
+    mixed: Any = {1: np.zeros(n), 'a' if last() else 2: np.zeros(n)}
+    with says(
+        'Comparator raised exception while sorting pytree dictionary keys.'
+        if last()
+        else f'process {odd}: ValueError: Comparator raised exception'
+    ):
+        helper.local_data_to_global_array(mixed)
+    for make in (
+        lambda x: helper.local_data_to_global_array({'x': x}),
+        lambda x: helper.broadcast_from(odd, {'x': x}),
+        lambda x: next(helper.prefetch([{'x': x}])),
+    ):
+        with says(gone if last() else f'process {odd}: RuntimeError: {gone}'):
+            make(deleted_on_the_last(jnp.arange(n)))
+    # Values of global arrays, and their placement.
+    whole = np.arange(4 * jax.device_count())
+
+    def placed() -> jax.Array:
+        return helper.shard(whole, P('data'))
+
+    said = f'int32[{len(whole)}] {P("data")}'
+    line = f'process {odd}: x is {said}, deleted, and {said} on process 0'
+    with says(f'gather: the processes disagree ({call}):\n  {line}'):
+        helper.gather({'x': deleted_on_the_last(placed())})
+    line, more = f'process {odd}: a is {said}, and missing on process 0', placed()
+    with says(f'gather: the processes disagree ({call}):\n  {line}'):
+        helper.gather({'x': placed(), 'a': more if last() else 1})
+    across = helper.shard(whole.reshape(2, -1), P(None, 'data'))
+    with says('global_array_to_local_data: the processes disagree'):
+        helper.global_array_to_local_data({'x': deleted_on_the_last(across), 'y': more})
+    line = f'process {odd}: x is int32[{len(whole) + 8}] for {P("data")}, and int32[{len(whole)}] for'
+    with says(f'shard: the processes disagree ({call}):\n  {line}'):
+        helper.shard({'x': np.arange(len(whole) + 8 * last())}, P('data'))
+    with says('x: int64[3]' if last() else f'process {odd}: ShardingError: One leaf cannot be sharded'):
+        helper.shard({'x': np.arange(3) if last() else whole}, P('data'))
+    # After all this they still agree.
+    assert_same(helper.gather(placed()), whole)
+
+
+@contextlib.contextmanager
+def says(message: str) -> Iterator[None]:
+    """An error whose text has this in it."""
+    try:
+        yield
+    except Exception as error:
+        assert message in str(error), f'\n{error}\n--- has not ---\n{message}'
+    else:
+        raise AssertionError(f'no error: {message}')
+
+
 # --- Values of one process -----------------------------------------------------------------------
 
 
@@ -509,6 +589,29 @@ def check_prefetch_beside_steps() -> None:
         for batch in helper.prefetch(part[own_rows(rows)] for part in whole):
             state = step(state, batch)
         assert_same(state.addressable_data(0)[0, 0], np.float32(3 * rows * steps * (steps - 1) / 2))
+
+
+def check_steps_that_nobody_waits_for() -> None:
+    # Simulated devices take 32 programs ahead. A longer queue hangs, mostly; nothing else here is so long.
+    faulthandler.dump_traceback_later(50, exit=True)
+    helper = MeshShardingHelper([-1], ['data'])
+
+    @helper.sjit(in_shardings=(P(), P('data')), out_shardings=P())
+    def step(state: jax.Array, batch: jax.Array) -> jax.Array:
+        return state - 1e-6 * (batch.T @ jnp.tanh(batch @ state))
+
+    eye = helper.local_data_to_global_array(np.eye(256, dtype=np.float32), mesh_axis_subset=[], rows='needed')
+    part = np.ones((32 * jax.local_device_count(), 256), np.float32)
+    parts = itertools.repeat(part, 100)
+    for batches in (
+        (helper.local_data_to_global_array(each, check=False) for each in parts),
+        helper.prefetch(itertools.repeat(part, 100), check=False),
+    ):
+        state = eye
+        for batch in batches:
+            state = step(state, batch)
+        jax.block_until_ready(state)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def check_data_that_ends_early() -> None:

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import scalax.axes
 from scalax.axes import (
     auto_sharded,
     axis_mapping,
@@ -89,7 +90,7 @@ def test_a_mapping_belongs_to_its_thread(helper):
     with axis_mapping({'batch': 'data'}):
         thread = threading.Thread(target=look, args=('other',))
         thread.start()
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         look('own')
     assert seen == {'other': None, 'own': 'data'}
 
@@ -283,6 +284,47 @@ def test_errors_of_shard_name_the_array_and_its_names(helper):
     said = "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these"
     with pytest.raises(RuleError, match=exactly(f'{said}, got 5')):
         shard(np.ones(8), 5)
+
+
+def test_calls_as_haliax_has_them(helper):
+    x, mesh, placed = (
+        hax.ones((BATCH, EMBED)),
+        helper.mesh,
+        jax.sharding.NamedSharding(helper.mesh, P('data')),
+    )
+    with hax.axis_mapping({'batch': 'data'}), axis_mapping({'batch': 'data'}):
+        for partitioning in (hax.partitioning, scalax.axes):
+            for sharded in (
+                partitioning.shard(x, {'batch': 'data'}, mesh),
+                partitioning.shard(x=x, mapping={'batch': 'data'}, mesh=mesh),
+                partitioning.shard_with_axis_mapping(x, {'batch': 'data'}, mesh),
+                partitioning.auto_sharded(x, mesh),
+            ):
+                assert sharded.array.sharding.is_equivalent_to(placed, 2)
+            assert partitioning.sharding_for_axis(BATCH, {'batch': 'data'}, mesh).spec == P('data')
+    assert shard(x, {'batch': 'data'}, helper).array.sharding.spec == P('data')
+
+
+def test_names_by_keyword_count_first():
+    with axis_mapping({'batch': 'data', 'mlp': None}, mlp='tp', embed=('data', 'tp')):
+        assert [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')] == [
+            'data',
+            'tp',
+            ('data', 'tp'),
+        ]
+
+
+def test_specs_of_trees(helper):
+    """As haliax gives them; what names no dimensions is replicated."""
+    tree = {'a': hax.ones((BATCH, MLP)), 'b': np.ones((3, 4)), 'c': 2}
+    mapping = {'batch': 'data', 'mlp': 'tp'}
+    theirs = hax.partitioning.pspec_for(tree, mapping, preserve_existing_shardings=False)
+    assert pspec_for(tree, mapping) == {'a': P('data', 'tp'), 'b': P(), 'c': P()}
+    assert theirs['a'] == pspec_for(tree['a'], mapping) == P('data', 'tp')
+    shapes = jax.eval_shape(lambda: tree['a'])
+    with axis_mapping(mapping):
+        assert pspec_for(shapes) == P('data', 'tp')
+    assert pspec_for([tree['a']]) == [P(None, None)]  # no mapping: nothing is mapped
 
 
 # Questions -------------------------------------------------------------------------------------------

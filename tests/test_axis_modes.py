@@ -327,13 +327,45 @@ def test_transformations_that_run_at_once_take_arrays_of_all_kinds(helper):
         np.testing.assert_array_equal(gradient, 18 * X)
 
 
-def test_sums_that_are_still_to_be_made_cross_along_axes_that_stay():
+SUMS = [
+    P('a', unreduced={'b'}),
+    P(None, 'b', unreduced={'a'}),
+    P(unreduced={'a'}),
+    P(unreduced={'a', 'b'}),
+    P('a', reduced={'b'}),
+    P('b'),
+]
+
+
+@pytest.mark.parametrize('axes', [None, 'a', ('a', 'b')], ids=str)
+@pytest.mark.parametrize('spec', SUMS, ids=str)
+def test_outputs_of_auto_axes_may_be_parts_of_sums(spec, axes):
+    helper = EXPLICIT_MESH
+    double = helper.auto_axes(lambda x: 2 * x, axes=axes, out_sharding=spec)
+    for call in (double, helper.sjit(double)):
+        out = call(X)
+        assert jax.typeof(out).sharding.spec.unreduced == spec.unreduced
+        np.testing.assert_array_equal(helper.gather(out), 2 * X)
+
+
+@pytest.mark.parametrize('mode', ['auto_axes', 'explicit_axes'])
+@pytest.mark.parametrize('to', SUMS, ids=str)
+@pytest.mark.parametrize('come', SUMS, ids=str)
+def test_parts_of_sums_become_parts_of_others(come, to, mode):
+    helper, option = EXPLICIT_MESH, 'out_sharding' if mode == 'auto_axes' else 'in_sharding'
+    switched = getattr(helper, mode)(lambda x: x.T, **{option: to})
+    out = helper.sjit(switched, in_shardings=come)(X)
+    np.testing.assert_array_equal(helper.gather(out), X.T)
+
+
+def test_sums_are_made_where_an_axis_becomes_auto():
+    # Beside an Auto axis JAX takes parts for values: a transpose of them comes back multiplied.
     helper = EXPLICIT_MESH
     kinds = []
 
     def inside(x):
         kinds.append(jax.typeof(x))
-        return x
+        return x.T
 
     @helper.sjit(in_shardings=(P('a'), P('a')))
     def fun(x, y):
@@ -341,7 +373,22 @@ def test_sums_that_are_still_to_be_made_cross_along_axes_that_stay():
         return helper.auto_axes(inside, axes='b', out_sharding=P('a'))(sums)
 
     np.testing.assert_array_equal(fun(X, X), X.T @ X)
-    assert kinds[0].sharding.spec.unreduced == {'a'}
+    assert not kinds[0].sharding.spec.unreduced
+
+
+@pytest.mark.parametrize('spec', SUMS, ids=str)
+def test_arguments_of_explicit_axes_may_be_parts_of_sums(spec):
+    helper = AUTO_MESH
+    kinds = []
+
+    def inside(x):
+        kinds.append(jax.typeof(x).sharding.spec)
+        return x + x
+
+    double = helper.explicit_axes(inside, in_sharding=spec)
+    for call in (double, helper.sjit(double), jax.jit(double)):
+        np.testing.assert_array_equal(call(X), 2 * X)
+    assert {(kind.unreduced, kind.reduced) for kind in kinds} == {(spec.unreduced, spec.reduced)}
 
 
 def test_a_function_is_traced_once_a_kind_of_argument():

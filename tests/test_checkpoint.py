@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from scalax.checkpoint import Checkpointer
+from scalax.checkpoint import Checkpointer, LeafDescription
+from scalax.checkpoint._compare import require_fit
 from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -356,6 +357,41 @@ def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
         assert first.save(6, small(helper))
 
 
+# --- Trees of other libraries --------------------------------------------------------------------
+
+
+def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """Nodes that have indices beside names: Orbax cannot restore them as they are."""
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, seed: int, layers: int = 11) -> None:
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(layers)])
+            self.heads = nnx.List([nnx.List([nnx.Linear(8, 4, rngs=rngs)])])
+
+    model = Model(0)
+    graph, params = nnx.split(model)
+    for number, (state, like) in enumerate(
+        [
+            ({'model': model, 'step': 3}, {'model': Model(1), 'step': 0}),
+            ({'params': params}, {'params': nnx.split(Model(1))[1]}),
+            ({'params': nnx.to_pure_dict(params)}, {'params': nnx.to_pure_dict(nnx.split(Model(1))[1])}),
+        ]
+    ):
+        checkpointer = save(tmp_path / str(number), state)
+        found = checkpointer.restore(helper, P(), like, verify=True)
+        assert jax.tree.structure(found) == jax.tree.structure(like)
+        assert_equal(found, state)
+    kernel = checkpointer.restore(helper, P(), state, only='layers/10/kernel')['params']['layers'][10]
+    np.testing.assert_array_equal(kernel['kernel'], model.layers[10].kernel)
+    by_hand = ocp.StandardCheckpointer().restore(tmp_path / '0' / '1' / 'state')
+    np.testing.assert_array_equal(
+        by_hand['model']['layers']['10']['kernel']['value'], model.layers[10].kernel[...]
+    )
+    assert graph is not None
+
+
 # --- What cannot be saved ------------------------------------------------------------------------
 
 
@@ -442,3 +478,24 @@ def test_the_folder_may_be_relative(
     checkpointer.save(1, small(helper))
     checkpointer.close()
     assert (tmp_path / 'somewhere' / '1').is_dir()
+
+
+def test_what_differs_is_said_once_and_whole() -> None:
+    """Paths may hold a colon, and layers may be many."""
+    saved = {
+        'a: b': LeafDescription('a: b', (3,), 'float32'),
+        **{f'layers/{i}/w': LeafDescription(f'layers/{i}/w', (2,), 'float32') for i in range(80)},
+    }
+    wanted: dict[str, Any] = {
+        'a: b': jax.ShapeDtypeStruct((4,), 'float32'),
+        **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'bfloat16') for i in range(80)},
+        'b': jax.ShapeDtypeStruct((), 'int32'),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        require_fit(wanted, saved, cast=False, partial=False, where='it')
+    assert str(caught.value).splitlines()[:4] == [
+        'it does not hold what is asked for; 82 leaves differ:',
+        '  shape: a: b: float32[4] is asked for, and float32[3] was saved',
+        '  dtype: layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
+        '  missing: b: int32[]',
+    ]

@@ -246,7 +246,7 @@ def child(tmp_path: Path) -> Iterator[Any]:
         env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
         text = textwrap.dedent(CHILD + code).format(tests=str(ROOT / 'tests'), folder=str(tmp_path / 'run'))
         command = [sys.executable, '-c', text]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
     yield run
 

@@ -313,7 +313,7 @@ def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShar
 
     with ThreadPoolExecutor(16) as pool:
         for one in [pool.submit(work, number) for number in range(16)]:
-            one.result(timeout=60)
+            one.result(timeout=300)
     checkpointer.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('scalax')]
     assert checkpointer.latest_step() == run_and_step(helper, tmp_path)[1]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, MeshError, ShardingError, StructureError
@@ -410,3 +410,68 @@ def test_a_shared_inner_function_never_sees_anothers_binding(wrap):
             with AUTO.get_context({'h': spec}):
                 assert_lies(jax.jit(inner)(x), AUTO, spec, x)
     assert len(jax.jit(inner)(x).sharding.device_set) == 1
+
+
+# --- Another mesh in force ------------------------------------------------------------------------
+
+OUTSIDE = {
+    'a constraint': lambda helper: with_sharding_constraint,
+    'shard_map': lambda helper: lambda x, spec: helper.shard_map(lambda y: y * 1, spec, spec)(x),
+    'shard_map, partly': lambda helper: (
+        lambda x, spec: helper.shard_map(lambda y: y * 1, spec, spec, axis_names='a')(x)
+    ),
+    'auto_axes': lambda helper: lambda x, spec: helper.auto_axes(lambda y: y * 1, out_sharding=spec)(x),
+    'explicit_axes': lambda helper: (
+        lambda x, spec: helper.explicit_axes(lambda y: y * 1, in_sharding=spec)(x)
+    ),
+}
+MESHES = {name: helper.mesh for name, helper in HELPERS.items()} | {
+    'another shape': MeshShardingHelper([8], ['d']).mesh,
+    'another shape, explicit': MeshShardingHelper([8], ['d'], axis_types=AxisType.Explicit).mesh,
+}
+
+
+@every_helper
+@pytest.mark.parametrize('call', OUTSIDE)
+@pytest.mark.parametrize('mesh', MESHES)
+def test_under_the_mesh_of_another_the_helpers_counts(helper, call, mesh):
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    lies = {
+        'host': x,
+        'of the helper': helper.shard(x, P('b')),
+        'of other types': AUTO.shard(x, P('b')) if helper is not AUTO else EXPLICIT.shard(x, P('b')),
+    }
+    for given in lies.values():
+        with jax.set_mesh(MESHES[mesh]), helper.get_context():
+            out = OUTSIDE[call](helper)(given, P('a'))
+        np.testing.assert_array_equal(out, x)
+        assert out.sharding.mesh == helper.mesh
+        if call not in ('explicit_axes', 'shard_map, partly'):  # which leave something open
+            assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, P('a')), 2)
+
+
+@every_helper
+@pytest.mark.parametrize('call', OUTSIDE)
+def test_under_a_mesh_of_other_devices_nothing_runs(helper, call):
+    for devices in (jax.devices()[:4], jax.devices()[::-1]):
+        mesh = Mesh(np.array(devices), ('d',))
+        with jax.set_mesh(mesh), helper.get_context(), pytest.raises(MeshError) as error:
+            OUTSIDE[call](helper)(np.zeros((8, 8), np.float32), P('a'))
+        own, theirs = ([device.id for device in each] for each in (jax.devices(), devices))
+        assert str(error.value).endswith(
+            f' is for the devices {own}, under jax.set_mesh of the devices {theirs}: leave that mesh for '
+            'the call'
+        )
+
+
+def test_a_compiled_function_of_another_explicit_mesh_joins_no_values():
+    def constrained(x):
+        with EXPLICIT.get_context():
+            return with_sharding_constraint(x, P('a'))
+
+    with jax.set_mesh(MESHES['another shape']), pytest.raises(MeshError) as error:
+        jax.jit(constrained)(np.zeros((8, 8), np.float32))
+    assert str(error.value) == (
+        'a sharding constraint is for the mesh (a=4, b=2), in a function that is compiled for the mesh '
+        '(d=8): JAX joins no values of two meshes where axes are Explicit; use the helper of one mesh'
+    )

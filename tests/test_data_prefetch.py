@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from threads import COUNT, in_threads
 
+from scalax import axes
 from scalax.errors import DataError
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import (
+    MeshShardingHelper,
+    get_global_annotation_shardings,
+    get_global_mesh,
+    get_global_mesh_helper,
+)
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +37,7 @@ def batch(number: int) -> dict[str, Any]:
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether something comes true; how long that takes is not measured, only bounded."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
     return condition()
@@ -279,10 +287,143 @@ def test_closing_wakes_who_waits() -> None:
     assert found in (['the end'], [batch(0)]) or isinstance(found[0], dict)
 
 
-def test_the_precision_of_the_consumer_is_that_of_the_thread() -> None:
-    with jax.enable_x64(True):
-        (array,) = HELPER.prefetch([np.zeros(8)])
-    assert array.dtype == np.float64
+def test_closing_wakes_all_who_wait() -> None:
+    go = threading.Event()
+
+    def load() -> Iterator[Any]:
+        assert go.wait(20)
+        yield from endless()
+
+    batches = HELPER.prefetch(load())
+
+    def work(number: int) -> Any:
+        if number == COUNT - 1:
+            time.sleep(0.05)  # most of the others wait by then
+            threading.Timer(0.05, go.set).start()
+            batches.close()
+        return next(batches, 'the end')
+
+    assert in_threads(work)[-1] == 'the end'
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize('count', [0, 1, 7, 40])
+def test_threads_share_the_batches(count: int) -> None:
+    batches = HELPER.prefetch(map(batch, range(count)))
+    taken = in_threads(lambda _: [int(arrays['number']) for arrays in batches])
+    assert sorted(jax.tree.leaves(taken)) == list(range(count))
+    assert all(numbers == sorted(numbers) for numbers in taken)
+
+
+def test_an_error_is_raised_in_one_thread_and_ends_the_others() -> None:
+    def load() -> Iterator[Any]:
+        yield from map(batch, range(5))
+        raise OSError('the file is gone')
+
+    batches = HELPER.prefetch(load())
+
+    def work(_: int) -> tuple[list[int], str]:
+        numbers: list[int] = []
+        try:
+            numbers.extend(int(arrays['number']) for arrays in batches)
+        except OSError as error:
+            return numbers, str(error)
+        return numbers, ''
+
+    taken = in_threads(work)
+    assert sorted(jax.tree.leaves([numbers for numbers, _ in taken])) == list(range(5))
+    assert sorted(text for _, text in taken) == [*[''] * (COUNT - 1), 'the file is gone']
+
+
+def test_a_thread_that_drops_its_share_leaves_the_others_theirs() -> None:
+    batches = HELPER.prefetch(map(batch, range(20)))
+    taken = in_threads(lambda number: [next(batches, None)] if number % 2 else list(batches))
+    assert len([arrays for part in taken for arrays in part if arrays is not None]) == 20
+
+
+@pytest.mark.usefixtures('hears_ctrl_c')
+def test_ctrl_c_leaves_what_was_not_taken() -> None:
+    go = threading.Event()
+
+    def load() -> Iterator[Any]:
+        yield batch(0)
+        assert go.wait(20)
+        yield batch(1)
+
+    batches = HELPER.prefetch(load())
+    assert int(next(batches)['number']) == 0
+
+    def press() -> None:
+        assert eventually(batches._turn.locked)  # the loop waits
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    presser = threading.Thread(target=press, daemon=True)
+    threading.Timer(20, go.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        presser.start()
+        next(batches)
+    presser.join(20)
+    go.set()
+    assert [int(arrays['number']) for arrays in batches] == [1]
+
+
+def seen_by_a_loader(look: Callable[[], Any]) -> Any:
+    """What a loader that looks finds, ahead in its thread."""
+    found: list[Any] = []
+
+    def load() -> Iterator[np.ndarray]:
+        found.append(look())
+        yield np.zeros(8)
+
+    assert len(list(HELPER.prefetch(load()))) == 1
+    (value,) = found
+    return value
+
+
+@pytest.mark.parametrize(
+    ('setting', 'look'),
+    [
+        (lambda: jax.enable_x64(True), lambda: jax.numpy.arange(3).dtype),
+        (lambda: jax.threefry_partitionable(False), lambda: jax.random.normal(jax.random.key(0), 5).tolist()),
+        (lambda: jax.default_prng_impl('rbg'), lambda: jax.random.key(0).dtype),
+        (lambda: jax.default_device(jax.devices()[3]), lambda: jax.numpy.zeros(2).sharding),
+        (lambda: jax.disable_jit(), lambda: jax.jit(lambda x: isinstance(x, jax.core.Tracer))(1.0)),
+        (lambda: np.errstate(divide='raise'), lambda: np.geterr()['divide']),
+        (lambda: jax.set_mesh(HELPER.mesh), lambda: jax.device_put(np.zeros(8), jax.P('data')).sharding),
+        (lambda: HELPER.get_context(), get_global_mesh_helper),
+        (lambda: HELPER.get_context({'act': jax.P('tp')}), get_global_annotation_shardings),
+        (lambda: axes.axis_mapping({'batch': 'data'}), lambda: axes.physical_axis_name('batch')),
+    ],
+    ids=['x64', 'threefry', 'prng', 'device', 'jit', 'numpy', 'set_mesh', 'helper', 'annotations', 'axes'],
+)
+def test_a_loader_ahead_sees_what_it_would_see_in_the_loop(setting: Any, look: Callable[[], Any]) -> None:
+    with setting():
+        here = look()
+        assert seen_by_a_loader(look) == here
+    assert get_global_mesh() is None
+    try:
+        outside = look()
+    except (ValueError, RuntimeError):  # it needs what was set
+        return
+    assert outside != here
+
+
+def test_settings_that_refuse_are_refused_ahead_too() -> None:
+    def promote() -> None:
+        jax.numpy.ones(3, np.float32) + jax.numpy.ones(3, np.int32)
+
+    with jax.numpy_dtype_promotion('strict'), pytest.raises(Exception, match='strict'):
+        seen_by_a_loader(promote)
+
+
+def test_an_error_before_the_first_batch_is_raised_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError('a setting that cannot be entered')
+
+    monkeypatch.setattr('scalax._threads.ThreadState.run', fails)
+    with pytest.raises(ValueError, match='a setting that cannot be entered'):
+        list(HELPER.prefetch([np.zeros(8)]))
 
 
 def test_a_program_ends_with_batches_under_way() -> None:
@@ -292,7 +433,52 @@ from scalax.sharding import MeshShardingHelper
 batches = MeshShardingHelper([-1], ['data']).prefetch(np.zeros(8) for _ in itertools.count())
 print(next(batches).shape)
 """
+    assert run_program(code) == '(8,)\n'
+
+
+def test_a_program_ends_while_threads_wait_for_batches() -> None:
+    code = """
+import threading, time, numpy as np
+from scalax.sharding import MeshShardingHelper
+
+def load():
+    yield np.zeros(8)
+    time.sleep(600)
+
+batches = MeshShardingHelper([-1], ['data']).prefetch(load())
+waiting = [threading.Thread(target=lambda: next(batches, None), daemon=True) for _ in range(16)]
+for thread in waiting:
+    thread.start()
+while sum(thread.is_alive() for thread in waiting) == 16:
+    time.sleep(0.01)
+print('one batch')
+"""
+    assert run_program(code) == 'one batch\n'
+
+
+def test_steps_that_nobody_waits_for_do_not_queue_up() -> None:
+    # More than simulated devices take at a time, which then wait for one another for ever.
+    code = """
+import numpy as np, jax
+from scalax.sharding import MeshShardingHelper, PartitionSpec as P
+helper = MeshShardingHelper([-1], ['data'])
+
+@helper.sjit(in_shardings=(P(), P('data')), out_shardings=P())
+def step(state, rows):
+    return state - 1e-6 * (rows.T @ jax.numpy.tanh(rows @ state))
+
+state = jax.numpy.eye(512)
+for rows in helper.prefetch(np.ones((256, 512), np.float32) for _ in range(100)):
+    state = step(state, rows)
+print(np.isfinite(np.asarray(state)).all())
+"""
+    assert run_program(code) == 'True\n'
+
+
+def run_program(code: str) -> str:
+    """What a program prints that ends well."""
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_NUM_CPU_DEVICES': '8'}
     command = [sys.executable, '-W', 'error', '-c', code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, '(8,)\n'), done.stderr
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -94,7 +94,7 @@ One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
   step: float32[]
     the spec has 1 entry, the array 0 dimensions
     asked for: P('fsdp',) from the spec given
-What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).""",
+What to do: a scalar takes PartitionSpec(), which replicates it.""",
             id='spec of one entry',
         ),
         pytest.param(
@@ -365,6 +365,30 @@ def test_rules_that_are_wrong_in_themselves(make, message):
     with pytest.raises(RuleError) as error:
         make()
     assert str(error.value) == message
+
+
+def test_one_cause_in_many_layers_is_said_once():
+    def layer():
+        return {'q': np.zeros((6, 4)), 'k': np.zeros((6, 4)), 'bias': np.zeros(8)}
+
+    tree = {'layers': [layer() for _ in range(280)], 'head': np.zeros((6, 4))}
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(P('fsdp'), tree)
+    assert len(error.value.problems) == 561
+    assert str(error.value) == (
+        '561 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  head: float64[6, 4]\n'
+        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        "    asked for: P('fsdp',) from the spec given\n"
+        '  layers/{0..279}/k: 280 x float64[6, 4]\n'
+        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        "    asked for: P('fsdp',) from the spec given\n"
+        '  layers/{0..279}/q: 280 x float64[6, 4]\n'
+        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        "    asked for: P('fsdp',) from the spec given\n"
+        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+        'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
+    )
 
 
 # --- Errors as values -----------------------------------------------------------------------------

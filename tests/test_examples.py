@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from examples.llama.strategies import STRATEGIES
 from examples.llama.training import OptimizerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 180
+TIMEOUT_S = 500  # one that hangs is stopped long before
 SMALL = ['--width=32', '--layers=2', '--sequence_length=32', '--batch_size=8']
 REFUSED, INTERRUPTED = 2, 130
 
@@ -85,11 +85,16 @@ def test_train_on_the_users_own_files_and_mesh(tmp_path: Path) -> None:
     assert numbers['text'] == ', '.join(files)
 
 
+TRAIN = ['-m', 'examples.llama.train']
+
+
 @contextlib.contextmanager
-def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
+def training(
+    folder: Path, program: Sequence[str] = TRAIN
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
     """A run without end, and a function that waits until it says something."""
     log = folder / 'log.txt'
-    command = [sys.executable, '-u', '-m', 'examples.llama.train', *SMALL, '--steps=1000000']
+    command = [sys.executable, '-u', *program, *SMALL, '--steps=1000000']
     with log.open('wb') as out:
         process = subprocess.Popen(
             [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
@@ -128,8 +133,26 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
     assert str(steps) in os.listdir(tmp_path / 'saved' / 'steps')
 
 
+# What a run does after the first Ctrl-C takes as long as the second needs.
+SLOW_TO_END = """
+import time
+from absl import app
+from examples.llama import train
+evaluate, calls = train.evaluate, []
+
+def evaluate_or_wait(*args):
+    calls.append(args)
+    if len(calls) == 2:
+        time.sleep(600)
+    return evaluate(*args)
+
+train.evaluate = evaluate_or_wait
+app.run(train.main)
+"""
+
+
 def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None:
-    with training(tmp_path) as (process, wait_for):
+    with training(tmp_path, ['-c', SLOW_TO_END]) as (process, wait_for):
         wait_for('model ')  # it is about to compile the training step
         process.send_signal(signal.SIGINT)
         wait_for('Interrupted: keeping')

@@ -1,7 +1,9 @@
 """Reports: folded tables, golden files, differences, bytes of small dtypes."""
 
 import dataclasses
+import itertools
 import json
+import os
 import re
 
 import hypothesis
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import ArgumentError, DataError
+from scalax._fold import fold
+from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain._fold import fold
+from scalax.explain._text import spec_text
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
@@ -465,7 +468,7 @@ def one_row(**values):
             '{"version": 1, "mesh": {}, "rows": [], "unused_rules": "ab"}',
             "a whole report: unused_rules is not of type list: 'ab'",
         ),
-        (one_row(more=3), "a whole report: ReportRow.__init__() got an unexpected keyword argument 'more'"),
+        (one_row(more=3), "a whole report: a row has what no row of this version has: ['more']"),
         ('{"version": 1, "mesh": {}, "rows": [3]}', 'a whole report: a row is not of type dict: 3'),
         (one_row(path=3), 'a whole report: path is not of type str: 3'),
         (one_row(bytes='8'), "a whole report: bytes is not of type int: '8'"),
@@ -496,6 +499,79 @@ def test_load_says_what_it_takes(tmp_path):
     path.write_bytes(b'\xff{}')
     with pytest.raises(DataError, match=r'golden\.json.* is not the JSON of a report: .*utf-8'):
         ShardingReport.load(path)
+
+
+def test_files_that_are_no_reports(tmp_path):
+    path = tmp_path / 'golden.json'
+    os.mkfifo(path)
+    for file in (path, '/dev/zero'):
+        with pytest.raises(DataError) as error:
+            ShardingReport.load(file)
+        assert str(error.value) == f'{str(file)!r} is not the JSON of a report: it is no regular file'
+    large = tmp_path / 'large.json'
+    large.touch()
+    os.truncate(large, 1 << 40)
+    with pytest.raises(DataError, match='it has 1,099,511,627,776 bytes, and 100,000,000 are taken at most'):
+        ShardingReport.load(large)
+    with pytest.raises(DataError, match='null byte'):
+        ShardingReport.load('a\0b')
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        (
+            '{"version": 1, "version": 1}',
+            "the JSON of a report: the key 'version' is there twice in one object",
+        ),
+        ('{"version": 1, "mesh": NaN}', 'the JSON of a report: NaN is no number of JSON'),
+        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested more than 127 deep'),
+        (one_row(bytes=-1), 'a whole report: bytes is not a number from 0 to 2**63: -1'),
+        (
+            one_row(bytes=10**20),
+            'a whole report: bytes is not a number from 0 to 2**63: 100000000000000000000',
+        ),
+        (one_row(shape=[True]), 'a whole report: a size of shape is not of type int: True'),
+        (one_row(spec=[['x', 3]]), 'a whole report: an axis of spec is not of type str: 3'),
+        (
+            one_row(spec={'entries': ['x'], 'unreduced': 'x', 'reduced': []}),
+            "a whole report: unreduced is not of type list: 'x'",
+        ),
+        (
+            one_row(path='a' * 10**6, bytes='b' * 10**6),
+            f"a whole report: bytes is not of type int: '{'b' * 59} ... {'b' * 39}'",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_hostile_reports(text, message):
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(text)
+    assert str(error.value) == f'the text is not {message}'
+
+
+def test_a_spec_that_jax_refuses():
+    spec = {'entries': ['x'], 'unreduced': ['x'], 'reduced': []}
+    with pytest.raises(DataError, match='the text is not a whole report: spec is no PartitionSpec: '):
+        ShardingReport.load(one_row(spec=spec))
+
+
+def test_reports_steer_no_terminal():
+    texts = {key: f'{key}\x1b[2J\n\u202e' for key in ('path', 'dtype', 'rule', 'reason', 'memory_kind')}
+    report = ShardingReport.load(one_row(**texts))
+    for width in (60, 200):
+        text = report.to_text(width) + str(report.diff(ShardingReport.load(one_row())))
+        assert text.replace('\n', '').isprintable()
+
+
+def test_paths_with_very_many_keys_and_digits():
+    rows = [
+        json.loads(ROW) | {'path': '/'.join('01' * 20_000)},
+        json.loads(ROW) | {'path': f'a/{"9" * 5000}'},
+    ]
+    values = json.loads(one_row()) | {'rows': rows}
+    report = ShardingReport.load(json.dumps(values))
+    assert '2 arrays' in str(report)
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -530,6 +606,59 @@ def test_reports_say_what_they_take():
             with pytest.raises(ArgumentError) as error:
                 value.to_text(width)
             assert str(error.value) == f'width is a number of columns or None, got {width!r}'
+
+
+# --- Unreduced arrays ----------------------------------------------------------------------------
+
+
+def test_what_is_unreduced_is_not_replicated():
+    """Each device holds a part of a sum, in as many bytes as the whole array has."""
+    specs = {
+        'parts': P(unreduced={'tp', 'fsdp'}),
+        'cut': P('fsdp', unreduced={'tp'}),
+        'reduced': P(reduced={'tp'}),
+        'whole': P(),
+    }
+    tree = {name: leaf(8, 4) for name in specs}
+    report = EXPLICIT.explain(tree, specs)
+    assert {row.path: (row.is_unreduced, row.is_replicated) for row in report.rows} == {
+        'cut': (True, False),
+        'parts': (True, False),
+        'reduced': (False, True),
+        'whole': (False, True),
+    }
+    assert report.replicated.paths == ('reduced', 'whole')
+    assert [(row.path, spec_text(row)) for row in report.rows] == [
+        ('cut', "P('fsdp', unreduced={'tp'})"),
+        ('parts', "P(unreduced={'fsdp', 'tp'})"),
+        ('reduced', "P(reduced={'tp'})"),
+        ('whole', 'replicated'),
+    ]
+    assert str(report).splitlines()[-3:] == [
+        '4 arrays, 512 B in all, 416 B on each device of the mesh (fsdp=4, tp=2)',
+        'replicated: 2 arrays, 256 B on each device',
+        'unreduced: 2 arrays, 160 B on each device, to be combined',
+    ]
+    assert '<p>unreduced: 2 arrays, 160 B on each device, to be combined</p>' in report._repr_html_()
+    assert ShardingReport.load(report.to_json()) == report
+    report.check(max_replicated_bytes=256)
+    with pytest.raises(ShardingError, match='256 bytes are replicated on every device'):
+        report.check(max_replicated_bytes=255)
+    whole = EXPLICIT.explain({'parts': tree['parts']}, P())
+    parts = EXPLICIT.explain({'parts': tree['parts']}, specs['parts'])
+    assert "P(unreduced={'fsdp', 'tp'})  replicated" in str(parts.diff(whole))
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, 'UnreducedKind'), reason='this JAX knows sums only')
+def test_how_parts_are_combined_comes_back():
+    spec = P('fsdp', unreduced={'tp'}, unreduced_kind=jax.sharding.UnreducedKind.max)
+    report = EXPLICIT.explain(leaf(8, 4), spec)
+    assert report.rows[0].spec == spec
+    again = ShardingReport.load(report.to_json())
+    assert again == report
+    assert "P('fsdp', unreduced={'tp'}, unreduced_kind=max)" in str(again)
+    with pytest.raises(DataError, match="unreduced_kind is none of this JAX: 'median'"):
+        ShardingReport.load(report.to_json().replace('"max"', '"median"'))
 
 
 # --- Differences ----------------------------------------------------------------------------------

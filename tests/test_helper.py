@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import MeshError, RuleError, ShardingError, StructureError
+from scalax.axes import axis_mapping
+from scalax.custom_op import sharded_op
+from scalax.errors import ArgumentError, MeshError, RuleError, ShardingError, StructureError
+from scalax.plan import search
 from scalax.sharding import (
     FSDPShardingRule,
+    LogicalAxisShardingRule,
     MeshShardingHelper,
     PolicyShardingRule,
     ShardingRule,
@@ -78,6 +83,38 @@ def test_calls_that_do_not_fit_name_the_class_that_users_know(call, message):
     with pytest.raises(TypeError) as error:
         call()
     assert str(error.value).startswith(message)  # Python may add what was probably meant
+
+
+EMPTY = ABSTRACT.explain({}, P())
+OPTIONS = {
+    'splitting': lambda flag: MeshShardingHelper([8], ['data'], flag),
+    'quick': lambda flag: HELPER.plan(lambda x: x, 1.0, quick=flag),
+    'check': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check=flag),
+    'check_replicas': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check_replicas=flag),
+    'prefetch': lambda flag: HELPER.prefetch([], check=flag),
+    'check_vma': lambda flag: HELPER.shard_map(lambda x: x, P(), P(), check_vma=flag),
+    'fold': lambda flag: EMPTY.to_text(fold=flag),
+    'fold of a difference': lambda flag: EMPTY.diff(EMPTY).to_text(fold=flag),
+    'no_unused_rules': lambda flag: EMPTY.check(no_unused_rules=flag),
+    'merge': lambda flag: axis_mapping({}, merge=flag).__enter__(),
+    'show_progress': lambda flag: search(lambda helper: None, 'v5p:2x2x1', ['data'], show_progress=flag),
+    'sharded_op': lambda flag: sharded_op('a -> a', check_vma=flag),
+    'depends_on_placement': lambda flag: sharded_op('a -> a', depends_on_placement=flag),
+    'strict': lambda flag: TreePathShardingRule(('', P()), strict=flag),
+    'strict names': lambda flag: LogicalAxisShardingRule({}, strict=flag),
+}
+
+
+@pytest.mark.parametrize('call', OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize('flag', ['no', 'False', 2, []])
+def test_a_flag_is_true_or_false(call, flag):
+    with pytest.raises((ArgumentError, RuleError), match=re.escape(f'is True or False, got {flag!r}')):
+        call(flag)
+
+
+def test_flags_may_be_those_of_numpy():
+    rule = TreePathShardingRule(('x', P()), strict=np.bool_(False))
+    assert (rule.strict, type(rule.strict)) == (False, bool)
 
 
 # --- Placing and fetching -------------------------------------------------------------------------

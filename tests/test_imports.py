@@ -21,12 +21,14 @@ MAX_LINES = 400
 # Layers on the same line do not know each other.
 LAYERS = [
     '_version',
+    '_fold',
     'errors',
     '_recent',
     '_json',
     '_aligned',
     '_frames',
     '_paths',
+    '_same_paths',
     '_spec',
     '_html',
     'interop',
@@ -46,12 +48,12 @@ LAYERS = [
     '_axis_modes',
     '_microbatch',
     '_processes',
+    '_agree',
     '_keys',
     '_transfer',
     '_rows',
     '_schedule',
     '_exchange',
-    '_agree',
     '_replicas',
     '_data',
     '_local',
@@ -141,7 +143,7 @@ def run_fresh(code: str) -> str:
     env.pop('JAX_NUM_CPU_DEVICES', None)
     env.pop('XLA_FLAGS', None)
     command = [sys.executable, '-W', 'error', '-c', code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

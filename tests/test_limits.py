@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAD = """
 import ctypes, subprocess, sys, time, pytest
 from scripts import left_behind, limits
-limits.LAST_S, left_behind.GRACE_S = 1, 0.1
+limits.STILL_S, limits.LAST_S, left_behind.GRACE_S = 1, 1, 0.1
 """
 
 
@@ -24,13 +24,13 @@ def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('PYTEST_DISABLE_PLUGIN_AUTOLOAD', '1')
 
 
-def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """The tests of a file, in the order in which they are written."""
     (folder / 'test_made_up.py').write_text(HEAD + code)
     env = {**os.environ, 'PYTHONPATH': str(ROOT), limits.RUNNING: str(folder / 'running')}
     command = ['-m', 'pytest', '-p', 'scripts.limits', '-p', 'no:cacheprovider', '-q']
     return subprocess.run(
-        [sys.executable, *command, '--strict-markers', str(folder)],
+        [sys.executable, *command, *flags, str(folder)],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -40,7 +40,6 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 WAITS = """
-@pytest.mark.limit(1, reason='it never ends')
 def test_waits():
     try:
         time.sleep(600)
@@ -55,7 +54,7 @@ def test_is_quick():
 def test_a_test_that_waits_is_stopped_and_the_others_run(tmp_path: Path) -> None:
     done = run(tmp_path, WAITS)
     assert done.returncode == 1
-    assert 'TookTooLong: test_made_up.py::test_waits took more than 1 s to run' in done.stdout
+    assert 'StoodStill: test_made_up.py::test_waits stood still for 1 s while running' in done.stdout
     assert '        time.sleep(600)\n' in done.stdout
     assert '1 failed, 1 passed' in done.stdout
 
@@ -66,7 +65,6 @@ def slow():
     yield
     time.sleep(600)
 
-@pytest.mark.limit(1, reason='it never ends')
 def test_leaves(slow):
     pass
 """
@@ -74,13 +72,12 @@ def test_leaves(slow):
 
 def test_a_fixture_that_waits_is_stopped(tmp_path: Path) -> None:
     done = run(tmp_path, TEARS_DOWN)
-    assert 'test_made_up.py::test_leaves took more than 1 s to tear down' in done.stdout
+    assert 'test_made_up.py::test_leaves stood still for 1 s while tearing down' in done.stdout
     assert '1 passed, 1 error' in done.stdout
 
 
 # PyDLL keeps Python's lock, as a deadlock in a library may: no line of Python runs any more.
 STUCK = """
-@pytest.mark.limit(1, reason='it never ends')
 def test_is_stuck():
     library, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
     library.pthread_mutex_init(lock, None)
@@ -127,14 +124,41 @@ def test_processes_that_are_left_are_named_and_ended(tmp_path: Path) -> None:
         assert not runs(pid)
 
 
-def test_a_limit_has_a_reason(tmp_path: Path) -> None:
-    done = run(tmp_path, '@pytest.mark.limit(90)\ndef test_it():\n    pass\n')
-    assert 'test_made_up.py::test_it: a limit needs a reason' in done.stdout
+# In another process; this one waits.
+COMPUTES = """
+limits.BUSY = 0.001  # it gets little of a busy machine
+
+def test_computes():
+    code = 'import time; end = time.monotonic() + 4\\nwhile time.monotonic() < end: pass'
+    subprocess.run([sys.executable, '-c', code], check=True)
+"""
 
 
-@pytest.mark.limit(7, reason='to be read here')
-def test_the_limit_of_a_test(request: pytest.FixtureRequest) -> None:
-    assert limits.seconds_of(request.node) == 7
+def test_a_test_that_computes_does_not_stand_still(tmp_path: Path) -> None:
+    done = run(tmp_path, COMPUTES)
+    assert '1 passed' in done.stdout
+
+
+def test_a_test_that_computes_for_too_long_is_stopped(tmp_path: Path) -> None:
+    done = run(tmp_path, COMPUTES, '--longest=1')
+    assert 'test_made_up.py::test_computes took more than 1 s while running' in done.stdout
+    assert 'left processes' not in done.stdout
+
+
+ENDED = """
+def test_is_ended():
+    try:
+        subprocess.run([sys.executable, '-c', 'import os, signal; os.kill(os.getppid(), signal.SIGTERM)'])
+        time.sleep(600)
+    finally:
+        print('it cleans up')
+"""
+
+
+def test_a_run_that_is_ended_cleans_up(tmp_path: Path) -> None:
+    done = run(tmp_path, ENDED, '-s')
+    assert 'it cleans up' in done.stdout and 'KeyboardInterrupt' in done.stdout
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
 
 
 # --- The command that runs all checks ------------------------------------------------------------

@@ -190,6 +190,27 @@ def test_rows_that_do_not_divide_on_each_device(params, batch):
     )
 
 
+def test_outside_of_compiled_functions_it_is_compiled_once(params, batch):
+    traces = []
+
+    def counted(params, batch, power=2, note=None):
+        traces.append(power)
+        return (loss(params, batch) ** power).sum()
+
+    by_parts = microbatch(jax.grad(counted), 4)
+    first = by_parts(params, batch)
+    for _ in range(3):
+        again = by_parts(params, batch)
+    assert traces == [2]
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    by_parts(params, batch, power=1, note='a string')
+    by_parts(params, batch, note='a string', power=True)  # equal, and another program
+    by_parts(params, batch, power=1, note='a string')
+    assert traces == [2, 1, True]
+    by_parts(params, batch, note={1, 2})  # cannot be hashed: compiled for this call
+    assert traces == [2, 1, True, 2]
+
+
 def test_truth_is_counted():
     assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
 

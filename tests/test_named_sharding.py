@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from scalax._spec import text
 from scalax.errors import PlacementError, ShardingError
 from scalax.sharding import MeshShardingHelper, with_sharding_constraint
 from scalax.testing import assert_collectives
@@ -218,6 +219,12 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
         "unreduced or reduced axis 'b' is of type Auto",
         'unreduced and reduced axes need a mesh axis of type Explicit.',
     ),
+    'unreduced, beside Auto axes': (
+        MIXED,
+        P(None, unreduced={'a'}),
+        "unreduced or reduced axes ('a') on a mesh that also has axes of type Auto ('b')",
+        'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
+    ),
     'more entries than dimensions': (
         AUTO,
         P('a', None, 'b'),
@@ -251,7 +258,7 @@ def test_each_check_names_the_leaf(
                 'One leaf cannot be sharded as asked (mesh: a=4, b=2):',
                 UP,
                 f'    {detail}',
-                f'    asked for: {spec} from the spec given',
+                f'    asked for: {text(spec)} from the spec given',
                 f'What to do: {hint}',
             ]
         )
@@ -261,6 +268,7 @@ def test_a_scalar_takes_an_empty_spec_only() -> None:
     with pytest.raises(ShardingError) as caught:
         AUTO.shard({'step': 3}, P('a'))
     assert 'the spec has 1 entry, the array 0 dimensions' in str(caught.value)
+    assert str(caught.value).endswith('What to do: a scalar takes PartitionSpec(), which replicates it.')
     assert AUTO.shard({'step': 3}, P())['step'].sharding.spec == P()
 
 
@@ -291,6 +299,17 @@ def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
     for each in (moved, out):
         np.testing.assert_array_equal(EXPLICIT.gather({'w': each})['w'], whole)
         assert jax.typeof(each).sharding.spec.unreduced == spec.unreduced
+
+
+@pytest.mark.parametrize('spec', MOVES, ids=str)
+def test_unreduced_values_keep_their_sum_inside_of_compiled_functions(spec: PartitionSpec) -> None:
+    @EXPLICIT.sjit(in_shardings=(P('a', 'b'), P('b')), out_shardings=P())
+    def moved(x: jax.Array, y: jax.Array) -> jax.Array:
+        there = with_sharding_constraint(matmul(x, y), spec)
+        assert jax.typeof(there).sharding.spec.unreduced == spec.unreduced
+        return there
+
+    np.testing.assert_array_equal(moved(NUMBERS, NUMBERS), NUMBERS @ NUMBERS)
 
 
 def test_unreduced_arrays_move_to_other_meshes() -> None:
@@ -376,6 +395,13 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
         '  (the leaf itself): complex64[8, 8]',
         '    complex numbers cannot be placed as parts of a sum',
     ]
+    for given, what in (
+        (1j * NUMBERS, 'complex numbers'),
+        (jax.random.split(jax.random.key(0), 8), 'PRNG keys'),
+    ):
+        step = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a', unreduced={'b'})))
+        with pytest.raises(ShardingError, match=f'{what} cannot be placed as parts of a sum'):
+            step(given)
     # Sums of them are made as any others.
     parts = EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(1j * NUMBERS, NUMBERS)
     np.testing.assert_array_equal(EXPLICIT.gather(parts), 1j * NUMBERS @ NUMBERS)

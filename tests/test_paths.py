@@ -10,6 +10,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from scalax._paths import (
     NamedTree,
+    _path_strings,
     describe_leaf,
     has_foreign_dtype,
     join,
@@ -75,6 +76,23 @@ def test_leaf_paths_are_those_of_keystr(tree):
 def test_keys_of_unknown_kinds_are_shown_as_they_print():
     assert key_string('plain') == 'plain'
     assert path_string((DictKey(3), SequenceKey(1), GetAttrKey('w'), 'plain')) == '3/1/w/plain'
+
+
+class Spoken:
+    """A key of a node of another library, with a `key` that is not what it is called."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def __str__(self):
+        return f'<{self.key}>'
+
+
+def test_what_a_leaf_is_called_does_not_depend_on_the_rest_of_the_tree():
+    alone = [((Spoken('w'),), 0), ((DictKey('v'),), 1)]
+    for more in ([], [((SequenceKey(0),), 2)], [((DictKey(3),), 2)]):
+        paths = [path for path, _ in [*alone, *more]]
+        assert _path_strings(paths)[:2] == [path_string(path) for path in paths[:2]] == ['<w>', 'v']
 
 
 @pytest.mark.parametrize(

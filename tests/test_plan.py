@@ -495,3 +495,17 @@ def test_errors():
     abstract = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((4,), ('fsdp',)))
     with pytest.raises(MeshError, match='plan'):
         abstract.plan(step, array(3))
+
+
+def test_long_names_of_axes_leave_the_lines_as_wide_as_they_may_be():
+    """The columns before that of sources are wider than the page."""
+    names = ('a' * 40, 'b' * 40)
+    helper = MeshShardingHelper([4, 2], names)
+    plan = helper.plan(
+        helper.sjit(lambda w: w * 2, in_shardings=P(names), out_shardings=P()),
+        jax.ShapeDtypeStruct((64,), 'float32'),
+    )
+    text = plan.to_text(60)
+    table = text[text.index('collective ') : text.index('along ')].splitlines()
+    assert max(map(len, table)) <= 60
+    assert ''.join(text.split()).count('a' * 40)

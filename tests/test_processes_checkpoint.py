@@ -53,6 +53,19 @@ def test_every_process_ended_well(two: Outcome, four: Outcome) -> None:
     assert set(two.codes) == set(four.codes) == {0}, f'{two}\n{four}'
 
 
+FAILURES = names_of_checks('checkpoint_failure_checks')
+
+
+@pytest.fixture(scope='module', params=[2, 4], ids=lambda count: f'{count}-processes')
+def failing(folder: Path, request: pytest.FixtureRequest) -> Outcome:
+    return run_checks('checkpoint_failure_checks', request.param, devices=8 // request.param)
+
+
+@pytest.mark.parametrize('name', FAILURES)
+def test_what_one_process_fails_at_all_have_an_error_of(failing: Outcome, name: str) -> None:
+    assert name in failing.passed, str(failing)
+
+
 @pytest.mark.parametrize('shape', [(4, 2), (2, 4), (8,), (1,)], ids=str)
 @pytest.mark.parametrize('processes', [2, 4])
 def test_what_several_saved_is_restored_by_one(

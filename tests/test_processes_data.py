@@ -12,6 +12,7 @@ OF_FOUR = [
     'check_what_moves_is_the_least',
     'check_disagreement',
     'check_replicas_that_differ',
+    'check_one_that_cannot_bring_its_part_tells_the_others',
     'check_broadcast',
     'check_prefetch_beside_steps',
     'check_data_that_ends_early',

@@ -424,3 +424,18 @@ def test_errors(case):
 )
 def test_which_rules_look_at_paths_only(rule, expected):
     assert looks_at_paths_only(rule) is expected
+
+
+@each_mesh
+def test_a_call_outside_of_compiled_functions_compiles_once(helper):
+    runs = []
+
+    def fun(x):
+        runs.append(x.shape)
+        return 2 * x
+
+    mapped = helper.shard_map(fun, P('a'), P('a'))
+    placed = helper.shard(X, P('a'))
+    for _ in range(3):
+        np.testing.assert_array_equal(mapped(placed), 2 * X)
+    assert len(runs) == 1

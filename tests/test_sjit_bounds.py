@@ -40,14 +40,14 @@ def test_threads_agree_on_what_is_kept():
     kept, agreed, start = Recent(), [], threading.Barrier(8)
 
     def work(number):
-        start.wait(timeout=60)
+        start.wait(timeout=300)
         agreed.append([kept.add(key, (number, key)) for key in range(200)])
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert len(agreed) == 8
     assert all(one == agreed[0] for one in agreed)
 
@@ -125,14 +125,14 @@ def test_a_context_has_one_token():
             context, tokens, start = Context(HELPER, {}), [], threading.Barrier(4)
 
             def work(context=context, tokens=tokens, start=start):
-                start.wait(timeout=60)
+                start.wait(timeout=300)
                 tokens.append(context.token)
 
             threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(timeout=60)
+                thread.join(timeout=300)
             assert len(set(map(id, tokens))) == 1
             assert len(tokens) == 4
     finally:

@@ -465,7 +465,6 @@ AOT_CALLS = {
         8 * X + 4,
     ),
     'keywords': (((X,), {'w': 1.0, 'y': 3.0}), ((X,), {'y': 3.0, 'w': 1.0}), 9 * X + 1),
-    'a keyword with a name of ours': (((X,), {'self': 1.0}), ((X,), {'self': 1.0}), 6 * X + 1),
 }
 
 
@@ -482,6 +481,106 @@ def test_executables_are_called_as_the_function_is(lowered, called, expected):
     assert executable.memory_analysis().argument_size_in_bytes >= X.nbytes // 8
 
 
+def behind(x, y):
+    return x + y
+
+
+@functools.wraps(behind)
+def with_rng(rng, *args):
+    return behind(*args)
+
+
+@functools.wraps(behind)
+def with_rng_and_keywords(rng, *args, **kwargs):
+    return behind(*args, **kwargs)
+
+
+MISNAMED = {
+    'in_shardings': ({'in_shardings': {'y': P('data')}}, 'in_shardings'),
+    'args_sharding_constraint': ({'args_sharding_constraint': {'y': P('data')}}, 'args_sharding_constraint'),
+    'donate_argnames': ({'donate_argnames': 'y'}, 'donate_argnames'),
+    'static_argnames': ({'static_argnames': ('y',)}, 'static_argnames'),
+}
+
+
+@pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
+def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(with_rng, **options)
+    assert str(error.value) == (
+        f"{what} of behind: 'y' can be any of *args: behind takes (rng, *args), which are not the parameters "
+        '(x, y) of the function that it wraps. What to do: say which by position (a tuple of shardings, '
+        'static_argnums, donate_argnums), or write the parameters out in the wrapper.'
+    )
+    with pytest.raises(ArgumentError, match="'y' can be any of "):
+        HELPER.sjit(with_rng_and_keywords, **options)
+    compiled = HELPER.sjit(with_rng, (None, None, P('data')), donate_argnums=2)
+    x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
+    np.testing.assert_array_equal(compiled(0, x, y), 2 * Y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+
+
+def test_names_behind_a_wrapper_that_adds_arguments_are_refused_at_the_call():
+    @functools.wraps(behind)
+    def adding(*args, **kwargs):
+        return behind(*args[1:], **kwargs)
+
+    @functools.wraps(behind)
+    def supplying(*args, verbose=False, **kwargs):
+        return behind(Y, *args, **kwargs)
+
+    x = HELPER.shard(Y, P('data'))
+    compiled = HELPER.sjit(adding, {'y': P('data')}, donate_argnames='y')
+    with pytest.raises(ArgumentError) as error:
+        compiled(0, x, x)
+    assert str(error.value) == (
+        "options of behind: 'y' can be any of *args: behind takes (*args, **kwargs), which are not the "
+        'parameters (x, y) of the function that it wraps (this call does not fit them: too many positional '
+        'arguments). What to do: say which by position (a tuple of shardings, static_argnums, '
+        'donate_argnums), or write the parameters out in the wrapper.'
+    )
+    assert not x.is_deleted()
+    with pytest.raises(ArgumentError, match="missing a required argument: 'y'"):
+        HELPER.sjit(supplying, {'y': P('data')})(x)
+    np.testing.assert_array_equal(HELPER.sjit(supplying, {'y': P('data')})(y=x, verbose=True), 2 * Y)
+
+
+def test_positions_behind_such_a_wrapper_take_no_names():
+    compiled = HELPER.sjit(with_rng_and_keywords, donate_argnums=2)
+    x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
+    compiled(0, x, y=y)
+    assert not x.is_deleted()
+    assert not y.is_deleted()
+
+
+def clashing(_scalax_state, _scalax_hot, _scalax__tried=1, *, Exception=2):
+    return _scalax_state + _scalax_hot + _scalax__tried + Exception
+
+
+def _scalax_state(x):
+    return 2 * x
+
+
+def test_parameters_may_have_any_names():
+    compiled = HELPER.sjit(clashing)
+    for _ in range(2):
+        np.testing.assert_array_equal(compiled(Y, _scalax_hot=Y), 2 * Y + 3)
+        np.testing.assert_array_equal(compiled(X, X), 2 * X + 3)
+        np.testing.assert_array_equal(HELPER.sjit(_scalax_state)(Y), 2 * Y)
+
+
+def test_generated_lines_can_be_shown():
+    def failing(x):
+        raise KeyError(x.shape)
+
+    with pytest.raises(KeyError) as error:
+        HELPER.sjit(failing)(Y)
+    (own,) = [entry for entry in error.traceback if str(entry.path).startswith('<scalax')]
+    frame = inspect.getframeinfo(own._rawentry.tb_frame)
+    assert frame.filename.startswith('<scalax sjit of failing, ')
+    assert frame.code_context == ['    return _scalax_state.slow((x,))\n']
+
+
 @pytest.mark.parametrize('static', [None, 0])
 def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
     """The program of one number reads too few arguments of another, and would answer for it."""
@@ -493,3 +592,25 @@ def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
 def test_fewer_extra_arguments_after_more():
     compiled = HELPER.sjit(lambda *args: sum(args))
     assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
+
+
+def test_a_function_that_calls_itself_ends_in_a_recursion_error():
+    @HELPER.sjit
+    def endless(x):
+        return endless(x)
+
+    with pytest.raises(RecursionError, match='endless calls itself'):
+        endless(X)
+
+
+def test_a_generator_function_is_refused():
+    def parts(x):
+        yield x
+
+    with pytest.raises(ArgumentError, match='parts is a generator function: it has a yield in it'):
+        HELPER.sjit(parts)
+
+
+def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
+    with pytest.raises(ValueError, match='inline'):
+        HELPER.sjit(positional_only, inline='perhaps')

@@ -327,7 +327,7 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
         for batch in (large, small, several, jax.tree.map(jnp.asarray, large)):
             check(batch)
     assert len(traces) == 3
-    state = step.__globals__['_scalax_state']
+    state = step._state
     monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
     monkeypatch.setattr(type(state), '_inside', lambda *_: pytest.fail('a trace'))
     for batch in (large, small, several, helper.shard(large, rule), jax.tree.map(jnp.asarray, small)):
@@ -352,3 +352,81 @@ def test_structs_say_nothing_about_where_they_lie_unless_they_do(helper):
     for struct in (plain, typed):
         assert compiled.shardings_for(struct)[0][0].spec == SPEC
         assert compiled.lower(struct).compile() is not None
+
+
+AUTO_HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
+TWO = (AxisType.Explicit, AxisType.Explicit)
+TYPED = {
+    'as asked': NamedSharding(jax.make_mesh((4, 2), ('x', 'y'), TWO), P('x')),
+    'otherwise': NamedSharding(jax.make_mesh((4, 2), ('x', 'y'), TWO), P('y')),
+    'of other axes': NamedSharding(jax.make_mesh((2, 4), ('a', 'b'), TWO), P('b')),
+    'of two devices': NamedSharding(jax.make_mesh((2,), ('a',), TWO[:1]), P('a')),
+}
+ASKED = {
+    'a call': lambda compiled, x: compiled(x),
+    'lower': lambda compiled, x: compiled.lower(x).compile(),
+    'eval_shape': lambda compiled, x: compiled.eval_shape(x),
+    'shardings_for': lambda compiled, x: compiled.shardings_for(x),
+    'a plan': lambda compiled, x: AUTO_HELPER.plan(compiled, x),
+    'vmap': lambda compiled, x: jax.vmap(compiled)(x[None]),
+}
+
+
+@pytest.mark.parametrize('sharding', TYPED.values(), ids=TYPED)
+@pytest.mark.parametrize('ask', ASKED.values(), ids=ASKED)
+def test_arrays_of_an_explicit_mesh_for_a_mesh_of_auto_axes(ask, sharding):
+    x = jax.device_put(np.ones((8, 8), np.float32), sharding)
+    compiled = AUTO_HELPER.sjit(
+        lambda x: x * 2, in_shardings=P('x'), out_shardings=P('x'), on_mismatch='reshard'
+    )
+    if ask is ASKED['vmap']:
+        with pytest.raises(MeshError, match='got values of another mesh with Explicit axes'):
+            ask(compiled, x)
+        return
+    for _ in range(2):
+        ask(compiled, x)
+    assert compiled(x).sharding.spec == P('x')
+
+
+@pytest.mark.parametrize('rules', [{'in_shardings': P('x')}, {'out_shardings': P('x')}], ids=['in', 'out'])
+@pytest.mark.parametrize('known', [False, True], ids=['first', 'known'])
+def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known):
+    """JAX would ignore the shardings, because types of two meshes do not go together."""
+    x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as asked'])
+    compiled = AUTO_HELPER.sjit(lambda x: x * 2, **rules)
+    if known:
+        assert compiled(x).sharding.spec[0] == 'x'
+    for _ in range(2):
+        with pytest.raises(MeshError) as error:
+            jax.jit(lambda x: compiled(x))(x)
+        assert str(error.value) == (
+            '<lambda> is compiled for the mesh (x=4, y=2) of types (Auto, Auto), and got values of '
+            'another mesh with Explicit axes:\n'
+            '  x: float32[8, 8] is of the mesh (x=4, y=2) of types (Explicit, Explicit)\n'
+            'What to do: use one helper for functions that call one another.'
+        )
+
+
+@pytest.mark.parametrize('rules', [None, P('data')])
+@pytest.mark.parametrize('kinds', [AxisType.Explicit, AxisType.Auto, (AxisType.Explicit, AxisType.Auto)])
+def test_auto_axes_and_explicit_axes_of_jax_take_it_where_nothing_compiles_them(kinds, rules):
+    helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=kinds)
+    traces = []
+
+    def double(x):
+        traces.append(jax.typeof(x))
+        return 2 * x
+
+    compiled = helper.sjit(double, rules, rules)
+    x = helper.shard(X, P('data'))
+    around = [
+        jax.sharding.auto_axes(compiled, out_sharding=P('data')),
+        jax.sharding.explicit_axes(compiled, in_sharding=P('data')),
+    ]
+    with jax.set_mesh(helper.mesh):
+        for call in around * 3:
+            out = call(x)
+            np.testing.assert_array_equal(out, 2 * X)
+            assert out.sharding.is_equivalent_to(x.sharding, 2)
+        np.testing.assert_array_equal(compiled(x), 2 * X)
+    assert len(traces) <= 3

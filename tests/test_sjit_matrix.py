@@ -80,7 +80,7 @@ def in_thread(act):
     box = []
     thread = threading.Thread(target=lambda: box.append(act()), daemon=True)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     return box[0]
 
 

@@ -43,7 +43,7 @@ def in_thread(call):
     box = []
     thread = threading.Thread(target=lambda: box.append(call()), daemon=True)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     return box[0]
 
 
@@ -327,3 +327,28 @@ def test_jit_options_pass_through():
         lambda x, unused: x, (P('data'), None), keep_unused=True, inline=True, compiler_options={}
     )
     assert len(compiled.lower(X, X).compile().input_shardings[0]) == 2
+
+
+WITH_A_MESH = {
+    'a constraint by a spec': lambda x: jax.lax.with_sharding_constraint(x, P('b')),
+    'shard_map': lambda x: jax.shard_map(lambda y: y * 1, in_specs=P('a'), out_specs=P('a'))(x),
+    'auto_axes': lambda x: jax.sharding.auto_axes(lambda y: y * 1, out_sharding=P('b'))(x),
+    'explicit_axes': lambda x: jax.sharding.explicit_axes(lambda y: y * 1, in_sharding=P('b'))(x),
+    'reshard': lambda x: jax.reshard(x, P('b')),
+}
+
+
+@pytest.mark.parametrize('under', [None, 'another mesh'])
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
+@pytest.mark.parametrize('name', WITH_A_MESH)
+def test_what_asks_for_the_mesh_in_force_finds_the_helpers(name, types, under):
+    helper = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=types)
+    of_one_kind = {'a constraint by a spec': AUTO, 'reshard': EXPLICIT}
+    if of_one_kind.get(name, types) is not types:
+        pytest.skip('JAX has it for axes of the other type')
+    x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    other = jax.set_mesh(MeshShardingHelper([8], ['d']).mesh) if under else contextlib.nullcontext()
+    with other:
+        out = helper.sjit(WITH_A_MESH[name], in_shardings=P('a'))(x)
+    np.testing.assert_array_equal(out, x)
+    assert out.sharding.mesh == helper.mesh

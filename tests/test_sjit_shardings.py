@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 
 import jax
@@ -378,3 +379,58 @@ def test_large_init_is_never_whole_on_a_device():
     memory = init.lower().compile().memory_analysis()
     assert memory.output_size_in_bytes == 512 * 512 * 4 // 8
     assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
+
+
+@pytest.mark.parametrize('donated', [True, False])
+def test_one_array_in_two_places_and_donated(donated):
+    options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
+    step = HELPER.sjit(lambda state, other: (state['w'] + 1, other + 2), P('data'), P('data'), **options)
+    x = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as error:
+            step({'w': x}, x)
+        assert str(error.value) == (
+            '<lambda> got one array in several places, and donates it (donate_argnums):\n'
+            '  state/w and other: float32[8, 8]\n'
+            'What to do: give a copy in each place (jnp.copy), or do not donate.'
+        )
+    assert not x.is_deleted()
+
+
+@pytest.mark.parametrize('known', [False, True])
+def test_a_failing_run_is_not_taken_for_a_deleted_argument(known):
+    """Its error may say anything, and what was donated to it is gone."""
+    helper = MeshShardingHelper([1], ['data'], devices=jax.devices()[:1])
+    broken = []
+
+    def host(x):
+        if broken:
+            raise RuntimeError('a temporary file was deleted')
+        return x
+
+    @helper.sjit(in_shardings=P('data'), donate_argnums=0)
+    def step(x):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((8,), np.float32), x)
+
+    if known:
+        for _ in range(2):
+            jax.block_until_ready(step(helper.shard(np.ones(8, np.float32), P('data'))))
+    broken.append(True)
+    for _ in range(2):
+        with pytest.raises(Exception, match='a temporary file was deleted') as error:
+            jax.block_until_ready(step(helper.shard(np.ones(8, np.float32), P('data'))))
+        assert not isinstance(error.value, ArgumentError)
+
+
+def test_errors_about_arguments_come_alone():
+    """What JAX says of the same is not printed before them."""
+    step = HELPER.sjit(lambda x: x * 2, P('data'), donate_argnums=0)
+    placed = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
+    step(placed)
+    elsewhere = HELPER.shard(np.ones((8, 8), np.float32), P('model'))
+    for x, kind in ((elsewhere, PlacementError), (placed, ArgumentError)):
+        with pytest.raises(kind) as error:
+            step(x)
+        assert error.value.__cause__ is None
+        assert 'Got jit sharding' not in ''.join(traceback.format_exception(error.value))
+        assert 'has been deleted' not in ''.join(traceback.format_exception(error.value))

@@ -91,7 +91,8 @@ def test_faults_are_found_all_at_once(spec, kinds):
     [
         (P('a', 'b'), []),
         (P(('a', 'b')), ['mixed-axis-types']),
-        (P('a', unreduced={'b'}), []),
+        (P('a', unreduced={'b'}), ['unreduced']),
+        (P('a', reduced={'b'}), ['unreduced']),
         (P('b', unreduced={'a'}), ['unreduced']),
     ],
 )

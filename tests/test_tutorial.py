@@ -10,7 +10,7 @@ import pytest
 from scripts import make_tutorial
 from scripts.make_tutorial import NOTEBOOK, ROOT, SCRIPT, Cell
 
-TIMEOUT_S = 300
+TIMEOUT_S = 500
 
 
 def kept():

@@ -3,12 +3,12 @@
 import collections
 import copy
 import pickle
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from threads import COUNT, in_threads
 
 from scalax.errors import ArgumentError, RuleError
 from scalax.utils import (
@@ -64,20 +64,9 @@ def test_rng_refuses_one_string():
 
 @pytest.mark.parametrize('keys', [None, 2, ['params', 'dropout']])
 def test_rng_gives_threads_distinct_keys(keys):
-    rng, threads, draws = JaxRNG.from_seed(0), 16, 20
-    found, start = [], threading.Barrier(threads)
-
-    def draw():
-        start.wait(20)
-        for _ in range(draws):
-            found.extend(jax.tree.leaves(rng(keys)))
-
-    running = [threading.Thread(target=draw, daemon=True) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-    assert len(found) == threads * draws * (1 if keys is None else 2)
+    rng, draws = JaxRNG.from_seed(0), 20
+    found = jax.tree.leaves(in_threads(lambda _: [rng(keys) for _ in range(draws)]))
+    assert len(found) == COUNT * draws * (1 if keys is None else 2)
     assert len({np.asarray(key).tobytes() for key in found}) == len(found)
 
 

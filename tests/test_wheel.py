@@ -38,7 +38,7 @@ def run(*command: str | Path, cwd: Path) -> str:
     """Runs a command without what the environment of this test run would lend it."""
     lent = ('PYTHONPATH', 'PYTHONHOME', 'PYTHONWARNINGS')
     env = {key: value for key, value in os.environ.items() if key not in lent}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f'{command} failed:\n{done.stdout}\n{done.stderr}'
     return done.stdout
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from types import FrameType
 
 from absl import app, flags
 
+from examples.launch.ports import held_port
 from scalax.distributed import PREEMPTED
 
 _PROCESSES = flags.DEFINE_integer('processes', 2, 'Processes to start.', lower_bound=1)
@@ -62,19 +62,17 @@ class Launcher:
 
     def run_once(self) -> int:
         """Starts all processes; returns once all have ended, or one has failed and the others are ended."""
-        with socket.socket() as probe:  # free now, which is all that can be known
-            probe.bind(('localhost', 0))
-            address = f'localhost:{probe.getsockname()[1]}'
-        try:
-            for index in range(self.processes):
-                self.running.append(self.start(index, address))
-            return self.wait()
-        finally:
-            for process in self.running:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-            self.running = []
+        with held_port() as port:
+            try:
+                for index in range(self.processes):
+                    self.running.append(self.start(index, f'localhost:{port}'))
+                return self.wait()
+            finally:
+                for process in self.running:
+                    if process.poll() is None:
+                        process.kill()
+                    process.wait()
+                self.running = []
 
     def start(self, index: int, address: str) -> subprocess.Popen[bytes]:
         own = {

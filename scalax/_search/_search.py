@@ -12,7 +12,14 @@ from scalax._helper import MeshShardingHelper
 from scalax._search._found import Candidate, Search
 from scalax._search._meshes import Constraints, meshes
 from scalax._search._progress import Advance, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, ScalaxError, ShardingError, did_you_mean
+from scalax.errors import (
+    ArgumentError,
+    IndivisibleWarning,
+    ScalaxError,
+    ShardingError,
+    checked_flag,
+    did_you_mean,
+)
 from scalax.explain._text import human_bytes
 from scalax.plan import Plan, make_plan
 
@@ -73,6 +80,8 @@ def search(
     """
     names, rules = list(_mesh.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
     _check(make_step, names, rules, full)
+    if show_progress is not None:
+        checked_flag('show_progress', show_progress)
     if dcn_axis is not None and dcn_axis not in names:
         raise ArgumentError(f'dcn_axis={dcn_axis!r} is no mesh axis ({did_you_mean(dcn_axis, names)})')
     if num_slices > 1 and dcn_axis is None:

@@ -1,37 +1,100 @@
-"""How is an executable called that was compiled ahead of time? As the user's function is.
-
-``jax.jit`` lowers a row of slots. Where the user's function has defaults or keywords, what is lowered and
-compiled takes the user's call, and hands JAX the row.
-"""
+"""How is a function compiled ahead of time? For the call that it is lowered for, in the user's form."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
 
 from scalax._sjit._convention import Convention
+from scalax._sjit._placement import Move, as_moved, moved
+from scalax._sjit._signature import explicit_spec
+
+if TYPE_CHECKING:
+    from scalax._sjit._function import SjitFunction
+    from scalax._sjit._state import Resolved
 
 
-class _Stage:
-    """A stage of JAX's, with all that it has."""
+def traced_as_called(
+    convention: Convention, resolved: Resolved, row: Sequence[Any], count: int, names: Sequence[str]
+) -> jax.stages.Traced:
+    """Traces a program for the user's form of a call, which JAX's stages then have.
 
-    def __init__(self, stage: Any, convention: Convention) -> None:
-        self._stage, self._convention = stage, convention
+    A program takes a row of slots. JAX takes no ``in_shardings`` where there are keywords, so what is traced
+    with says how it is sharded.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
+    Args:
+        convention: how the user's function is called.
+        resolved: the program, with the shardings of the arguments.
+        row: the call.
+        count: how many arguments were given by position.
+        names: which were given by name.
+    """
+    program = resolved.program
+
+    def as_called(*args: Any, **keywords: Any) -> Any:
+        return program.inner(*convention.row(args, keywords))
+
+    as_called.__name__ = as_called.__qualname__ = convention.name
+    as_called.__dict__['__signature__'] = convention.signature
+    as_called.__dict__['__wrapped__'] = program.inner
+    typed = list(row)
+    for slot, shardings in resolved.inside.arguments.items():
+        typed[slot] = _typed(row[slot], shardings)
+    args, keywords = convention.as_called(typed, count, names)
+    selected = convention.selected_as_called(program.layout, count, names)
+    return program.jit_as_called(as_called, selected).trace(*args, **keywords)
 
 
-class LoweredCall(_Stage):
-    """A ``jax.stages.Lowered`` whose executable takes the user's call."""
+def _typed(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
+    """A tree that says how it is sharded."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if not any(shardings):
+        return tree
 
-    def compile(self, /, *args: Any, **kwargs: Any) -> CompiledCall:
-        """See ``jax.stages.Lowered.compile``."""
-        return CompiledCall(self._stage.compile(*args, **kwargs), self._convention)
+    def typed(leaf: Any, sharding: NamedSharding | None, move: Move) -> Any:
+        if sharding is None or getattr(leaf, 'sharding', None) == sharding:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=sharding)
+        return move([leaf], [sharding])[0]
+
+    def all_typed(move: Move) -> Any:
+        return jax.tree.unflatten(
+            treedef, [typed(*pair, move) for pair in zip(leaves, shardings, strict=True)]
+        )
+
+    try:
+        return all_typed(as_moved)
+    except Exception:  # a node that takes nothing but arrays
+        return all_typed(moved)
 
 
-class CompiledCall(_Stage):
-    """A ``jax.stages.Compiled`` that takes the user's call; static arguments are left out, as with JAX."""
+def types_as_structs(row: Sequence[Any]) -> tuple[Any, ...]:
+    """A call in which types (what ``jax.typeof`` gives) are ShapeDtypeStructs."""
+    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(row)):
+        return tuple(row)
+    return jax.tree.map(_struct, tuple(row))
+
+
+def _struct(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.core.ShapedArray):
+        return leaf
+    sharding = leaf.sharding if explicit_spec(leaf.sharding) is not None else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+class JittedCall:
+    """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
+
+    def __init__(self, function: SjitFunction, jitted: Any, convention: Convention) -> None:
+        self._function, self._jitted, self._convention = function, jitted, convention
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable."""
-        return self._stage(*self._convention.dynamic_row(args, kwargs))
+        """Runs the program."""
+        return self._jitted(*self._convention.row(args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)

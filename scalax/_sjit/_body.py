@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax import _context
 from scalax._constrain import apply_shardings
+from scalax._recent import Recent
 from scalax._sjit._boundary import Boundary
 from scalax._sjit._convention import Layout
 from scalax._sjit._misplaced import reject_foreign_types
@@ -44,17 +46,22 @@ class Body:
     """
 
     def __init__(self, fun: Callable[..., Any], boundary: Boundary) -> None:
-        self._fun, self._boundary = fun, boundary
+        self._fun, self._boundary = _weakly(fun), boundary
         self._mesh, self._convention = boundary.helper.mesh, boundary.convention
         self._names = boundary.options.annotation_shardings
-        self._contexts = _context.ContextCache(boundary.helper)
+        self._uses = _context.Uses(frozenset(self._names))
+        self._contexts: Recent[_context.Context, _context.Context] = (
+            Recent()
+        )  # held, so that JAX finds traces
         self._warned = False
         self.recordings = Recordings()
 
     def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
         """The outputs of a call, sharded as *inside* says; without it, as they come, on the mesh in force."""
         with self._mesh_entered(layout, row) if inside else contextlib.nullcontext():
-            with _context.entered(self._contexts.get(self._names)):
+            context = _context.contexts_of(self._boundary.helper).get(self._names)
+            self._contexts.put(context, context)
+            with _context.entered(context, self._uses):
                 outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
             if inside is None:
                 return outputs
@@ -78,17 +85,14 @@ class Body:
             constrained[slot] = apply_shardings(row[slot], shardings)
         args, keywords = self._convention.restore(constrained)
         self.recordings.user_code_ran(signature, kinds)
-        return self._fun(*args, **keywords)
+        fun = self._fun()
+        assert fun is not None  # whoever calls holds it
+        return fun(*args, **keywords)
 
     def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
-        """Enters the helper's mesh where the user's code needs it, or must not see another.
-
-        On Auto axes alone it needs none; and shard_map over a mesh of one's own would object to it.
-        """
+        """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""
         ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return contextlib.nullcontext()
-        if ambient.empty and not self._boundary.any_explicit:
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(
@@ -103,9 +107,8 @@ class Body:
         if self._warned or not self._names:
             return
         self._warned = True
-        context = self._contexts.get(self._names)
-        seen = sorted(context.asked - set(self._names))
-        unused = [name for name in self._names if name not in context.used]
+        seen = sorted(self._uses.asked - self._uses.names)
+        unused = self._uses.unused()
         if layout.static:
             # Other static values may lead through other code: only a misspelling is certain.
             unused = [name for name in unused if near_names(name, seen)]
@@ -120,6 +123,13 @@ class Body:
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
+
+
+def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    try:
+        return weakref.ref(fun)
+    except TypeError:  # of some types of other libraries
+        return lambda: fun
 
 
 def reject_other_devices(name: str, mesh: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,11 +11,12 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._context import MeshOwner
+from scalax._paths import join, optional_path
 from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._signature import explicit_spec, slot_path, traced_dtype
+from scalax._sjit._signature import explicit_spec, is_opaque, slot_path, traced_dtype, type_of
 from scalax._spec import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 
@@ -37,8 +39,7 @@ class Boundary:
     """Resolves the rules of one sjit function for its arguments and outputs.
 
     Attributes:
-        helper: whose mesh it is.
-        mesh: the mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
+        mesh: the helper's mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
         convention: how the function is called.
         options: the rules.
         any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
@@ -52,12 +53,19 @@ class Boundary:
         options: Options,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        self.helper, self.convention, self.options = helper, convention, options
+        self._helper, self.convention, self.options = weakref.ref(helper), convention, options
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         self.any_rule = any(
             rule is not None for rule in jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         )
+
+    @property
+    def helper(self) -> MeshOwner:
+        """Whose mesh it is; whoever calls holds it."""
+        helper = self._helper()
+        assert helper is not None
+        return helper
 
     def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.
@@ -71,7 +79,10 @@ class Boundary:
         if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
             # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
             whole = named_sharding(self.mesh, PartitionSpec())
-            return {slot: [whole] * len(wanted) for slot, wanted in shardings.items()}
+            return {
+                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(row[slot])]
+                for slot in shardings
+            }
         return shardings
 
     def constraints(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
@@ -121,21 +132,28 @@ class Boundary:
         except TypeError:
             return shardings  # JAX says what is wrong with an output that is no array
         if self.options.out_shardings is not None:
-            shardings = resolve(
+            where = f'the outputs of {self.convention.name!r} (out_shardings)'
+            resolution = resolve(
                 self.options.out_shardings,
                 tree,
                 self.mesh,
                 use=Use.BOUNDARY,
-                where=f'the outputs of {self.convention.name!r} (out_shardings)',
+                where=where,
                 on_indivisible=self.helper.on_indivisible,
                 as_leaf=_struct,
-            ).shardings
+            )
+            if problems := _of_no_arrays(resolution, tree, None):
+                raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
+            shardings = resolution.shardings
         donated = [(row[slot], arguments[slot]) for slot in layout.donated]
         if any(any(wanted) for _, wanted in donated):
             shardings = donated_shardings(structs, treedef, shardings, donated)
         if self.any_explicit and not any(map(len, arguments.values())):
             # Without an argument JAX does not know on which devices to run.
-            shardings = [given or self._by_type(leaf) for given, leaf in zip(shardings, structs, strict=True)]
+            shardings = [
+                given or (None if _stays(leaf) else self._by_type(struct))
+                for given, leaf, struct in zip(shardings, leaves, structs, strict=True)
+            ]
         return shardings
 
     def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -185,6 +203,7 @@ def resolve_slots(
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )
+            problems += _of_no_arrays(by_slot[slot], row[slot], slot_path(layout, slot))
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -252,9 +271,39 @@ def _nowhere(layout: Layout, row: Sequence[Any]) -> bool:
     )
 
 
+def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Problem]:
+    """What is wrong where rules give shardings to what is no array."""
+    if not any(is_opaque(type_of(leaf)) for leaf in jax.tree.leaves(tree)):
+        return []
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    problems = []
+    for (path, leaf), answer, sharding in zip(flat, resolution.answers, resolution.shardings, strict=True):
+        kind = type_of(leaf)
+        if sharding is not None and is_opaque(kind):
+            name = (kind if isinstance(kind, type) else type(kind)).__name__
+            problems.append(
+                Problem(
+                    'no-array',
+                    f'{join(at, optional_path(path)) or "(the leaf itself)"}: {name}',
+                    f'{name} is no type of arrays, and has no sharding',
+                    spec=str(sharding.spec),
+                    rule=answer.origin,
+                    hint='give None for what is no array.',
+                )
+            )
+    return problems
+
+
+def _stays(leaf: Any) -> bool:
+    """Whether a leaf is no array, or a reference to one, which nobody but its owner moves."""
+    return isinstance(leaf, jax.Ref) or is_opaque(type_of(leaf))
+
+
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """A leaf without its data: rules see shapes and dtypes, and where types say that they lie."""
-    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    kind = type_of(leaf)
+    if is_opaque(kind):
+        return jax.ShapeDtypeStruct((), bool)
     sharding = getattr(kind, 'sharding', None)
     if explicit_spec(sharding) is None:
         sharding = None  # not part of the type: calls that lie otherwise share what rules say

@@ -8,54 +8,78 @@ from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Callable
-from types import FunctionType
+import linecache
+import zlib
+from types import CodeType, FunctionType
 from typing import Any
 
 from scalax._sjit._convention import OMITTED, Convention
 
-_HEAD = 'def {name}({parameters}):'
-# The program is a global, which Python reads faster than an attribute; and it is read once, because
-# another thread may replace it between the call and the look at the error.
-_BODY = """
-    _scalax_tried = _scalax_hot
+_OWN = ('tried', 'state', 'omitted', 'split', 'error', 'Exception')
+_SOURCE = """\
+def {name}({parameters}):
+    {tried} = {state}.hot
     try:
-        return _scalax_tried({row})
-    except Exception as _scalax_error:
-        if not _scalax_state.missed(_scalax_error, _scalax_tried, ({tuple})):
+        return {tried}({row})
+    except {Exception} as {error}:
+        if not {state}.missed({error}, {tried}, ({tuple})):
             raise
-    return _scalax_state.slow(({tuple}))
+    return {state}.slow(({tuple}))
 """
 
 
 def generate_caller(convention: Convention, state: Any) -> FunctionType:
     """Builds the function that users call.
 
+    The program is read once, because another thread may replace it between the call and the look at the
+    error.
+
     Args:
         convention: how the user's function is called.
-        state: has ``missed(error, tried, row)``, whether an error means that another program is needed;
-            ``slow(row)``; and ``keep_hot_in(namespace, name)``, told here where to keep the program that
-            calls try first.
+        state: has ``hot``, the program that calls try first; ``missed(error, tried, row)``, whether an error
+            means that another program is needed; and ``slow(row)``.
     """
-    row = _row(convention)
     # Named in the source: Python calls a function faster whose code was never replaced.
     name = convention.name
     if not name.isidentifier() or keyword.iskeyword(name):
         name = 'sjit_function'
-    source = _HEAD.format(name=name, parameters=', '.join(_declarations(convention)))
-    source += _BODY.format(row=row, tuple=f'{row},' if row else '')
+    own = _free_names({name, *(parameter.name for parameter in convention.parameters)})
+    row = _row(convention, own['split'])
+    source = _SOURCE.format(
+        name=name,
+        parameters=', '.join(_declarations(convention, own['omitted'])),
+        row=row,
+        tuple=f'{row},' if row else '',
+        **own,
+    )
     namespace: dict[str, Any] = {
         '__name__': __name__,
-        '_scalax_state': state,
-        '_scalax_omitted': OMITTED,
-        '_scalax_split': convention.split_keywords,
+        own['state']: state,
+        own['omitted']: OMITTED,
+        own['split']: convention.split_keywords,
+        own['Exception']: Exception,  # which may be the name of a parameter
     }
-    state.keep_hot_in(namespace, '_scalax_hot')
-    exec(compile(source, f'<scalax sjit of {convention.name}>', 'exec'), namespace)
-    return namespace[name]
+    exec(_compiled(source, name), namespace)
+    # Without itself among its globals it is no reference cycle, and goes with the last reference to it.
+    return namespace.pop(name)
 
 
-def _declarations(convention: Convention) -> list[str]:
+def _free_names(taken: set[str]) -> dict[str, str]:
+    """Names for what the generated function needs, none of which the user's function has."""
+    prefix = '_scalax_'
+    while any(name.startswith(prefix) for name in taken):
+        prefix += '_'
+    return {own: f'{prefix}{own}' for own in _OWN}
+
+
+def _compiled(source: str, name: str) -> CodeType:
+    """The code of a module, in a file of its own whose lines tracebacks and debuggers can show."""
+    file = f'<scalax sjit of {name}, {zlib.crc32(source.encode()):08x}>'
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    return compile(source, file, 'exec')
+
+
+def _declarations(convention: Convention, omitted: str) -> list[str]:
     """The parameters of the generated function as source text."""
     kinds = inspect.Parameter
     texts = []
@@ -66,7 +90,7 @@ def _declarations(convention: Convention) -> list[str]:
             texts.append('/')
         if kind is kinds.KEYWORD_ONLY and convention.varargs is None and previous is not kind:
             texts.append('*')
-        optional = '' if parameter.default is kinds.empty else '=_scalax_omitted'
+        optional = '' if parameter.default is kinds.empty else f'={omitted}'
         star = '*' if kind is kinds.VAR_POSITIONAL else '**' if kind is kinds.VAR_KEYWORD else ''
         texts.append(f'{star}{parameter.name}{optional}')
         previous = kind
@@ -75,28 +99,14 @@ def _declarations(convention: Convention) -> list[str]:
     return texts
 
 
-def _row(convention: Convention) -> str:
+def _row(convention: Convention, split: str) -> str:
     """The row of slots as source text, from the names of the parameters."""
     parts = [*convention.positional]
     if convention.varargs:
         parts.append(f'*{convention.varargs}')
     parts.extend(convention.keyword_only)
     if convention.keywords and (convention.static_keywords or convention.donated_keywords):
-        parts.append(f'*_scalax_split({convention.keywords})')
+        parts.append(f'*{split}({convention.keywords})')
     elif convention.keywords:
         parts.append(convention.keywords)
     return ', '.join(parts)
-
-
-def dressed(call: FunctionType, fun: Callable[..., Any], name: str) -> FunctionType:
-    """Gives the generated function the name, documentation and signature of the user's function."""
-    for attribute in ('__module__', '__name__', '__qualname__', '__doc__', '__annotations__'):
-        try:
-            setattr(call, attribute, getattr(fun, attribute))
-        except AttributeError:
-            continue
-    if not hasattr(fun, '__name__'):
-        call.__name__ = call.__qualname__ = name
-    call.__dict__.update(getattr(fun, '__dict__', {}))
-    call.__dict__['__wrapped__'] = fun
-    return call

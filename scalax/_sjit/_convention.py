@@ -21,6 +21,8 @@ import jax
 import numpy as np
 
 from scalax._prefix import RuleLike, is_rule
+from scalax._recent import Recent
+from scalax._same_paths import uncertain_paths
 from scalax.errors import ArgumentError, StructureError, did_you_mean
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -107,13 +109,20 @@ class Convention:
         self.keyword_only = [p.name for p in self.parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         self.varargs = _name_of(self.parameters, inspect.Parameter.VAR_POSITIONAL)
         self.keywords = _name_of(self.parameters, inspect.Parameter.VAR_KEYWORD)
-        self.hints = _names_behind(fun)
+        self._behind = _signature_behind(fun)
+        names = [p.name for p in self._behind.parameters.values() if p.kind in _POSITIONAL]
+        # They are those of the extra positional arguments if the wrapper has the same parameters before them.
+        unknown = bool(self.varargs) and names[: len(self.positional)] != self.positional
+        self.hints = [] if unknown else names
+        self._not_hints = frozenset(names).difference(self.positional, self.keyword_only) if unknown else ()
+        self._hints_used: set[str] = set()
         self._static = self._selection('static', static_argnums, static_argnames)
         self._donated = self._selection('donate', donate_argnums, donate_argnames)
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
         self._layouts: dict[int, Layout] = {}
+        self._certain: Recent[Any, bool] = Recent()
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             self.layout(0)
 
@@ -131,6 +140,7 @@ class Convention:
                     f'argument{"" if count == 1 else "s"} ({", ".join(self.positional) or "none"})'
                 )
         known = list(dict.fromkeys([*self.positional, *self.keyword_only, *self.hints]))
+        self._use_hints(f'{what}_argnames', given)
         for name in sorted(given):
             if name not in known and self.keywords is None:
                 raise ArgumentError(
@@ -141,10 +151,58 @@ class Convention:
         behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
         return nums, given | behind
 
+    def _use_hints(self, what: str, names: Iterable[Any]) -> None:
+        """Notes names of arguments that only the function behind the wrapper has.
+
+        Raises:
+            ArgumentError: it cannot be known which arguments they are.
+        """
+        wrong = [name for name in names if name in self._not_hints]
+        if wrong:
+            raise self._misnamed(what, wrong)
+        own = {*self.positional, *self.keyword_only}
+        self._hints_used.update(name for name in names if name in self.hints and name not in own)
+
+    def reject_misnamed(self, row: Sequence[Any]) -> None:
+        """Raises ArgumentError if options use names of a function behind that this call does not fit."""
+        if not self._hints_used or not self.extras_of(row):
+            return
+        args, keywords = self.restore(row)
+        behind = self._behind.parameters
+        try:
+            self._behind.bind(*args, **{name: keywords[name] for name in keywords if name in behind})
+        except TypeError as error:
+            raise self._misnamed(
+                'options', sorted(self._hints_used), f' (this call does not fit them: {error})'
+            ) from None
+
+    def _misnamed(self, what: str, names: Sequence[str], why: str = '') -> ArgumentError:
+        named = ', '.join(map(repr, names))
+        return ArgumentError(
+            f'{what} of {self.name}: {named} can be any of *{self.varargs}: {self.name} takes '
+            f'{self.signature}, which are not the parameters {self._behind} of the function that it '
+            f'wraps{why}. What to do: say which by position (a tuple of shardings, static_argnums, '
+            'donate_argnums), or write the parameters out in the wrapper.'
+        )
+
     def _extra_keywords(self, names: Iterable[str]) -> tuple[str, ...]:
         if self.keywords is None:
             return ()
         return tuple(sorted(n for n in names if n not in self.positional + self.keyword_only))
+
+    def uncertain_paths(self, arguments: Any, treedef: Any) -> tuple[str, ...] | None:
+        """The leaf paths of arguments, where others of the same structure may have others; else None."""
+        if self._certain.get(treedef):
+            return None
+        paths = uncertain_paths(arguments, treedef)
+        self._certain.put(treedef, paths is None)
+        return paths
+
+    @property
+    def key(self) -> Any:
+        """Equal for functions that are called alike."""
+        parameters = tuple((p.name, p.kind, p.default is p.empty) for p in self.parameters)
+        return self.name, parameters, tuple(self.hints), self._static, self._donated
 
     def layout(self, extras: int) -> Layout:
         """The layout of calls with so many extra positional arguments."""
@@ -235,17 +293,35 @@ class Convention:
             row += self.split_keywords(bound.arguments.get(self.keywords, {}))
         return tuple(row)
 
-    def dynamic_row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
-        """The dynamic slots of a call in which the static arguments are left out."""
-        static = {slot.name for slot in self.layout(0).slots if slot.static}
-        dynamic = inspect.Signature([p for p in self.parameters if p.name not in static])
-        bound = dynamic.bind(*args, **keywords)
-        row = [bound.arguments.get(name, OMITTED) for name in self.positional if name not in static]
-        row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
-        row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only if name not in static]
+    def as_called(
+        self, row: Sequence[Any], count: int, names: Sequence[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a row in the form of a call: *count* by position, and these names."""
+        values = dict(zip(self.positional, row, strict=False))
+        rest = list(row)
         if self.keywords:
-            row += self.split_keywords(bound.arguments.get(self.keywords, {}))[bool(self.static_keywords) :]
-        return row
+            values |= rest.pop()
+        if self.donated_keywords:
+            values |= rest.pop()
+        if self.static_keywords:
+            values |= rest.pop()
+        values |= zip(self.keyword_only, rest[len(rest) - len(self.keyword_only) :], strict=True)
+        return tuple(row[:count]), {name: values[name] for name in names}
+
+    def selected_as_called(self, layout: Layout, count: int, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
+        named = self.positional + self.keyword_only
+        slots = {slot.name: slot for slot in layout.slots if slot.name in named}
+
+        def which(what: str, others: Iterable[str]) -> tuple[list[int], list[str]]:
+            numbers = [i for i, slot in enumerate(layout.slots[:count]) if getattr(slot, what)]
+            return numbers, [
+                name for name in names if (getattr(slots[name], what) if name in slots else name in others)
+            ]
+
+        static, donated = which('static', self.static_keywords), which('donated', self.donated_keywords)
+        options = ('static_argnums', 'static_argnames', 'donate_argnums', 'donate_argnames')
+        return dict(zip(options, (*static, *donated), strict=True))
 
     def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
         """The last slots of a row: the static and donated keywords, if there can be any, and the others."""
@@ -328,6 +404,7 @@ class Convention:
         static = {slot.name for slot in self.layout(0).slots if slot.static}
         known = [*self.positional, *self.keyword_only, *([self.varargs] if self.varargs else [])]
         known += [name for name in self.hints if name not in known]
+        self._use_hints(what, rules)
         for name in rules:
             if name in static or name in self.static_keywords:
                 raise StructureError(f'{what} of {self.name}: {name!r} is static, it has no sharding')
@@ -355,13 +432,12 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         ]
 
 
-def _names_behind(fun: Callable[..., Any]) -> list[str]:
-    """The positional parameters of the function that *fun* wraps, by which users name arguments."""
+def _signature_behind(fun: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the function that *fun* wraps, by which users name arguments."""
     try:
-        parameters = inspect.signature(fun).parameters.values()
+        return inspect.signature(fun)
     except (ValueError, TypeError):
-        return []
-    return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        return inspect.Signature()
 
 
 def _name_of(parameters: Iterable[inspect.Parameter], kind: Any) -> str | None:

@@ -4,45 +4,86 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
 from scalax._context import MeshOwner, checked_bindings
 from scalax._prefix import RuleLike, check
-from scalax._sjit._aot import LoweredCall
+from scalax._sjit._aot import JittedCall, traced_as_called, types_as_structs
 from scalax._sjit._boundary import OnMismatch, Options
-from scalax._sjit._caller import dressed, generate_caller
+from scalax._sjit._caller import generate_caller
 from scalax._sjit._convention import OMITTED, Convention, name_of
 from scalax._sjit._program import held
+from scalax._sjit._shared import state_of
 from scalax._sjit._signature import slot_path
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, MeshError, did_you_mean
 
 
-class SjitFunction(Protocol):
+class SjitFunction(functools.partial[Any]):
     """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
 
-    It is a real Python function with the user's name, documentation and signature, so it may be a method
-    and can be pickled by name. Every method below takes the arguments of a call.
+    It has the name, documentation and signature of the user's function, which is its ``__wrapped__``, and
+    may be a method. Every method below takes the arguments of a call. It is pickled by its name where it can
+    be imported by that; elsewhere by the helper, the function and the options of which it was made (with
+    cloudpickle, where that function cannot be imported either).
     """
 
-    __wrapped__: Callable[..., Any]
+    # A partial, because Python calls those faster than any class with a ``__call__``; of the function that
+    # is generated with the user's parameters. What is its own is in slots: libraries copy what is in
+    # ``__dict__`` to the functions that they make of this one.
+    __slots__ = ('_given', '_state')
+
+    _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
+    _state: State
     __name__: str
+    __qualname__: str
+    __wrapped__: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled function."""
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __repr__(self) -> str:
+        return f'<SjitFunction of {self.__wrapped__!r}>'
+
+    def __copy__(self) -> SjitFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SjitFunction:
+        return self
+
+    def __reduce__(self) -> Any:
+        # Not in __main__: to cloudpickle, which is there for it, another process has another one.
+        if self.__module__ != '__main__' and _imported(self) is self:
+            return self.__qualname__
+        return _made, self._given
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
+        if isinstance(self._state.helper.mesh, AbstractMesh):
+            raise MeshError(
+                'lower() needs devices, and this helper was made from an AbstractMesh: '
+                "use .trace(...).lower(lowering_platforms=('tpu',))"
+            )
+        return self.trace(*args, **kwargs).lower()
 
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
+        row = self._row(args, kwargs)
+        resolved, placed = self._state.resolve(row)
+        if not kwargs and len(row) == len(args):
+            return resolved.program.jitted.trace(*placed)
+        return traced_as_called(self._state.convention, resolved, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
+        resolved, row = self._state.resolve(self._row(args, kwargs))
+        return resolved.program.jitted.eval_shape(*row)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -50,12 +91,35 @@ class SjitFunction(Protocol):
         The inputs are one tree for each argument given that is not static, in the order of the
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
+        resolved, row = self._state.resolve(self._row(args, kwargs))
+        inside = resolved.inside
+        inputs = tuple(
+            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
+            for slot, shardings in inside.arguments.items()
+            if row[slot] is not OMITTED
+        )
+        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
+        row = self._row(args, kwargs)
+        resolved, _ = self._state.resolve(row)
+        program, kept = resolved.program, (self._state, self._given)
+        if kwargs:
+            return JittedCall(self, program.handed_out(kept), self._state.convention)
+        if len(row) == len(args):
+            return program.handed_out(kept)
+        return program.of_first(len(args), row[len(args) :], kept)
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
+        for _, program in self._state.programs.items():
+            if program.jitted is not None:
+                program.jitted.clear_cache()
+        self._state.clear()
+
+    def _row(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return types_as_structs(self._state.convention.row(args, kwargs))
 
 
 def sjit(
@@ -92,6 +156,18 @@ def sjit(
         convention.check_names(rules, what)
     if on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
+    given = {
+        'in_shardings': in_shardings,
+        'out_shardings': out_shardings,
+        'static_argnums': static_argnums,
+        'static_argnames': static_argnames,
+        'donate_argnums': donate_argnums,
+        'donate_argnames': donate_argnames,
+        'args_sharding_constraint': args_sharding_constraint,
+        'annotation_shardings': annotation_shardings,
+        'on_mismatch': on_mismatch,
+        'jit_kwargs': jit_kwargs,
+    }
     options = Options(
         in_shardings,
         out_shardings,
@@ -100,25 +176,42 @@ def sjit(
         on_mismatch,
         _checked_jit_kwargs(jit_kwargs),
     )
-    state = State(helper, fun, convention, options)
-    call = dressed(generate_caller(convention, state), fun, convention.name)
-    methods = _Methods(state)
-    for name in (
-        'lower',
-        'trace',
-        'eval_shape',
-        'shardings_for',
-        'get_jitted_function_by_args',
-        'clear_cache',
-    ):
-        setattr(call, name, getattr(methods, name))
-    return cast(SjitFunction, call)
+    state = state_of(helper, fun, convention, options)
+    function = SjitFunction(dressed(generate_caller(convention, state), fun, convention.name))
+    function._state, function._given = state, (helper, fun, given)
+    return dressed(function, fun, convention.name)
+
+
+def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
+    """Gives a callable the name, documentation, signature and attributes of the user's function."""
+    functools.update_wrapper(call, fun, updated=())
+    if not hasattr(fun, '__name__'):
+        call.__name__ = call.__qualname__ = name
+    for attribute, value in getattr(fun, '__dict__', {}).items():
+        # Methods of what sjit, jax.jit and others made are about that, and not about what is made of it.
+        if not hasattr(SjitFunction, attribute):
+            call.__dict__[attribute] = value
+    call.__wrapped__ = fun
+    return call
+
+
+def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]) -> SjitFunction:
+    """Unpickles an `SjitFunction`."""
+    return sjit(helper, fun, **options)
+
+
+def _imported(function: SjitFunction) -> Any:
+    """What is found under the name of a function; None if nothing is."""
+    found: Any = sys.modules.get(function.__module__)
+    try:
+        return functools.reduce(getattr, function.__qualname__.split('.'), found)
+    except AttributeError:
+        return None
 
 
 def owner_of(function: Any) -> MeshOwner | None:
     """The helper that made an `SjitFunction`; None for anything else."""
-    methods = getattr(getattr(function, 'lower', None), '__self__', None)
-    return methods.owner if isinstance(methods, _Methods) else None
+    return function._state.helper if isinstance(function, SjitFunction) else None
 
 
 def names_of_arguments(
@@ -128,78 +221,11 @@ def names_of_arguments(
 
     Extra keywords are one argument, whose name is None.
     """
-    methods = getattr(getattr(function, 'lower', None), '__self__', None)
-    return methods.names(args, kwargs) if isinstance(methods, _Methods) else None
-
-
-class _Methods:
-    """What an `SjitFunction` can do besides being called."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self.owner = state.helper
-
-    def names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str | None]:
-        convention = self._state.convention
-        layout = convention.layout(convention.extras_of(convention.row(args, kwargs)))
-        return [slot_path(layout, slot) for slot in layout.dynamic]
-
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._state.helper.mesh, AbstractMesh):
-            raise MeshError(
-                'lower() needs devices, and this helper was made from an AbstractMesh: '
-                "use .trace(...).lower(lowering_platforms=('tpu',))"
-            )
-        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        lowered = resolved.program.jitted.lower(*row)
-        # What has no defaults and no keywords is called by the row of slots anyhow.
-        return (
-            lowered if not kwargs and len(row) == len(args) else LoweredCall(lowered, self._state.convention)
-        )
-
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        return resolved.program.jitted.trace(*row)
-
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        return resolved.program.jitted.eval_shape(*row)
-
-    def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-        resolved, row = self._state.resolve(self._state.convention.row(args, kwargs))
-        inside = resolved.inside
-        inputs = tuple(
-            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in inside.arguments.items()
-            if row[slot] is not OMITTED
-        )
-        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
-
-    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
-        convention = self._state.convention
-        row = convention.row(args, kwargs)
-        resolved, _ = self._state.resolve(row)
-        jitted = resolved.program.jitted
-        if not kwargs:
-            return jitted if len(row) == len(args) else resolved.program.of_first(len(args), row[len(args) :])
-
-        @functools.wraps(self._state.fun)
-        def by_convention(*args: Any, **kwargs: Any) -> Any:
-            return jitted(*convention.row(args, kwargs))
-
-        for name in ('lower', 'trace', 'eval_shape'):
-            setattr(by_convention, name, _by_row(getattr(jitted, name), convention))
-        return by_convention
-
-    def clear_cache(self) -> None:
-        for _, program in self._state.programs.items():
-            if program.jitted is not None:
-                program.jitted.clear_cache()
-        self._state.clear()
-
-
-def _by_row(method: Callable[..., Any], convention: Convention) -> Callable[..., Any]:
-    return lambda *args, **kwargs: method(*convention.row(args, kwargs))
+    if not isinstance(function, SjitFunction):
+        return None
+    convention = function._state.convention
+    layout = convention.layout(convention.extras_of(convention.row(args, kwargs)))
+    return [slot_path(layout, slot) for slot in layout.dynamic]
 
 
 def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,22 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._constrain import is_compiled
 from scalax._paths import describe_leaf
 from scalax._sjit._convention import Convention, Layout
-from scalax._sjit._placement import Shardings, is_concrete, is_elsewhere, is_mismatched, same_types
-from scalax._sjit._signature import slot_path
+from scalax._sjit._placement import (
+    Shardings,
+    is_concrete,
+    is_elsewhere,
+    is_mismatched,
+    is_reference,
+    same_types,
+)
+from scalax._sjit._signature import slot_path, type_of
 from scalax._spec import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, shown
+
+
+def any_deleted(row: Sequence[Any]) -> bool:
+    """Whether the buffers of an argument are gone."""
+    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(row))
 
 
 def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -> None:
@@ -34,9 +46,9 @@ def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: jax.errors.JaxRuntimeError
+    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception
 ) -> None:
-    """Raises ArgumentError, because of *error*, if an array was donated twice, and is still there."""
+    """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
@@ -68,10 +80,13 @@ def reject_foreign_types(
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
             if not isinstance(leaf, jax.core.Tracer):
                 continue
-            theirs = jax.typeof(leaf).sharding.mesh
+            sharding = getattr(type_of(leaf), 'sharding', None)
+            if sharding is None:
+                continue
+            theirs = sharding.mesh
             if movable and theirs.size == mesh.size:
                 continue
-            if AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh):
+            if _is_foreign(theirs, mesh):
                 described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
                 bad.append(f'{described} is of {_axes_of(theirs)}')
     if bad:
@@ -80,6 +95,16 @@ def reject_foreign_types(
             f'Explicit axes:\n{shown(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
+
+
+def any_foreign(row: Sequence[Any], mesh: Any) -> bool:
+    """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
+    traced = (leaf for leaf in jax.tree.leaves(row) if isinstance(leaf, jax.core.Tracer))
+    return any(_is_foreign(jax.typeof(leaf).sharding.mesh, mesh) for leaf in traced)
+
+
+def _is_foreign(theirs: Any, mesh: Any) -> bool:
+    return AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh)
 
 
 def _axes_of(mesh: Any) -> str:
@@ -164,7 +189,7 @@ def reject_elsewhere(
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
     """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if not is_concrete(leaf) or not leaf.committed:
+    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
         return False
     own = list(mesh.devices.flat)
     if isinstance(leaf.sharding, NamedSharding):

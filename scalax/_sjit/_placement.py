@@ -24,6 +24,11 @@ def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
+def is_reference(leaf: Any) -> bool:
+    """Whether a leaf is a reference to an array (jax.new_ref), rather than one of an outer trace."""
+    return isinstance(leaf, jax.Ref) and not isinstance(leaf, jax.core.Tracer)
+
+
 @dataclasses.dataclass(frozen=True)
 class Moves:
     """Which arguments of a call are moved to where the rules want them, or are given another type.
@@ -43,11 +48,13 @@ class Moves:
 
     def target(self, leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
         """Where *leaf* goes, for which rules say *sharding*; None if it stays as it is."""
-        if self.foreign and is_explicit(leaf):
+        if self.foreign and _is_explicit(leaf):
             return sharding or _as_auto(leaf)
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
     def _moves(self, leaf: Any, sharding: NamedSharding) -> bool:
+        if isinstance(leaf, jax.Ref):
+            return False  # others write to it
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.unplaced and leaf.sharding is None
         if isinstance(leaf, jax.core.Tracer) and self.unplaced and not _has_type(leaf, sharding):
@@ -179,11 +186,18 @@ def _is_of(leaf: jax.Array, mesh: Any) -> bool:
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
-def is_explicit(leaf: Any) -> bool:
-    """Whether the type of a leaf is of a mesh with Explicit axes."""
-    known = is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    sharding = leaf.sharding if known else jax.typeof(leaf).sharding
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+def is_typed_by(leaf: Any, mesh: Any) -> bool:
+    """Whether the type of an array is one that a function takes which is traced on *mesh*."""
+    return not is_concrete(leaf) or (
+        _is_of(leaf, mesh) and (not _is_explicit(leaf) or same_types(leaf.sharding.mesh, mesh))
+    )
+
+
+def _is_explicit(leaf: Any) -> bool:
+    """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
+    if not is_concrete(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    return isinstance(leaf.sharding, NamedSharding) and AxisType.Explicit in leaf.sharding.mesh.axis_types
 
 
 def _as_auto(leaf: Any) -> NamedSharding:
@@ -210,13 +224,15 @@ def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
     """
     if sharding is None or not is_elsewhere(leaf, sharding):
         return False
+    if isinstance(leaf, jax.Ref):
+        return True
     whole = leaf.sharding.is_fully_replicated and sharding.is_fully_replicated
     return not (whole and leaf.sharding.memory_kind == sharding.memory_kind)
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
     """Whether an array is committed to anything but *sharding*."""
-    if sharding is None or not is_concrete(leaf) or not leaf.committed:
+    if sharding is None or not (is_reference(leaf) or (is_concrete(leaf) and leaf.committed)):
         return False
     if isinstance(sharding.mesh, AbstractMesh):
         return False

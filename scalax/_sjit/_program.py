@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +24,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from scalax._recent import Recent
+from scalax._same_paths import paths_of
 from scalax._sjit._body import Inside
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._misplaced import reject_deleted
 from scalax._sjit._placement import Moves, Shardings, moved, place
-from scalax._sjit._signature import Signature
+from scalax._sjit._signature import Signature, dynamic_slots
 from scalax.errors import ArgumentError, StructureError
+
+Known = Recent[Signature, Inside]
+"""The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument ends the process with a segmentation fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
@@ -63,11 +68,13 @@ class Shape:
         arguments: the ``in_shardings`` of jax.jit: for each dynamic slot one sharding, a
             (structure, shardings) pair, or None.
         outputs: the same for all outputs together.
+        checked: whether calls compare leaf paths.
     """
 
     layout: Layout
     arguments: tuple[Any, ...]
     outputs: Any
+    checked: bool
 
 
 def collapsed(treedef: Any, shardings: Shardings) -> Any:
@@ -126,21 +133,23 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        known: the signatures whose shardings are this program's, each with what its trace needs to know.
         inner: the function that is jitted; takes a row of slots.
+        known: the signatures it serves.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
     layout: Layout
     inner: Callable[..., Any]
-    known: Recent[Signature, Inside] = dataclasses.field(default_factory=Recent)
+    known: Known
     jitted: Any = None
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
     _arguments: tuple[Any, ...] = ()
     _options: dict[str, Any] = dataclasses.field(default_factory=dict)
     _placed_first: frozenset[int] = frozenset()
+    _handed_out: weakref.ref[Any] | None = None
+    _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
     def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
@@ -166,16 +175,49 @@ class Program:
             **options,
         )
 
-    def of_first(self, count: int, rest: Sequence[Any]) -> Any:
+    def handed_out(self, kept: Any) -> Any:
+        """The jitted function, for somebody who may hold it longer than anything else holds *kept*."""
+        known = self._handed_out() if self._handed_out else None
+        if known is None:
+            # Another object of the same function: JAX keeps one cache for both.
+            known = self._jit(self.inner, len(self.layout.slots))
+            known.__dict__['_kept'] = kept
+            self._handed_out = weakref.ref(known)
+        return known
+
+    def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
         """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
+        whole = self.inner
 
         def inner(*row: Any) -> Any:
-            return self.inner(*row, *rest)
+            return whole(*row, *rest)
 
-        inner.__name__ = inner.__qualname__ = self.inner.__name__
-        parameters = list(inspect.signature(self.inner, follow_wrapped=False).parameters.values())
+        inner.__name__ = inner.__qualname__ = whole.__name__
+        parameters = list(inspect.signature(whole, follow_wrapped=False).parameters.values())
         inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
+        inner.__dict__['_kept'] = kept
         return self._jit(inner, count)
+
+    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
+        """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
+        return jax.jit(fun, **selected, **self._options)
+
+    def check_paths(self, paths: tuple[str, ...], missed: Callable[[], Exception]) -> None:
+        """Makes calls compare leaf paths with these first: JAX takes trees that have others for the same."""
+        direct, layout, known = self._direct, self.layout, self._paths
+        if known:
+            known.add(paths)
+            return
+        known.add(paths)
+
+        def checked(*row: Any) -> Any:
+            if paths_of(dynamic_slots(layout, row)) not in known:
+                raise missed()
+            assert direct is not None
+            return direct(*row)
+
+        self.call = self._direct = checked
+        self._placed_first = frozenset()
 
     def place_first(self, slots: frozenset[int], moves: Moves) -> None:
         """Makes calls place what is not on the mesh in these slots, before JAX sees it.

@@ -32,12 +32,14 @@ class Signature:
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
         context: `trace_context`, on which what a function returns may depend.
+        paths: the leaf paths, where trees of the same structure may have others; else None.
     """
 
     treedef: Any
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
     context: Any
+    paths: tuple[str, ...] | None = None
 
 
 _nothing = jax.jit(lambda: ())
@@ -53,16 +55,38 @@ def trace_context() -> Any:
     return _nothing.trace().jaxpr
 
 
+def type_of(leaf: Any) -> Any:
+    """What JAX calls the type of a leaf. It has a shape and a dtype unless it `is_opaque`.
+
+    Raises:
+        TypeError: JAX does not take the leaf.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except ValueError as error:  # of masked arrays
+        raise TypeError(str(error)) from None
+    except (TypeError, OverflowError):
+        raise
+    except Exception:  # of a view of a reference, which JAX takes apart itself
+        return type(leaf)
+
+
+def is_opaque(kind: Any) -> bool:
+    """Whether a type is none of arrays: of a token, a view of a reference, or defined by the user (hijax)."""
+    return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
+
+
 def leaf_type(leaf: Any) -> LeafType:
     """The (shape, dtype, weak type, spec over Explicit axes or None) of a leaf, as JAX will see it.
 
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    try:
-        kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    except ValueError as error:  # of masked arrays
-        raise TypeError(str(error)) from None
+    kind = type_of(leaf)
+    if is_opaque(kind):
+        return (), kind, False, None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
 
@@ -86,13 +110,22 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
 
 def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What else the types of leaves say, which no rule depends on and a traced function may."""
-    avals = map(jax.typeof, leaves)
-    return tuple((type(aval).__name__, getattr(aval, 'memory_space', None)) for aval in avals)
+    avals = map(type_of, leaves)
+    # What is no array says too little of what a trace may depend on: it is equal to nothing.
+    return tuple(
+        object() if is_opaque(aval) else (type(aval).__name__, getattr(aval, 'memory_space', None))
+        for aval in avals
+    )
+
+
+def dynamic_slots(layout: Layout, row: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call that are data."""
+    return tuple(row[i] for i in layout.dynamic)
 
 
 def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:
     """The leaves and the structure of the dynamic slots together."""
-    return jax.tree.flatten(tuple(row[i] for i in layout.dynamic))
+    return jax.tree.flatten(dynamic_slots(layout, row))
 
 
 def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> Signature:
@@ -107,7 +140,9 @@ def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> 
         types = tuple(map(leaf_type, leaves))
     except (TypeError, OverflowError) as error:
         raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
-    return Signature(treedef, types, _static_key(convention, layout, row), trace_context())
+    static = _static_key(convention, layout, row)
+    paths = convention.uncertain_paths(dynamic_slots(layout, row), treedef)
+    return Signature(treedef, types, static, trace_context(), paths)
 
 
 def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import threading
+import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +23,9 @@ from scalax._sjit._boundary import Boundary, Options
 from scalax._sjit._choice import Chooser
 from scalax._sjit._convention import Convention, Layout
 from scalax._sjit._placement import Shardings
-from scalax._sjit._program import Missed, Program, Shape, collapsed
+from scalax._sjit._program import Known, Missed, Program, Shape, collapsed
 from scalax._sjit._replay import Recordings
 from scalax._sjit._signature import Signature, signature_of
-
-# How JAX says that an argument is deleted. What a run raises, which has used up what was donated to it, is a
-# JaxRuntimeError.
-_OF_DELETED = (RuntimeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +61,15 @@ class State:
 
     No lock is held while a user's code is traced: two threads that meet a new signature together may
     both resolve it, as under ``jax.jit``, and the first one's program is kept.
+
+    The helper and the user's function are held weakly, because this may live as long as they do
+    (`_shared`): whoever calls holds them.
+
+    Attributes:
+        hot: what calls try first: the program that the last ones used, or one that chooses.
     """
+
+    hot: Callable[..., Any]
 
     def __init__(
         self,
@@ -70,43 +78,41 @@ class State:
         convention: Convention,
         options: Options,
     ) -> None:
-        self.helper, self.fun, self.convention, self.options = helper, fun, convention, options
+        self.convention, self.options = convention, options
         self.boundary = Boundary(helper, convention, options)
         self.body = Body(fun, self.boundary)
-        # Over types of other Explicit axes JAX ignores shardings of Auto ones, inside of another function.
-        self._refuses_explicit = not self.boundary.any_explicit and (
-            self.boundary.any_rule or options.out_shardings is not None
+        self._source = _source_of(fun)
+        # Over types of another mesh with Explicit axes JAX ignores shardings, inside of another function.
+        self._refuses_foreign = (
+            self.boundary.any_explicit or self.boundary.any_rule or options.out_shardings is not None
         )
         self._placing = _Placing()
-        self._hot_is: tuple[dict[str, Any], str] = ({}, 'hot')
+        # What is kept here, and refers to this in turn, does so by this: a function that nobody holds any
+        # longer goes at once, with the arrays that it closes over.
+        self._weak: State = weakref.proxy(self)
         self.clear()
+
+    @property
+    def helper(self) -> _context.MeshOwner:
+        """Whose mesh it is."""
+        return self.boundary.helper
 
     def clear(self) -> None:
         """Forgets every program."""
         self.resolved: Recent[Signature, Resolved] = Recent()
         self.programs: Recent[Shape, Program] = Recent()
         self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
+        self._inlined: dict[Layout, Any] = {}
         self.body.recordings = Recordings()
-        self.hot = self._nothing_yet
+        self.hot = self._nothing_yet()
 
-    def keep_hot_in(self, namespace: dict[str, Any], name: str) -> None:
-        """Says where the caller looks for the program to try."""
-        self._hot_is = namespace, name
-        self.hot = self._nothing_yet
+    def _nothing_yet(self) -> Callable[..., Any]:
+        this = self._weak
 
-    @property
-    def hot(self) -> Callable[..., Any]:
-        """What calls try first: the program that the last ones used, or one that chooses."""
-        namespace, name = self._hot_is
-        return namespace[name]
+        def nothing_yet(*row: Any) -> Any:
+            raise this._miss()
 
-    @hot.setter
-    def hot(self, call: Callable[..., Any]) -> None:
-        namespace, name = self._hot_is
-        namespace[name] = call
-
-    def _nothing_yet(self, *row: Any) -> Any:
-        raise self._miss()
+        return nothing_yet
 
     # What the generated caller runs -----------------------------------------------------------------
 
@@ -123,15 +129,13 @@ class State:
             return False  # it comes from the user's code, or says what is wrong with the call
         if self._runs_inline():
             return True
-        if isinstance(error, jax.errors.JaxRuntimeError):  # the right program: others are refused by then
-            call = self._look(row)
-            _misplaced.reject_donated_twice(self.convention, call.layout, row, error)
-            return False
-        refusal = error if isinstance(error, ValueError) else None  # how JAX says what it does not take
+        refusal = isinstance(error, ValueError)  # how JAX says what it does not take
         if refusal:
             reject_other_devices(self.convention.name, self.helper.mesh)
         call = self._look(row)
-        if type(error) in _OF_DELETED:
+        # A run that failed has used up what was donated to it; of what was deleted before JAX says the same
+        # again.
+        if _misplaced.any_deleted(row) and _fails_alike(error, hot, row):
             _misplaced.reject_deleted(self.convention, call.layout, row)
         if refusal:
             self._reject_elsewhere(call.layout, row, call.arguments)
@@ -139,15 +143,17 @@ class State:
         program = hot.program(row) if isinstance(hot, Chooser) else None
         used = program.call if program else hot
         if known is None or known.program.call is not used:
-            return True  # JAX refused the call before tracing it
+            return not isinstance(error, jax.errors.JaxRuntimeError)  # JAX refused the call before tracing it
         if self.options.on_mismatch == 'error':
             self._reject_mismatched(call)
             if refusal:
                 _misplaced.reject_refused(self.convention, call.layout, row, call.arguments)
-            return False
-        return _misplaced.any_mismatched(row, call.arguments) or (
-            refusal is not None and _misplaced.any_refused(row, call.arguments)
-        )
+        elif _misplaced.any_mismatched(row, call.arguments) or (
+            refusal and _misplaced.any_refused(row, call.arguments)
+        ):
+            return True
+        _misplaced.reject_donated_twice(self.convention, call.layout, row, error)
+        return False
 
     def slow(self, row: tuple[Any, ...]) -> Any:
         """Serves a call that the hot program cannot serve."""
@@ -162,6 +168,8 @@ class State:
         layout = self.convention.layout(self.convention.extras_of(row))
         if self._runs_inline():
             return self._inline(layout, row)
+        if self._retyped_at_once():
+            return self._inline_compiled(layout)(*row)
         _mesh.require_devices(self.helper.mesh, f'a call of {self.convention.name}')
         _misplaced.reject_deleted(self.convention, layout, row)
         if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -179,17 +187,21 @@ class State:
         with self._placing:
             try:
                 return program.call(*placed)
-            except jax.errors.JaxRuntimeError as error:
-                _misplaced.reject_donated_twice(self.convention, layout, row, error)
-                raise
-            except ValueError as error:
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
                 if not _arose_inside(error):
-                    reject_other_devices(self.convention.name, self.helper.mesh)
-                    arguments = resolved.inside.arguments
-                    self._reject_elsewhere(layout, row, arguments)
-                    if self.options.on_mismatch == 'error':
-                        _misplaced.reject_refused(self.convention, layout, row, arguments)
+                    self._explain(error, layout, row, resolved.inside.arguments)
                 raise
+
+    def _explain(
+        self, error: Exception, layout: Layout, row: Sequence[Any], arguments: Mapping[int, Shardings]
+    ) -> None:
+        """Raises a better error where the right program has refused a call."""
+        if isinstance(error, ValueError):
+            reject_other_devices(self.convention.name, self.helper.mesh)
+            self._reject_elsewhere(layout, row, arguments)
+            if self.options.on_mismatch == 'error':
+                _misplaced.reject_refused(self.convention, layout, row, arguments)
+        _misplaced.reject_donated_twice(self.convention, layout, row, error)
 
     def _runs_inline(self) -> bool:
         """Whether a call is part of a function that has mesh axes of other types than the helper's.
@@ -198,6 +210,28 @@ class State:
         """
         mesh = self.helper.mesh
         return _inside_manual_region() or _constrain.mesh_in_force(mesh) is not mesh
+
+    def _retyped_at_once(self) -> bool:
+        """Whether JAX's own auto_axes or explicit_axes, which nothing compiles, runs this.
+
+        Then axes have other types than those of a ``jax.set_mesh``.
+        """
+        ambient = jax.sharding.get_abstract_mesh()
+        return (
+            _constrain.has_other_types(ambient, self.helper.mesh)
+            and jax.sharding.get_mesh().abstract_mesh != ambient
+        )
+
+    def _inline_compiled(self, layout: Layout) -> Any:
+        """`_inline`, in a program of its own."""
+        this = self._weak
+
+        def inline(*row: Any) -> Any:
+            return this._inline(layout, row)
+
+        inline.__name__ = inline.__qualname__ = self.convention.name
+        compiled = jax.jit(inline, static_argnums=layout.static)
+        return self._inlined.setdefault(layout, compiled)
 
     def _inline(self, layout: Layout, row: Sequence[Any]) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""
@@ -218,7 +252,8 @@ class State:
         cases = [(known.program.layout, s, known.program) for s, known in self.resolved.items()]
         if len({id(program) for _, _, program in cases}) < 2:  # none, if another thread has cleared them
             return call
-        return Chooser(cases, lambda row: self._look(row).signature, self._miss)
+        this = self._weak
+        return Chooser(cases, lambda row: this._look(row).signature, lambda: this._miss())
 
     def _miss(self) -> Missed:
         return Missed(self, self.convention.name, other_types=self._runs_inline())
@@ -229,16 +264,18 @@ class State:
         """Reads a call.
 
         Raises:
-            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
+            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
+                name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
+        self.convention.reject_misnamed(row)
         layout = self.convention.layout(self.convention.extras_of(row))
         given = signature_of(self.convention, layout, row)
         arguments = self._arguments.get(given)
         if arguments is None:
             arguments = self.boundary.arguments(layout, row)
             self._arguments.put(given, arguments)
-        if self._refuses_explicit or self.boundary.any_explicit:
+        if self._refuses_foreign:
             # JAX reshards to another mesh where all axes are Explicit.
             movable = AxisType.Auto not in self.helper.mesh.axis_types
             _misplaced.reject_foreign_types(self.convention, layout, row, self.helper.mesh, movable=movable)
@@ -256,7 +293,8 @@ class State:
         unplaced = self.boundary.any_explicit or _constrain.has_other_types(ambient, self.helper.mesh)
         if mismatched is None:
             mismatched = self.options.on_mismatch == 'reshard'
-        return _placement.Moves(unplaced, mismatched, self._refuses_explicit)
+        foreign = self._refuses_foreign and not self.boundary.any_explicit
+        return _placement.Moves(unplaced, mismatched, foreign)
 
     def _placed(
         self, row: Sequence[Any], arguments: Mapping[int, Shardings], move: _placement.Move
@@ -310,7 +348,8 @@ class State:
         traced = self.body.recordings.record(signature, jitted, row, len(signature.types))
         assert inside.outputs is not None  # the trace has set them
         forms = tuple(collapsed(jax.tree.structure(row[i]), call.arguments[i]) for i in layout.dynamic)
-        shape = Shape(layout, forms, collapsed(traced.out_tree, inside.outputs))
+        outputs = collapsed(traced.out_tree, inside.outputs)
+        shape = Shape(layout, forms, outputs, checked=signature.paths is not None)
         known = self.programs.get(shape)
         if known is None:
             kwargs = self.options.jit_kwargs
@@ -319,6 +358,9 @@ class State:
                 kwargs = {'keep_unused': True, **kwargs}
             program.compile(shape, self.convention, self.helper.mesh.size, kwargs)
             known = self.programs.add(shape, program)
+        if signature.paths is not None:
+            this = self._weak
+            known.check_paths(signature.paths, lambda: this._miss())
         # What was found serves, whatever another thread has cleared since: this one may not be compiled.
         known.known.put(signature, inside)
         self.body.warn_unused(layout)
@@ -327,28 +369,31 @@ class State:
     # The traced function -----------------------------------------------------------------------------
 
     def _program(self, layout: Layout) -> Program:
+        this, known = self._weak, Known()
+
         def inner(*row: Any) -> Any:
-            return self._inside(program, layout, row)
+            return this._inside(known, layout, row)
 
         inner.__name__ = inner.__qualname__ = self.convention.name
         inner.__dict__['__signature__'] = self.convention.row_signature(layout)
-        inner.__dict__['__wrapped__'] = self.fun  # where JAX's messages point
-        program = Program(layout, inner)
-        return program
+        inner.__dict__['__wrapped__'] = self._source  # where JAX's messages point
+        return Program(layout, inner, known)
 
-    def _inside(self, program: Program, layout: Layout, row: Sequence[Any]) -> Any:
+    def _inside(self, mine: Known, layout: Layout, row: Sequence[Any]) -> Any:
         """What JAX traces of a program."""
         if len(row) != len(layout.slots):  # another number of extra positional arguments
             raise self._miss()
         if _inside_manual_region() or (self._runs_inline() and not self._placing):
             raise self._miss()
+        if not self._placing and self._refuses_foreign and _misplaced.any_foreign(row, self.boundary.mesh):
+            raise self._miss()
         signature = signature_of(self.convention, layout, row)
-        inside = program.known.get(signature)
+        inside = mine.get(signature)
         if inside is None:
-            if self._refuses_explicit and any(kind[-1] is not None for kind in signature.types):
-                raise self._miss()
+            if signature.paths is not None and not self._placing:
+                raise self._miss()  # the next calls are to come by way of a check
             known = None if jax.config.jax_disable_jit else self._joining(layout, row, signature)
-            if known is None or known.program is not program:
+            if known is None or known.program.known is not mine:
                 raise self._miss()
             inside = known.inside
         return self.body.run(signature, layout, row, inside)
@@ -362,6 +407,20 @@ class State:
         if self.boundary.any_explicit and not self._placing and not _placement.all_typed(row, arguments):
             return None
         return self._new(Call(row, layout, arguments, signature))
+
+
+def _source_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is where *fun* is in the source, and holds nothing of what that holds."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    code = getattr(inspect.unwrap(fun), '__code__', None)
+    if not isinstance(code, types.CodeType):
+        return _unknown
+    return types.FunctionType(code, {}, closure=tuple(types.CellType() for _ in code.co_freevars))
+
+
+def _unknown() -> None:
+    """Stands for a function whose source is not known."""
 
 
 class _Placing(threading.local):
@@ -381,6 +440,15 @@ class _Placing(threading.local):
 
     def __bool__(self) -> bool:
         return self._depth > 0
+
+
+def _fails_alike(error: Exception, call: Callable[..., Any], row: Sequence[Any]) -> bool:
+    """Whether a call of deleted arguments, which runs nothing, fails with the same error."""
+    try:
+        call(*row)
+    except Exception as again:
+        return type(again) is type(error) and str(again) == str(error)
+    return False
 
 
 def _inside_manual_region() -> bool:

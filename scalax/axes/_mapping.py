@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax import _axis_mapping, _constrain, _context
-from scalax.errors import MeshError, RuleError
+from scalax.errors import MeshError, RuleError, checked_flag
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._pattern import Pattern, parse
 
@@ -19,7 +20,7 @@ AxisMapping = Mapping[str, Entry] | Sequence[tuple[str, Entry]] | LogicalAxisSha
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
+def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> Iterator[None]:
     """A context in which a mapping of logical axes to mesh axes is active, in this thread.
 
     Args:
@@ -28,6 +29,7 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
             and its strictness with it.
         merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
             the *inner* one counts. (In haliax the outer one does.)
+        **names: more names, which count before those of *mapping*.
 
     Raises:
         RuleError: a mapping of another form.
@@ -39,7 +41,10 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
         ...         [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')]
         ['data', None, 'fsdp']
     """
+    checked_flag('merge', merge)
     inner, outer = as_rule(mapping), _axis_mapping.current()
+    if names:
+        inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
     with _axis_mapping.entered(merged(inner, outer) if merge and outer is not None else inner):
         yield
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
 from scalax._recent import Recent
 from scalax._sjit._convention import Convention, name_of
-from scalax.axes._arrays import Rest, chosen, joined, reject_structs, require_hashable, split
+from scalax.axes import _haliax
+from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
@@ -49,7 +51,7 @@ def named_jit(
         out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
             left to the compiler.
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
-            be used for outputs.
+            be used for outputs. A function in place of a boolean is asked for each array.
         donate_kwargs: the same for the dict of keyword arguments.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
         **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
@@ -92,11 +94,7 @@ def named_jit(
     for name in jit_kwargs:
         if name in _INSTEAD:
             raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
-    compiled = _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
-    call = functools.wraps(fn, updated=())(lambda *args, **kwargs: compiled.call(args, kwargs))
-    # As with jax.jit, a function that has methods; its type knows of none.
-    call.lower = lambda *args, **kwargs: compiled.lower(args, kwargs)  # type: ignore[attr-defined]
-    return call
+    return _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
 
 
 def fsdp(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +160,24 @@ _INSTEAD = {
 
 
 class _NamedJit:
-    """One named_jit: a function of `sjit` for each mesh and each mapping that it is called under."""
+    """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
+
+    # Slots, because libraries copy what is in ``__dict__`` to the functions that they make of this one.
+    __slots__ = (
+        '__dict__',
+        '__weakref__',
+        '_donated',
+        '_fn',
+        '_in',
+        '_jit_kwargs',
+        '_known',
+        '_mapping',
+        '_mesh',
+        '_name',
+        '_out',
+    )
+
+    __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
 
     def __init__(
         self,
@@ -176,6 +191,7 @@ class _NamedJit:
         mesh: Any,
         jit_kwargs: dict[str, Any],
     ) -> None:
+        functools.update_wrapper(self, fn, updated=())
         self._name = name_of(fn)
         if inspect.ismethod(fn):
             # The arrays of what it is a method of are data; a method alone JAX compares by identity.
@@ -189,7 +205,14 @@ class _NamedJit:
             self._check_keywords(donate_kwargs)
         self._known: Recent[Any, Any] = Recent()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
         try:
             return joined(*compiled(*operands))
@@ -197,7 +220,8 @@ class _NamedJit:
             reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
             raise
 
-    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """``jax.jit(...).lower`` of the function that serves such a call."""
         compiled, operands = self._prepared(args, kwargs)
         return compiled.lower(*operands)
 
@@ -240,12 +264,16 @@ class _NamedJit:
             form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
             said = f'{form}; got {asked!r}'
             prefix = jax.tree.map(_flag, prefix, is_leaf=lambda flag: flag is None)
-            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(prefix)):
+            if not all(
+                isinstance(flag, bool | np.bool_) or callable(flag) for flag in jax.tree.leaves(prefix)
+            ):
                 raise ArgumentError(f'{said}. Positions and names are for jax.jit.')
             try:
-                flags += jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+                asked_of = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
                 raise ArgumentError(f'{said}. JAX says: {error}') from None
+            for flag, leaf in zip(asked_of, jax.tree.leaves(tree), strict=True):
+                flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
@@ -257,7 +285,7 @@ class _NamedJit:
         known = self._known.get(key)
         if known is not None:
             return known
-        body = self._body(mapping)
+        body = self._body(mapping, mesh_in_force(place))
         inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
         if isinstance(place, AbstractMesh):
             if not _constrain.is_traced():
@@ -285,12 +313,14 @@ class _NamedJit:
         """The rule once for every argument, so that leaf paths start inside of each."""
         return {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
 
-    def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
+    def _body(
+        self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
+    ) -> Callable[..., Any]:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
             inside = contextlib.nullcontext() if mapping is None else _axis_mapping.entered(mapping)
-            with inside:
+            with inside, _haliax.entered(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)
             require_hashable(rest, output, f'the output of {self._name} has', 'return something immutable')

@@ -6,13 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._resolve import named_sharding
 from scalax._spec import canonical, entry_axes
+from scalax.axes._arrays import is_array
 from scalax.axes._mapping import (
     AxisMapping,
+    as_rule,
     dimensions_of,
     is_axis,
     mapping_in_force,
@@ -68,11 +71,12 @@ def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
     return None if entry is None else math.prod(found.shape[name] for name in entry_axes(entry))
 
 
-def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> PartitionSpec:
+def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
     """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
 
     Args:
-        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes.
+        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes; or, as in
+            haliax, a tree whose arrays name them, for a tree of specs.
         mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
         mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
 
@@ -83,6 +87,9 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
         P(('data', 'fsdp'), None, None)
     """
+    if _is_tree(axes):
+        specs = (mapping_in_force(mapping) or as_rule({})).apply(axes)
+        return jax.tree.map(_unboxed, specs, is_leaf=_holds_spec)
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): say what each of them is called")
@@ -100,7 +107,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     return spec
 
 
-def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> NamedSharding:
+def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any = None) -> NamedSharding:
     """The sharding of an array with these dimensions.
 
     Args:
@@ -170,6 +177,20 @@ def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> in
     found = required_mesh(mesh, 'round_axis_for_partitioning')
     over = physical_axis_size(axis, mapping, mesh=found) or 1
     return -(-size // over) * over
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether a value holds arrays: neither names of dimensions, nor something that was meant to be these."""
+    return any(map(is_array, jax.tree.leaves(value)))
+
+
+def _holds_spec(node: Any) -> bool:
+    """Whether a node is a NamedArray of haliax with a spec where its array was, by what it has."""
+    return isinstance(getattr(node, 'array', None), PartitionSpec)
+
+
+def _unboxed(node: Any) -> Any:
+    return node.array if _holds_spec(node) else node
 
 
 def _require_one(axis: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -18,18 +18,17 @@ from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
 
 
-def shard(
-    tree: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, *, mesh: Any = None
-) -> Any:
+def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Any:
     """Shards the arrays of a tree by the names of their dimensions.
 
     Outside of ``jax.jit`` arrays are placed, inside they are constrained.
 
     Args:
-        tree: arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
+        x: a tree of arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
             others. What is no array is returned as it is.
         axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
-            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping.
+            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping, which the
+            mesh may follow.
         mapping: logical axis name -> mesh axis, a tuple of them, or None; by default the mapping that is
             active. See `axis_mapping`.
         mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
@@ -51,29 +50,31 @@ def shard(
         ...     shard(np.zeros((8, 6)), 'batch mlp').sharding.spec
         P('data', 'tp')
     """
+    if _is_place(mapping) and mesh is None:  # haliax's form: the mesh follows the mapping
+        mapping, mesh = None, mapping
     axes, given = _told_apart(axes_or_mapping, mapping)
     text = None if axes is None else names_text(axes)
     rule = mapping_in_force(given)
     where = mesh_in_force(mesh)
     if rule is None:
         _unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
-        return tree
+        return x
     if where is None:
         _unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
-        return tree
-    if text is None and not rule.axis_names and not any(names_by_leaf(tree)):
+        return x
+    if text is None and not rule.axis_names and not any(names_by_leaf(x)):
         _unsharded('no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names')
-        return tree
-    return _sharded(tree, rule if text is None else _naming(rule, text), where)
+        return x
+    return _sharded(x, rule if text is None else _naming(rule, text), where)
 
 
-def auto_sharded(tree: Any, *, mesh: Any = None) -> Any:
+def auto_sharded(x: Any, mesh: Any = None) -> Any:
     """`shard` for libraries: silent where no mapping or no mesh is active, or no array names its dimensions.
 
     A rule with ``strict=True`` that is active is strict here, too.
 
     Args:
-        tree: as for `shard`.
+        x: as for `shard`.
         mesh: as for `shard`.
 
     Example:
@@ -81,18 +82,25 @@ def auto_sharded(tree: Any, *, mesh: Any = None) -> Any:
         {'w': 1.0}
     """
     rule, where = mapping_in_force(None), mesh_in_force(mesh)
-    return tree if rule is None or where is None else _sharded(tree, rule, where)
+    return x if rule is None or where is None else _sharded(x, rule, where)
 
 
-def shard_with_axis_mapping(tree: Any, mapping: AxisMapping, mesh: Any = None) -> Any:
-    """The old name of ``shard(tree, mapping, mesh=mesh)``.
+def shard_with_axis_mapping(x: Any, mapping: AxisMapping, mesh: Any = None) -> Any:
+    """The old name of ``shard(x, mapping, mesh)``.
 
     Args:
-        tree: as for `shard`.
+        x: as for `shard`.
         mapping: as for `shard`.
         mesh: as for `shard`.
     """
-    return shard(tree, mapping=mapping, mesh=mesh)
+    return shard(x, mapping=mapping, mesh=mesh)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a value is a mesh or a helper."""
+    return isinstance(value, Mesh | AbstractMesh) or isinstance(
+        getattr(value, 'mesh', None), Mesh | AbstractMesh
+    )
 
 
 def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
@@ -137,6 +145,7 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
     shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
     moved = [sharding is not None for sharding in shardings]
     # A tree, not a list: errors name leaves by their paths.
-    placed = _transfer.put(chosen(data, moved), [sharding for sharding in shardings if sharding is not None])
+    wanted = [sharding for sharding in shardings if sharding is not None]
+    placed = _transfer.put_on(cast(Mesh, mesh), chosen(data, moved), lambda: wanted)
     new = iter(jax.tree.leaves(placed))
     return joined([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], rest)

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from scalax import _agree, _processes
+from scalax import _agree, _processes, _spec
 from scalax._paths import NamedTree
 from scalax.checkpoint._orbax import orbax
-from scalax.checkpoint._saved import Saved
 from scalax.errors import CheckpointError
+
+_SHARED = 12  # bytes
 
 
 def meet(where: str, timeout: float, mesh: Mesh | None = None) -> None:
@@ -41,18 +42,22 @@ def meet(where: str, timeout: float, mesh: Mesh | None = None) -> None:
         barrier(key=f'scalax.checkpoint {where}', timeout_ms=int(1000 * timeout))
     except Exception as error:
         raise CheckpointError(
-            f'some processes have not come within {timeout:.0f} seconds, and all have to make this call: '
-            f'{error}'
+            f'some processes have not come within {timeout:.0f} seconds, and all have to make this call. '
+            f'They cannot meet any more: start the job again. {error}'
         ) from error
 
 
-def saved_alike(call: str, tree: NamedTree | None, error: BaseException | None) -> None:
+def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseException | None) -> str:
     """Returns if all processes save the same; raises on every process if not.
 
     Args:
         call: the arguments, as text.
+        name: by which this process would call the save: 24 hexadecimal digits.
         tree: the state; None where there is none because of *error*.
         error: why this process cannot save; raised here, and told to the others.
+
+    Returns:
+        The name that process 0 has given.
 
     Raises:
         CheckpointError: names the processes and leaves that differ.
@@ -63,22 +68,12 @@ def saved_alike(call: str, tree: NamedTree | None, error: BaseException | None) 
             'What to do: save the same step of the same tree on every process; a leaf that every process has '
             'for itself belongs into data=.'
         )
-        _agree.agree(everyone(), _agree.Statement(call, leaves), 'save', advice, error, CheckpointError)
-    elif error is not None:
+        mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))  # all of them take part in a save
+        statement, mine = _agree.Statement(call, leaves), bytes.fromhex(name)
+        return _agree.agree(mesh, statement, 'save', advice, error, CheckpointError, mine)[0].hex()
+    if error is not None:
         raise error
-
-
-def everyone() -> Mesh:
-    """All devices: those who save are the processes of all of them."""
-    return Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
-
-
-def first_of_all(token: str) -> str:
-    """The token (hexadecimal digits) that process 0 has."""
-    if jax.process_count() == 1:
-        return token
-    words = np.frombuffer(bytes.fromhex(token), np.uint32)
-    return str(_processes.gather(everyone(), words)[0].tobytes().hex())
+    return name
 
 
 def _saved_text(leaf: Any) -> str:
@@ -111,7 +106,8 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
             'the latest that all of them see.'
         )
         statement = _agree.Statement(call, leaves)
-        _agree.agree(mesh, statement, 'restore', advice, error, CheckpointError)
+        # As many bytes as a save shares: one process may save where another restores.
+        _agree.agree(mesh, statement, 'restore', advice, error, CheckpointError, bytes(_SHARED))
     elif error is not None:
         raise error
 
@@ -119,7 +115,7 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, type):
         return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {leaf.sharding.spec}'
+    return f'{leaf.dtype}{list(leaf.shape)} as {_spec.text(leaf.sharding.spec)}'
 
 
 def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
@@ -130,8 +126,12 @@ def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
     return sorted(set.intersection(*seen))
 
 
-def damage(mesh: Mesh, saved: Saved, checksums: bool) -> list[str]:
+def damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
     """What is wrong with a step's files; every process looks at some of them, and learns of all.
+
+    Args:
+        mesh: of the arrays.
+        look: finds what is wrong, given the number of this process and how many there are.
 
     Raises:
         CheckpointError: a process cannot look.
@@ -141,7 +141,7 @@ def damage(mesh: Mesh, saved: Saved, checksums: bool) -> list[str]:
     wrong: list[str] = []
     error: CheckpointError | None = None
     try:
-        wrong = saved.damage(checksums, share) or saved.unreadable()
+        wrong = look(share)
     except OSError as fault:
         wrong = [f'it cannot be read: {fault}']
     except CheckpointError as fault:

@@ -23,7 +23,7 @@ from scalax.checkpoint._savable import as_orbax_takes_it, savable
 from scalax.checkpoint._saved import Saved, choose, complete_steps, found
 from scalax.checkpoint._target import target_of
 from scalax.checkpoint._writer import Writer
-from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, shown, warn
+from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -95,12 +95,11 @@ class Checkpointer:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
+        checked_flag('Checkpointer: checksums', checksums)
         self._directory = path_of(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
         self._writer = Writer(self._directory)
-        self._token: str | None = None  # that of process 0, from the first save on
-        self._saves = 0
         self._running: Save | None = None
         self._reached: int | None = None  # the last step that was saved or restored
         self._restored: int | None = None
@@ -141,18 +140,15 @@ class Checkpointer:
         tree, encoded = None, None
         try:
             step = _number(step)
+            checked_flag('save: force', force)
         except ArgumentError as fault:
             if self._save_every > 1 and not force:
                 raise  # the others may not be saving: nobody would come
             error = fault
         if error is None and ((step % self._save_every and not force) or step == self._reached):
             return False
-        _agreed.meet('save', self._timeout)
-        if self._token is None:
-            self._token = _agreed.first_of_all(self._writer.token)
-        self._saves += 1
-        staging = self._writer.staging(step, self._saves, self._token)
-        begun = False
+        _agreed.meet('call', self._timeout)  # of any kind: who makes another is found by what they say
+        begun, name = False, self._writer.name()
         try:
             if error is not None:
                 raise error
@@ -165,21 +161,21 @@ class Checkpointer:
             if jax.process_index() == 0:
                 with _failures(step, self._directory):
                     self._writer.prepare(step, self._known, self._damaged)
-                    begin(staging)
+                    begin(self._writer.staging(step, name))
                 begun = True
         except Exception as fault:  # raised once all have been told
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-            _agreed.saved_alike(call, tree, error)
+            name = _agreed.saved_alike(call, name, tree, error)
         except BaseException:
             if begun:
-                self._writer.discard(staging)
+                self._writer.discard(self._writer.staging(step, name))
             raise
         assert tree is not None
         self._damaged.clear()
         content = Content(as_orbax_takes_it(state), described(tree), encoded, self._checksums)
-        self._running = Save(self._writer, step, staging, content, self._keep, self._timeout)
+        self._running = Save(self._writer, step, name, content, self._keep, self._timeout)
         with _failures(step, self._directory):
             self._running.copy()
         self._reached = step
@@ -228,11 +224,13 @@ class Checkpointer:
             ShardingError: the rules do not fit *like*.
         """
         _mesh.require_devices(helper.mesh, 'restore')
-        _agreed.meet('restore', self._timeout, helper.mesh)
+        _agreed.meet('call', self._timeout, helper.mesh)
         error: Exception | None = None
         target, here = None, []
         try:
             step = None if step is None else _number(step)
+            checked_flag('restore: cast', cast)
+            checked_flag('restore: verify', verify)
             rename = _rename.checked_pairs('rename', rename)
             _data_state.require_settable(data)
             self.wait()
@@ -244,7 +242,7 @@ class Checkpointer:
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
         _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
-        saved = self._choose(helper, here, step, verify)
+        saved = self._choose(helper, here, step, verify, data is not None)
         try:
             description = saved.description()
             names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
@@ -341,7 +339,7 @@ class Checkpointer:
         return found(self._directory, latest, complete_steps(self._directory))
 
     def _choose(
-        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool
+        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
     ) -> Saved:
         """The step to restore, the same on every process, of those that are *here*."""
         self._known = set(here)
@@ -353,7 +351,15 @@ class Checkpointer:
             )
         if step is not None:
             steps = [found(self._directory, step, here).step]
-        saved, passed = choose(self._directory, steps, lambda one: _agreed.damage(helper.mesh, one, verify))
+
+        def damage(saved: Saved) -> list[str]:
+            def look(share: tuple[int, int]) -> list[str]:
+                wrong = saved.damage(verify, share) or saved.unreadable()
+                return wrong or (_data_state.damage(saved) if data else [])
+
+            return _agreed.damage(helper.mesh, look)
+
+        saved, passed = choose(self._directory, steps, damage)
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
         if saved is None and not passed:
             raise CheckpointError(f'{self._directory} has no checkpoint')

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from scalax._fold import MOST_RUNS, Fold, fold, times
 from scalax._paths import canonical_dtype
 from scalax.checkpoint._describe import LeafDescription
-from scalax.errors import CheckpointError, near_names, shown
+from scalax.errors import CheckpointError, near_names
 
+_SHOWN = 10
 _HINTS = {
     'missing': 'give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
     'only=regex to restore those that are there',
@@ -36,29 +38,48 @@ def require_fit(
     found = list(_problems(wanted, saved, cast, partial))
     if found:
         count = 'one leaf differs' if len(found) == 1 else f'{len(found)} leaves differ'
-        kinds = dict.fromkeys(kind for kind, _ in found)
+        kinds = dict.fromkeys(one.kind for one in found)
         hints = ''.join(f'\nWhat to do: {_HINTS[kind]}.' for kind in kinds)
-        lines = shown(f'{kind}: {text}' for kind, text in found)
-        raise CheckpointError(f'{where} does not hold what is asked for; {count}:\n{lines}{hints}')
+        # What is wrong with a leaf in each of many layers is said once.
+        folds = fold((one.path, (one.kind, one.array, one.more)) for one in found)
+        extra = [path for path in saved if path not in wanted]
+        lines = [_line(item, found[item.first], saved, extra) for item in folds[:_SHOWN]]
+        rest = sum(item.count for item in folds[_SHOWN:])
+        lines += [f'... and {rest} more'] if rest else []
+        listed = ''.join(f'\n  {line}' for line in lines)
+        raise CheckpointError(f'{where} does not hold what is asked for; {count}:{listed}{hints}')
+
+
+class _Problem(NamedTuple):
+    """What is wrong with one leaf: what kind of thing, what the leaf is, and what else there is to say."""
+
+    kind: str
+    path: str
+    array: str
+    more: str = ''
 
 
 def _problems(
     wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool, partial: bool
-) -> Iterator[tuple[str, str]]:
-    extra = [path for path in saved if path not in wanted]
+) -> Iterator[_Problem]:
     for path, target in wanted.items():
-        text = _text(path, target)
+        array = _array(target)
         if path not in saved:
-            near = [str(saved[name]) for name in near_names(path, extra)]
-            yield 'missing', text + (f' (the checkpoint has {" and ".join(near)})' if near else '')
-            continue
-        leaf = saved[path]
-        if _shape(target) != leaf.shape:
-            yield 'shape', f'{text} is asked for, and {str(leaf).partition(": ")[2]} was saved'
-        elif not cast and _dtype(target) != leaf.dtype:
-            yield 'dtype', f'{text} is asked for, and {str(leaf).partition(": ")[2]} was saved'
-    for path in [] if partial else extra:
-        yield 'extra', f'{saved[path]} is in the checkpoint only'
+            yield _Problem('missing', path, array)
+        elif _shape(target) != saved[path].shape:
+            yield _Problem('shape', path, array, f' is asked for, and {saved[path].array} was saved')
+        elif not cast and _dtype(target) != saved[path].dtype:
+            yield _Problem('dtype', path, array, f' is asked for, and {saved[path].array} was saved')
+    for path in () if partial else [path for path in saved if path not in wanted]:
+        yield _Problem('extra', path, saved[path].array, ' is in the checkpoint only')
+
+
+def _line(item: Fold, problem: _Problem, saved: Mapping[str, LeafDescription], extra: Sequence[str]) -> str:
+    """One line of the message, which may stand for several leaves."""
+    near = near_names(problem.path, extra) if problem.kind == 'missing' else []
+    has = f' (the checkpoint has {" and ".join(str(saved[name]) for name in near)})' if near else ''
+    name = item.short_name(MOST_RUNS) or '(the leaf itself)'
+    return f'{problem.kind}: {name}: {times(item.count)}{problem.array}{problem.more}{has}'
 
 
 def with_keys(wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription]) -> dict[str, LeafDescription]:
@@ -83,8 +104,5 @@ def _dtype(target: Any) -> str:
     return str(canonical_dtype(target)) if isinstance(target, type) else str(target.dtype)
 
 
-def _text(path: str, target: Any) -> str:
-    name = path or '(the leaf itself)'
-    if isinstance(target, type):
-        return f'{name}: Python {target.__name__}'
-    return f'{name}: {target.dtype}{list(target.shape)}'
+def _array(target: Any) -> str:
+    return f'Python {target.__name__}' if isinstance(target, type) else f'{target.dtype}{list(target.shape)}'

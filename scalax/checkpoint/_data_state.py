@@ -49,6 +49,8 @@ def decode(encoded: bytes) -> Any:
         ValueError: `encode` has not made it.
     """
     kind, state = encoded[:1], encoded[1:]
+    if kind not in (_BYTES, _JSON):
+        raise ValueError('it is neither bytes nor JSON')
     return state if kind == _BYTES else parsed(state)
 
 
@@ -68,10 +70,23 @@ def restored(saved: Saved, processes: int) -> Any:
             f'{jax.process_count()}: each process reads other data now. Restore without data=, and set the '
             'iterator yourself'
         )
-    process = jax.process_index()
     try:
-        return decode(saved.data(process))
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f'{saved.where} cannot be read: scalax/data.{process}: {error}') from error
+        encoded = saved.data(jax.process_index())
+        state = None if encoded is None else decode(encoded)
+    except (OSError, ValueError) as error:
+        name = f'scalax/data.{jax.process_index()}'
+        raise CheckpointError(f'{saved.where} cannot be read: {name}: {error}') from error
+    if encoded is None:
+        raise CheckpointError(f'{saved.where} has no data state: save(..., data=iterator) keeps one')
+    return state
+
+
+def damage(saved: Saved) -> list[str]:
+    """What is wrong with the state that this process saved, if it saved one."""
+    try:
+        encoded = saved.data(jax.process_index())
+        if encoded is not None:
+            decode(encoded)
+    except (OSError, ValueError) as error:
+        return [f'scalax/data.{jax.process_index()} cannot be read: {error}']
+    return []

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from scalax import _spec
 from scalax._paths import NamedTree, canonical_dtype
 from scalax._spec import axis_sizes_text
 from scalax.explain._table import table
@@ -37,11 +38,13 @@ class LeafDescription:
     spec: str = ''
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def array(self) -> str:
+        """What it is, without its path, such as ``'float32[8, 16]'`` or ``'Python int'``."""
+        return f'{self.dtype}{list(self.shape)}' if self.kind == 'array' else f'Python {self.kind}'
+
     def __str__(self) -> str:
-        name = self.path or '(the leaf itself)'
-        if self.kind != 'array':
-            return f'{name}: Python {self.kind}'
-        return f'{name}: {self.dtype}{list(self.shape)}'
+        return f'{self.path or "(the leaf itself)"}: {self.array}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,7 @@ class Description:
     def __str__(self) -> str:
         cells = [('path', 'array', 'spec')]
         for leaf in self.leaves:
-            name, _, array = str(leaf).rpartition(': ')
-            cells.append((name, array, leaf.spec))
+            cells.append((leaf.path or '(the leaf itself)', leaf.array, leaf.spec))
         meshes = dict.fromkeys(axis_sizes_text(leaf.mesh) for leaf in self.leaves if leaf.mesh)
         counts = f'{len(self.leaves)} {"leaf" if len(self.leaves) == 1 else "leaves"} of step {self.step}'
         by = f'{self.processes} process{"" if self.processes == 1 else "es"}' if self.processes else 'Orbax'
@@ -114,5 +116,5 @@ def _described(path: str, leaf: Any) -> LeafDescription:
     sharding = getattr(leaf, 'sharding', None)
     spec, mesh = '', {}
     if isinstance(sharding, NamedSharding):
-        spec, mesh = str(sharding.spec), dict(sharding.mesh.shape)
+        spec, mesh = _spec.text(sharding.spec), dict(sharding.mesh.shape)
     return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype), 'array', spec, mesh)

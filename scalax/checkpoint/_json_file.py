@@ -44,6 +44,12 @@ def bytes_of(path: Path, most: int) -> bytes:
     return data
 
 
+def require_size(path: Path) -> None:
+    """Raises ValueError if there is a file of more bytes than `json_of` reads."""
+    if path.exists() and (size := size_of(path)) > _MOST:
+        raise ValueError(f'{path.name} has {size} bytes, and at most {_MOST} are read')
+
+
 def size_of(path: Path) -> int:
     """The size of a file in bytes.
 

@@ -29,7 +29,7 @@ from scalax.checkpoint._json_file import bytes_of, write_json
 from scalax.checkpoint._manifest import FOLDER, names_below
 from scalax.checkpoint._orbax import Path
 from scalax.checkpoint._saved import FORMAT, ITEM, LEAVES
-from scalax.checkpoint._writer import Writer
+from scalax.checkpoint._writer import TOKEN, Writer
 from scalax.errors import CheckpointError
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads of a step
@@ -49,7 +49,9 @@ class Content:
 
 def begin(staging: Path) -> None:
     """Makes the folder that a step is written to; by one process, before the others write."""
-    (staging / ITEM / FOLDER).mkdir(parents=True, exist_ok=True)
+    # In the second Orbax's process 0 writes first, and the others would wait for it even where it has failed.
+    for folder in (FOLDER, 'array_metadatas'):
+        (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
     _write_metadata(staging, time.time_ns())
 
 
@@ -64,11 +66,12 @@ class Save(threading.Thread):
     error: BaseException | None = None
 
     def __init__(
-        self, writer: Writer, step: int, staging: Path, content: Content, keep: int | None, timeout: int
+        self, writer: Writer, step: int, name: str, content: Content, keep: int | None, timeout: int
     ) -> None:
         super().__init__(name='scalax-save')
         self.step = step
-        self._writer, self._staging, self._content, self._keep = writer, staging, content, keep
+        self._writer, self._content, self._keep = writer, content, keep
+        self._staging, self._name = writer.staging(step, name), name[:TOKEN]
         self._begun, self._end = time.time_ns(), time.monotonic() + timeout
         self._first = jax.process_index() == 0
         self._handler = ocp.StandardCheckpointHandler()
@@ -112,7 +115,7 @@ class Save(threading.Thread):
 
     def _meet(self, where: str) -> None:
         """Waits for the other processes."""
-        _agreed.meet(f'{self._staging.name} {where}', max(self._end - time.monotonic(), 1))
+        _agreed.meet(f'{self._name} {where}', max(self._end - time.monotonic(), 1))
 
     def _write(self) -> None:
         me = jax.process_index()

@@ -13,7 +13,7 @@ import jax
 from scalax._paths import canonical_dtype, path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._describe import Description, LeafDescription, decoded
-from scalax.checkpoint._json_file import bytes_of, json_of
+from scalax.checkpoint._json_file import bytes_of, json_of, require_size
 from scalax.checkpoint._manifest import FOLDER
 from scalax.checkpoint._orbax import Path, orbax
 from scalax.errors import CheckpointError
@@ -21,6 +21,7 @@ from scalax.errors import CheckpointError
 ITEM = 'state'
 _BY_HAND = 'default'  # what Orbax's CheckpointManager calls the only item of a step
 LEAVES = 'leaves.json'
+_READ_BY_ORBAX = ('_METADATA', '_sharding')  # JSON, all of it at once
 FORMAT = 1
 MOST_DATA = 1 << 30
 """Bytes of a data state: they are read into memory."""
@@ -82,18 +83,22 @@ class Saved:
             return []
         try:
             files = _manifest.read(manifest)
+            if f'{FOLDER}/{LEAVES}' not in files:
+                raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
         except (OSError, ValueError) as error:
             return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        known = all(file.crc32 is not None for file in files.values())
+        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
+        first, count = share
+        if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
+            return wrong
         try:
             self._own_description()
         except _OfLaterScalax:
             pass  # it is whole, as far as this scalax can tell
         except (OSError, ValueError) as error:
             return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
-        known = all(file.crc32 is not None for file in files.values())
-        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
-        first, count = share
-        return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
+        return []
 
     def _require_checksums(self, there: bool, why: str) -> None:
         if not there:
@@ -129,22 +134,23 @@ class Saved:
 
     @functools.cached_property
     def _head(self) -> Any:
-        """The JSON in which scalax describes it; None where Orbax saved it without scalax."""
-        file = self.root / FOLDER / LEAVES
-        return json_of(file) if file.exists() else None
+        """The JSON in which scalax describes it."""
+        return json_of(self.root / FOLDER / LEAVES)
 
     def _own_description(self) -> Description | None:
-        """What scalax has written of it; None if nothing.
+        """What scalax has written of it; None if nothing, because Orbax saved it without scalax.
 
         Raises:
             OSError: it cannot be read.
             ValueError: it is no description.
             _OfLaterScalax: it is one of a later scalax.
         """
+        if not (self.root / FOLDER / LEAVES).exists():
+            return None
         head = self._head
         if isinstance(head, dict) and isinstance(head.get('format'), int) and head['format'] > FORMAT:
             raise _OfLaterScalax
-        return None if head is None else decoded(self.step, head)
+        return decoded(self.step, head)
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads leaves, each straight into its sharding.
@@ -168,21 +174,21 @@ class Saved:
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
 
-    def data(self, process: int) -> bytes:
-        """The data state that a process saved.
+    def data(self, process: int) -> bytes | None:
+        """The data state that a process saved; None if it saved none.
 
         Raises:
-            CheckpointError: there is none.
+            OSError: it cannot be read.
+            ValueError: it is too large.
         """
         file = self.root / FOLDER / f'data.{process}'
-        if not file.exists():
-            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
-        with self._reading():
-            return bytes_of(file, MOST_DATA)
+        return bytes_of(file, MOST_DATA) if file.exists() else None
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
         with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
+            for name in _READ_BY_ORBAX:
+                require_size(self.root / name)
             return handler.metadata(self.root).tree
 
     @contextlib.contextmanager

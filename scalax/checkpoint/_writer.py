@@ -33,6 +33,7 @@ from scalax.checkpoint._saved import ITEM, complete_steps
 from scalax.errors import CheckpointError, CheckpointWarning, warn
 
 FILE = 'writer.json'
+TOKEN = 16  # characters of a token, with which the name of a save begins
 _MOST = 1 << 12  # bytes of that file
 _COMMITTED = 'commit_success.txt'  # what Orbax looks for where folders are not renamed
 
@@ -47,9 +48,10 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.token = secrets.token_hex(8)
+        self.token = secrets.token_hex(TOKEN // 2)
         self.taken = False
         self._replaced: list[int] = []
+        self._saves = 0
 
     def require(self) -> None:
         """Returns if this is the writer still.
@@ -97,17 +99,16 @@ class Writer:
         for one in there:
             self.remove(self.directory / str(one))
 
-    def staging(self, step: int, number: int, token: str) -> Path:
-        """The folder in which a step is written until it is complete.
+    def name(self) -> str:
+        """Another name for each save: the token, and a number."""
+        self._saves += 1
+        return f'{self.token}{self._saves % 16**8:08x}'
 
-        Args:
-            step: its number.
-            number: of the save, among those of this writer.
-            token: of the process that acts for all.
-        """
+    def staging(self, step: int, name: str) -> Path:
+        """The folder in which a step is written until it is complete, by the name of its save."""
         if not self._renames:
             return self.directory / str(step)
-        return self.directory / f'{step}{_suffix()}-{token}-{number}'
+        return self.directory / f'{step}{_suffix()}-{name}'
 
     def commit(self, step: int, staging: Path) -> None:
         """Makes a step complete that was written in the folder *staging*.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ from scalax.cli import _commands
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 FITS, FAILED, USAGE, TOO_LARGE = 0, 1, 2, 3
+
+_MOST = 1 << 24  # devices, slices
+_LONGEST = 20  # characters of a number
 
 _EPILOG = """\
 exit codes: 0 it fits, 3 it does not, 2 the command asks for what cannot be, 1 anything else
@@ -156,7 +160,9 @@ def _sizes(text: str) -> dict[str, int]:
             )
         if name.strip() in sizes:
             raise argparse.ArgumentTypeError(f'{text!r} names {name.strip()!r} twice')
-        sizes[name.strip()] = int(size)
+        sizes[name.strip()] = _checked(size)
+    if math.prod(max(1, size) for size in sizes.values()) > _MOST:
+        raise argparse.ArgumentTypeError(f'{text!r} is of more than {_MOST:,} devices')
     return sizes
 
 
@@ -165,18 +171,25 @@ def _choice(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, sizes = text.partition('=')
     if not name.strip() or not all(size.strip().isdigit() for size in sizes.split(',')):
         raise argparse.ArgumentTypeError(f'{text!r} is not of the form NAME=N,N,... (as in tp=1,2,4)')
-    return name.strip(), tuple(map(int, sizes.split(',')))
+    return name.strip(), tuple(map(_checked, sizes.split(',')))
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdigit() or _checked(text) < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is no positive number')
-    return int(text)
+    return _checked(text)
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f'{text!r} is no number from 0 on')
+    return _checked(text)
+
+
+def _checked(text: str) -> int:
+    """A whole number that something on this earth may have as its size."""
+    if len(text) > _LONGEST or int(text) > _MOST:
+        raise argparse.ArgumentTypeError(f'{text[:_LONGEST]} is more than {_MOST:,}')
     return int(text)
 
 

@@ -18,6 +18,8 @@ from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
+_MOST_SIMULATED = 4096  # XLA for CPUs starts threads for each device
+
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
@@ -126,5 +128,10 @@ def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> 
         raise ArgumentError(
             'without --topology nothing says how many devices there are: give every axis of --mesh a size'
         )
-    jax.config.update('jax_num_cpu_devices', math.prod(dims))
+    count = math.prod(dims)
+    if count > _MOST_SIMULATED:
+        raise ArgumentError(
+            f'--mesh is of {count:,} devices, and {_MOST_SIMULATED:,} are simulated at most: give --topology'
+        )
+    jax.config.update('jax_num_cpu_devices', count)
     return MeshShardingHelper(dims, names)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from scalax._spec import canonical
-from scalax.custom_op._run import Operation, Results, mesh_of, run
+from scalax.custom_op._run import Operation, Results, as_laid_out, explicit_layout, mesh_of, resharded, run
 from scalax.errors import ArgumentError
 
 
@@ -134,12 +133,16 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
     # The function was not written for types with shardings.
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
+        # As the operation itself has them: of a product whose operand lies in two ways in one program, XLA
+        # (of JAX 0.12.0.1) may end the process.
+        layout = explicit_layout(operation, mesh, operands)
+        operands = as_laid_out(layout, mesh, operands)
         pulled: Results = jax.sharding.auto_axes(
             pull,
             axes=tuple(axis for axis, kind in kinds if kind is AxisType.Explicit),
             out_sharding=tuple(
-                NamedSharding(mesh, jax.typeof(operand).sharding.spec)
-                for operand in operands
+                NamedSharding(mesh, layout.spec(factors))
+                for operand, factors in zip(operands, operation.fit.operands, strict=True)
                 if is_real(operand)
             ),
         )(operands, cotangents)
@@ -151,6 +154,4 @@ def _typed_like(grad: Any, operand: Any) -> Any:
     wanted = jax.typeof(operand).sharding
     if AxisType.Explicit not in wanted.mesh.axis_types:
         return grad
-    if canonical(jax.typeof(grad).sharding.spec) == canonical(wanted.spec):
-        return grad
-    return jax.sharding.reshard(grad, NamedSharding(wanted.mesh, wanted.spec))
+    return resharded(grad, NamedSharding(wanted.mesh, wanted.spec))

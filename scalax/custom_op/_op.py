@@ -18,7 +18,7 @@ from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
 from scalax.custom_op._rule import Rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
-from scalax.errors import ArgumentError, RuleError
+from scalax.errors import ArgumentError, RuleError, checked_flag
 
 
 def sharded_op(
@@ -63,6 +63,8 @@ def sharded_op(
         >>> scaled_sum(np.ones((2, 3)), 10.0).tolist()
         [30.0, 30.0]
     """
+    checked_flag('check_vma', check_vma)
+    checked_flag('depends_on_placement', depends_on_placement)
     read = read_rule(rule, reduction_factors, need_replication_factors)
 
     def decorate(fun: Callable[..., Any]) -> ShardedOp:
@@ -177,6 +179,7 @@ class ShardedOp:
                 With ``depends_on_placement=True`` only shapes and dtypes are compared.
             ArgumentError: no mesh.
         """
+        checked_flag('gradients', gradients)
         on = _check.chosen_mesh(self._name, mesh)
         operands = tuple(jnp.asarray(operand) for operand in operands)
         self._check_operands(operands)

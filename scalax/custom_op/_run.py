@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from scalax._constrain import reshard
 from scalax._spec import canonical
 from scalax.custom_op._constants import Constants
 from scalax.custom_op._context import FactorContext
@@ -124,26 +125,40 @@ def _placed(operation: Operation, *operands: Any) -> Results:
 
 
 def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Results:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
-    sizes = {axis: mesh.shape[axis] for axis in explicit if _may_be_manual(mesh, axis)}
+    layout = explicit_layout(operation, mesh, operands)
     fit = operation.fit
-    lie = [canonical(jax.typeof(operand).sharding.spec) for operand in operands]
-    layout = Layout.of_specs(fit, lie, sizes)
-    wanted = [layout.spec(factors) for factors in fit.operands]
-    moved = [
-        operand if had == spec else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, had, spec in zip(operands, lie, wanted, strict=True)
-    ]
     results: Results = jax.shard_map(
         operation.on_blocks(layout, typed=operation.check_vma),
         mesh=mesh,
-        in_specs=tuple(wanted),
+        in_specs=tuple(layout.spec(factors) for factors in fit.operands),
         out_specs=tuple(layout.spec(factors) for factors in fit.results),
-        axis_names=set(sizes),
+        axis_names=set(layout.sizes),
         check_vma=operation.check_vma,
-    )(*moved)
+    )(*as_laid_out(layout, mesh, operands))
     return results
+
+
+def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Layout:
+    """How the factors lie along the Explicit axes of a mesh, by the types of the operands."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
+    sizes = {axis: mesh.shape[axis] for axis in explicit if _may_be_manual(mesh, axis)}
+    return Layout.of_specs(operation.fit, [jax.typeof(operand).sharding.spec for operand in operands], sizes)
+
+
+def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands, resharded as a layout says."""
+    return tuple(
+        resharded(operand, NamedSharding(mesh, layout.spec(factors)))
+        for operand, factors in zip(operands, layout.fit.operands, strict=True)
+    )
+
+
+def resharded(operand: Any, wanted: NamedSharding) -> Any:
+    """A value of this type, over Explicit axes."""
+    if canonical(jax.typeof(operand).sharding.spec) == canonical(wanted.spec):
+        return operand
+    return reshard(operand, wanted)
 
 
 def _may_be_manual(mesh: Any, axis: str) -> bool:

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax import _html
+from scalax._fold import fold
 from scalax._spec import axis_sizes_text
-from scalax.explain._fold import fold
+from scalax.errors import checked_flag
 from scalax.explain._rows import ReportRow
 from scalax.explain._table import table, wrapped
 from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text
@@ -72,7 +73,7 @@ class ReportDiff:
             width: the columns it may take; those of the terminal by default.
             fold: whether leaves that differ in numbers in their paths only share a line.
         """
-        return _render(self, columns(width), fold)
+        return _render(self, columns(width), checked_flag('fold', fold))
 
     def _repr_html_(self) -> str:
         cells = _cells(_pairs(self), True)

@@ -6,22 +6,21 @@ import dataclasses
 import json
 import os
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 from jax.sharding import PartitionSpec
 
-from scalax import _spec
+from scalax import _json, _spec
 from scalax.errors import ArgumentError, DataError
 from scalax.explain._rows import ReportRow
 
 VERSION = 1
 _UNCONSTRAINED = 'UNCONSTRAINED'
-_KINDS: Mapping[str, type[object]] = {
-    **dict.fromkeys(('path', 'dtype', 'rule', 'reason'), str),
-    **dict.fromkeys(('bytes', 'bytes_per_device'), int),
-    'shape': list,
-}
+_MOST = 1 << 63  # what is counted in reports is less: bytes, sizes
+_TEXTS = ('path', 'dtype', 'rule', 'reason')
+_COUNTS = ('bytes', 'bytes_per_device')
+_ROW = {*_TEXTS, *_COUNTS, 'shape', 'spec', 'memory_kind'}
 
 T = TypeVar('T')
 
@@ -45,7 +44,13 @@ def plain_spec(spec: PartitionSpec) -> Any:
     ]
     if not spec.unreduced and not spec.reduced:
         return entries
-    return {'entries': entries, 'unreduced': sorted(spec.unreduced), 'reduced': sorted(spec.reduced)}
+    combined = _spec.sums_kind(spec)
+    return {
+        'entries': entries,
+        'unreduced': sorted(spec.unreduced),
+        'reduced': sorted(spec.reduced),
+        **({} if combined == 'sum' else {'unreduced_kind': combined}),
+    }
 
 
 def write(values: Mapping[str, Any]) -> str:
@@ -70,19 +75,23 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     values, name = loaded(text_or_path, 'report', 'ShardingReport', VERSION)
     try:
-        mesh = {
-            str(axis): _of(int, size, 'a size of the mesh')
-            for axis, size in _of(dict, values['mesh'], 'mesh').items()
-        }
-        rows = tuple(_row(_of(dict, row, 'a row'), mesh) for row in _of(list, values['rows'], 'rows'))
-        idle = {
-            kind: tuple(_of(str, regex, f'one of {kind}') for regex in _of(list, values[kind], kind))
-            for kind in ('unused_rules', 'shadowed_rules')
-        }
-    except KeyError as error:
-        raise DataError(f'{name} is not a whole report: it has no {error}') from error
-    except TypeError as error:
+        return fields(values)
+    except ValueError as error:
         raise DataError(f'{name} is not a whole report: {error}') from error
+
+
+def fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a report, from its plain values.
+
+    Raises:
+        ValueError: they are none; says which, and why.
+    """
+    mesh = {
+        axis: count(size, 'a size of the mesh')
+        for axis, size in of(dict, _item(values, 'mesh'), 'mesh').items()
+    }
+    rows = tuple(_row(of(dict, row, 'a row'), mesh) for row in of(list, _item(values, 'rows'), 'rows'))
+    idle = {kind: _texts(_item(values, kind), kind) for kind in ('unused_rules', 'shadowed_rules')}
     return {'rows': rows, 'mesh': mesh, **idle}
 
 
@@ -105,14 +114,15 @@ def loaded(
     if not text.strip():
         raise DataError(f'{name} is not the JSON of a {what}: it is empty')
     try:
-        values = json.loads(text)
+        values = _json.parse(text)
     except ValueError as error:
         raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
     if not isinstance(values, dict) or 'version' not in values:
         raise DataError(f'{name} is not the JSON of a {what}: it has no version')
-    if values['version'] != version:
+    written = values['version']
+    if type(written) is not int or written != version:
         raise DataError(
-            f'{name} is a {what} of version {values["version"]!r}, this scalax reads version {version}: '
+            f'{name} is a {what} of version {_json.brief(written)}, this scalax reads version {version}: '
             f'write it anew with {what}.to_json()'
         )
     return values, name
@@ -133,48 +143,75 @@ def _text_and_name(text_or_path: str | os.PathLike[str], what: str, owner: str) 
             return text_or_path, 'the text'
     name = repr(os.fspath(text_or_path))
     try:
-        return Path(text_or_path).read_text(encoding='utf-8'), name
-    except UnicodeDecodeError as error:
+        return _json.read(text_or_path).decode('utf-8'), name
+    except ValueError as error:
         raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
 
 
-def _of(kind: type[T], value: object, what: str) -> T:
+def of(kind: type[T], value: object, what: str) -> T:
     """*value*, which is of that kind, or else no part of a report."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f'{what} is not of type {kind.__name__}: {value!r}')
+        raise ValueError(f'{what} is not of type {kind.__name__}: {_json.brief(value)}')
     return value
 
 
+def count(value: object, what: str) -> int:
+    """*value*, which is the number of something."""
+    number = of(int, value, what)
+    if not 0 <= number < _MOST:
+        raise ValueError(f'{what} is not a number from 0 to 2**63: {_json.brief(number)}')
+    return number
+
+
+def _item(values: Mapping[str, Any], key: str) -> Any:
+    if key not in values:
+        raise ValueError(f'it has no {key!r}')
+    return values[key]
+
+
+def _texts(values: object, what: str) -> tuple[str, ...]:
+    return tuple(of(str, value, f'one of {what}') for value in of(list, values, what))
+
+
 def _row(values: Mapping[str, Any], mesh: Container[str]) -> ReportRow:
-    spec = values['spec']
-    for key, kind in _KINDS.items():
-        _of(kind, values[key], key)
-    row = {
-        **values,
-        'shape': tuple(_of(int, size, 'a size of shape') for size in values['shape']),
-        'spec': None if spec is None else _parsed_spec(spec, mesh),
+    more = sorted(values.keys() - _ROW)
+    if more:
+        raise ValueError(f'a row has what no row of this version has: {_json.brief(more)}')
+    kind = values.get('memory_kind')
+    spec = _item(values, 'spec')
+    plain: dict[str, Any] = {
+        **{key: of(str, _item(values, key), key) for key in _TEXTS},
+        **{key: count(_item(values, key), key) for key in _COUNTS},
     }
-    if row.get('memory_kind') is not None:
-        _of(str, row['memory_kind'], 'memory_kind')
-    return ReportRow(**row)
+    return ReportRow(
+        **plain,
+        shape=tuple(count(size, 'a size of shape') for size in of(list, _item(values, 'shape'), 'shape')),
+        spec=None if spec is None else _parsed_spec(spec, mesh),
+        memory_kind=None if kind is None else of(str, kind, 'memory_kind'),
+    )
 
 
 def _parsed_spec(spec: Any, mesh: Container[str]) -> PartitionSpec:
-    rest = {}
+    sums: dict[str, Any] = {}
     if isinstance(spec, dict):
-        rest = {kind: frozenset(spec[kind]) for kind in ('unreduced', 'reduced')}
-        spec = spec['entries']
-    for entry in _of(list, spec, 'spec'):
-        for axis in entry if isinstance(entry, list) else [] if entry is None else [entry]:
-            _of(str, axis, 'an axis of spec')
-    return PartitionSpec(
-        *[
-            tuple(entry)
-            if isinstance(entry, list)
-            else _spec.UNCONSTRAINED
-            if entry == _UNCONSTRAINED and entry not in mesh
-            else entry
-            for entry in spec
-        ],
-        **rest,
-    )
+        sums = {key: frozenset(_texts(_item(spec, key), key)) for key in ('unreduced', 'reduced')}
+        if 'unreduced_kind' in spec:
+            kinds = getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
+            name = of(str, spec['unreduced_kind'], 'unreduced_kind')
+            if name not in kinds:
+                raise ValueError(f'unreduced_kind is none of this JAX: {_json.brief(name)}')
+            sums['unreduced_kind'] = kinds[name]
+        spec = _item(spec, 'entries')
+    entries = [_parsed_entry(entry, mesh) for entry in of(list, spec, 'spec')]
+    try:
+        return PartitionSpec(*entries, **sums)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'spec is no PartitionSpec: {error}') from error
+
+
+def _parsed_entry(entry: Any, mesh: Container[str]) -> Any:
+    if isinstance(entry, list):
+        return tuple(of(str, axis, 'an axis of spec') for axis in entry)
+    if entry is None or (entry == _UNCONSTRAINED and entry not in mesh):
+        return None if entry is None else _spec.UNCONSTRAINED
+    return of(str, entry, 'an axis of spec')

@@ -73,7 +73,7 @@ def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
         return 'left to the compiler'
     parts = [answer.reason]
     if answer.spec is not None and answer.spec != spec and _spec.canonical(answer.spec) != spec:
-        parts.append(f'asked for {answer.spec}, which does not divide')
+        parts.append(f'asked for {_spec.text(answer.spec)}, which does not divide')
     return '; '.join(part for part in (*parts, *answer.notes) if part)
 
 

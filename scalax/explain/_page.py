@@ -6,10 +6,9 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from scalax import _html
-from scalax.explain._fold import Fold, runs
+from scalax._fold import MOST_RUNS, Fold, runs
 from scalax.explain._text import (
     HEADS,
-    MOST_RUNS,
     Line,
     array_text,
     arrays,
@@ -49,6 +48,7 @@ def data(
     mesh: Mapping[str, int],
     unused: Sequence[str],
     shadowed: Sequence[str],
+    parts: tuple[int, int],
 ) -> dict[str, object]:
     """What the script shows. Texts that many lines share are written once: a line holds their numbers."""
     texts: dict[str, int] = {}
@@ -71,6 +71,7 @@ def data(
         'mesh': [(_html.visible(name), size) for name, size in mesh.items()],
         'unused': [_html.visible(regex) for regex in unused],
         'shadowed': [_html.visible(regex) for regex in shadowed],
+        'unreduced': parts,
         'texts': list(texts),
         'lines': values,
     }

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from scalax.errors import ArgumentError, ShardingError, shown
+from scalax._fold import fold
+from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._fold import fold
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichReport, print_report
-from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated
+from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated, unreduced
 from scalax.explain._text import folded_path, idle_notes, lines_of, render_table, totals
 
 _TITLE = 'Sharding report'
@@ -64,6 +64,7 @@ class ShardingReport:
             fold: whether leaves that differ in numbers in their paths only share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
+        checked_flag('fold', fold)
         notes = idle_notes(self.unused_rules, self.shadowed_rules)
         return render_table(self.rows, self.mesh, notes, width, fold)
 
@@ -104,7 +105,7 @@ class ShardingReport:
         lines = lines_of(self.rows, folded=True)
         idle = self.unused_rules, self.shadowed_rules
         below = [*totals(self.rows, self.mesh), *idle_notes(*idle)]
-        return plain(lines, below), data(title, lines, self.mesh, *idle)
+        return plain(lines, below), data(title, lines, self.mesh, *idle, unreduced(self.rows))
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
@@ -174,6 +175,7 @@ class ShardingReport:
                 f'max_replicated_bytes is a number of bytes, 0 or more, got {max_replicated_bytes!r}: '
                 '10 MiB are 10 * 2**20'
             )
+        checked_flag('no_unused_rules', no_unused_rules)
         complaints = []
         replicated = self.replicated
         if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:

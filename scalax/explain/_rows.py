@@ -42,7 +42,12 @@ class ReportRow:
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole array, as far as scalax decides."""
-        return self.spec is not None and self.bytes == self.bytes_per_device
+        return self.spec is not None and self.bytes == self.bytes_per_device and not self.is_unreduced
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether devices hold parts of a sum, or of what else they are still to be combined by."""
+        return self.spec is not None and bool(self.spec.unreduced)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,3 +67,9 @@ def replicated(rows: Iterable[ReportRow]) -> ReplicatedSummary:
     """What is replicated of *rows*, and what that costs each device."""
     whole = [row for row in rows if row.is_replicated]
     return ReplicatedSummary(tuple(row.path for row in whole), sum(row.bytes for row in whole))
+
+
+def unreduced(rows: Iterable[ReportRow]) -> tuple[int, int]:
+    """How many of *rows* are unreduced, and the bytes that each device holds of them."""
+    sizes = [row.bytes_per_device for row in rows if row.is_unreduced]
+    return len(sizes), sum(sizes)

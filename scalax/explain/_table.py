@@ -16,6 +16,7 @@ Piece = tuple[int, str]
 
 GAP = '  '
 _INDENT = 4
+_LEAST = 20  # columns that the parts of a path take
 
 
 def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
@@ -25,7 +26,7 @@ def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[list[list[Piece]]]:
-    """The lines of each row; *path* and *size* are the columns of these.
+    """The lines of each row, with nothing in them that could steer a terminal.
 
     Args:
         cells: the heads, and the rows.
@@ -33,6 +34,7 @@ def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) ->
         path: the column that may take lines of its own.
         size: the column that is aligned to the right.
     """
+    cells = [[visible(text) for text in texts] for texts in cells]
     widths = _widths(cells)
     room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]
     if room < len(cells[0][path]):
@@ -104,11 +106,16 @@ def _above(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -
 
 def _packed(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
     """A path, and below it the rest of its row, as much on a line as there is room for."""
-    lines = _above(texts, widths, width, path)
+    rest = range(path + 1, len(texts))
+    if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
+        lines = _above(texts, widths, width, path)
+    else:  # what stands before the path leaves no room for it on its line
+        rest = range(len(texts))
+        lines = [[(path, part)] for part in broken(texts[path], width)]
     indent = (path, ' ' * (_INDENT - len(GAP)))
     room = 0
-    for column in range(path + 1, len(texts)):
-        for part in broken(texts[column], width - _INDENT) if texts[column] else []:
+    for column in rest:
+        for part in broken(texts[column], width - _INDENT) if texts[column] and column != path else []:
             if room < len(part):
                 lines.append([indent])
                 room = width - _INDENT

@@ -8,11 +8,11 @@ import operator
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
+from scalax._fold import MOST_RUNS, Fold, fold, times
 from scalax._html import visible
-from scalax._spec import axis_sizes_text
+from scalax._spec import axis_sizes_text, text
 from scalax.errors import ArgumentError
-from scalax.explain._fold import Fold, fold
-from scalax.explain._rows import ReportRow, replicated
+from scalax.explain._rows import ReportRow, replicated, unreduced
 from scalax.explain._table import fits, table, wrapped
 
 Line = tuple[Fold, ReportRow]
@@ -20,7 +20,6 @@ Line = tuple[Fold, ReportRow]
 
 HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
-MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
 
 def human_bytes(count: int) -> str:
@@ -100,13 +99,14 @@ def folded_path(item: Fold) -> str:
 
 def array_text(row: ReportRow, count: int = 1) -> str:
     """The array of a row, and how many of them: ``80 x float32[8,16]``."""
-    times = '' if count == 1 else f'{count} x '
-    return f'{times}{row.dtype}[{",".join(map(str, row.shape))}]'
+    return f'{times(count)}{row.dtype}[{",".join(map(str, row.shape))}]'
 
 
 def spec_text(row: ReportRow) -> str:
     """The spec of a row, and its memory where that is not the default one."""
-    spec = 'compiler' if row.spec is None else 'replicated' if row.is_replicated else str(row.spec)
+    # That it was reduced already is part of what a spec says.
+    plain = row.spec is not None and row.is_replicated and not row.spec.reduced
+    spec = 'compiler' if row.spec is None else 'replicated' if plain else text(row.spec)
     return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
 
 
@@ -131,13 +131,19 @@ def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
 
 
 def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
-    """What all rows together come to, in two lines."""
+    """What all rows together come to, in two lines; three where some are unreduced."""
     whole = replicated(rows)
+    count, size = unreduced(rows)
     return [
         f'{arrays(len(rows))}, {human_bytes(sum(row.bytes for row in rows))} in all, '
         f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
         f'({axis_sizes_text(mesh)})',
         f'replicated: {arrays(len(whole.paths))}, {human_bytes(whole.bytes)} on each device',
+        *(
+            [f'unreduced: {arrays(count)}, {human_bytes(size)} on each device, to be combined']
+            if count
+            else []
+        ),
     ]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scalax._html import visible
 from scalax._spec import axis_sizes_text
 from scalax.explain import ReportDiff
 from scalax.explain._text import human_bytes
@@ -57,7 +58,7 @@ class PlanDiff:
 
     def __str__(self) -> str:
         if not self:
-            return f'{self.after.name}: nothing changed'
+            return visible(f'{self.after.name}: nothing changed')
         meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
         lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
         lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._numbers()]
@@ -67,6 +68,7 @@ class PlanDiff:
                 f'  {kind}  {" x ".join(axes)}  {human_bytes(size)}  {old} -> {new}'
                 for (kind, axes, size), (old, new) in self.collectives.items()
             ]
+        lines = [visible(line) for line in lines]
         for name, report in (('arguments', self.inputs), ('outputs', self.outputs)):
             lines += ['', f'{name}:', str(report)] if report else []
         return '\n'.join(lines)

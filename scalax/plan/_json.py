@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
+import enum
+import functools
+import inspect
 import json
+import math
 import os
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from scalax import _json
 from scalax.errors import DataError
 from scalax.explain import ShardingReport
-from scalax.explain._json import loaded
-from scalax.plan._collectives import Collective
-from scalax.plan._loops import Counted
-from scalax.plan._memory import Buffer, Memory
+from scalax.explain._json import fields, loaded, of
 from scalax.plan._places import Place
-from scalax.plan._sources import Source
-from scalax.plan._work import Work
 
 if TYPE_CHECKING:
     from scalax.plan._plan import Plan
 
 VERSION = 1
 _REPORTS = ('inputs', 'outputs')
-_AS_THEY_ARE = (
-    *('name', 'mesh', 'devices', 'platform', 'flops', 'model_flops', 'device_kind', 'quick', 'refusal'),
-)
+_DERIVED = {'version', 'fits', 'total'}  # written for people, and not read
+_MOST = 1 << 128  # what is counted in plans is less: flops, bytes
+_MOST_DEVICES = 1 << 24
+_MOST_AXES = 32
 
 
 def write(plan: Plan) -> str:
@@ -43,8 +45,8 @@ def _lines(value: Any) -> str:
     return json.dumps(value)
 
 
-def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the plan that was written.
+def read(kind: type[Plan], text_or_path: str | os.PathLike[str]) -> Plan:
+    """The plan that was written.
 
     Raises:
         DataError: this is no plan, or one of another version.
@@ -52,34 +54,75 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     values, name = loaded(text_or_path, 'plan', 'Plan', VERSION)
     try:
-        return _fields(values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f'{name} is not a whole plan: {type(error).__name__}: {error}') from error
+        plan = _built(kind, values, 'it')
+        _require_devices(plan)
+        return plan
+    except ValueError as error:
+        raise DataError(f'{name} is not a whole plan: {error}') from error
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    memory = {field.name: values['memory'][field.name] for field in dataclasses.fields(Memory)}
-    work = values['work']
-    return {
-        **{name: values[name] for name in _AS_THEY_ARE},
-        **{name: ShardingReport.load(json.dumps(values[name])) for name in _REPORTS},
-        'memory': Memory(**memory),
-        'flops_counted': Counted(values['flops_counted']),
-        'work': Work(work['flops'], work['bytes'], Counted(work['counted'])),
-        'places': tuple(Place(row['slice'], tuple(row['coords']), row['core']) for row in values['places']),
-        'buffers': tuple(Buffer(**{**row, 'source': Source(**row['source'])}) for row in values['buffers']),
-        'collectives': tuple(map(_collective, values['collectives'])),
-    }
+def _require_devices(plan: Plan) -> None:
+    """Raises ValueError where a plan speaks of devices that its mesh does not have, or of too many."""
+    size = math.prod(plan.mesh.values())
+    if not 0 < size <= _MOST_DEVICES or len(plan.mesh) > _MOST_AXES:
+        raise ValueError(f'mesh has {_json.brief(size)} devices along {len(plan.mesh)} axes')
+    if not 0 < plan.devices <= size:
+        raise ValueError(f'devices are {plan.devices}, and the mesh has {size}')
+    _require_places(plan.places, size)
+    for row in plan.collectives:
+        if not plan.mesh.keys() >= set(row.axes) or not all(device < size for device in row.part):
+            raise ValueError(f'a collective is of devices that the mesh does not have: {_json.brief(row)}')
 
 
-def _collective(row: Mapping[str, Any]) -> Collective:
-    return Collective(
-        **{
-            **row,
-            'axes': tuple(row['axes']),
-            'counted': Counted(row['counted']),
-            'source': Source(**row['source']),
-            'part': tuple(row.get('part', ())),
-            'networks': tuple(row.get('networks', ())),
-        }
-    )
+def _require_places(places: Sequence[Place], devices: int) -> None:
+    if not places:
+        return
+    axes = {len(place.coords) for place in places}
+    if len(places) != devices or len(axes) > 1 or max(axes) > _MOST_AXES:
+        raise ValueError(f'places are not one for each of {devices} devices, of as many coordinates each')
+    longest = [max(axis) + 1 for axis in zip(*(place.coords for place in places), strict=True)]
+    if math.prod(longest) * (max(place.core for place in places) + 1) > _MOST_DEVICES:
+        raise ValueError('places are too far from one another')
+
+
+def _built(kind: Any, values: object, what: str) -> Any:
+    """A dataclass or a named tuple of plain values, each of the type that its field has."""
+    given, named = of(dict, values, what), _fields(kind)
+    more = sorted(given.keys() - named.keys() - _DERIVED)
+    missing = [name for name, (_, needed) in named.items() if needed and name not in given]
+    if more or missing:
+        wrong = (
+            f'has no {missing[0]!r}' if missing else f'has what none of this version has: {_json.brief(more)}'
+        )
+        raise ValueError(f'{what} {wrong}')
+    return kind(**{name: _value(named[name][0], given[name], name) for name in named if name in given})
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Name -> its type, and whether it has to be given."""
+    hints = typing.get_type_hints(kind)
+    parameters = inspect.signature(kind).parameters.values()
+    return {one.name: (hints[one.name], one.default is inspect.Parameter.empty) for one in parameters}
+
+
+def _value(kind: Any, value: object, what: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is ShardingReport:
+        return ShardingReport(**fields(of(dict, value, what)))
+    if origin is types.UnionType:  # with None
+        return None if value is None else _value(arguments[0], value, what)
+    if origin is tuple:
+        return tuple(_value(arguments[0], item, what) for item in of(list, value, what))
+    if origin is typing.Literal or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        known = arguments or tuple(item.value for item in kind)
+        if value not in known:
+            raise ValueError(f'{what} is none of {", ".join(map(repr, known))}: {_json.brief(value)}')
+        return value if arguments else kind(value)
+    if origin is not None:  # a mapping
+        return {key: _value(arguments[1], item, what) for key, item in of(dict, value, what).items()}
+    if kind not in (str, int, bool):
+        return _built(kind, value, what)
+    if type(value) is not kind or (kind is int and not 0 <= typing.cast(int, value) < _MOST):
+        raise ValueError(f'{what} is not of type {kind.__name__}: {_json.brief(value)}')
+    return value

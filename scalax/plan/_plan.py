@@ -283,8 +283,10 @@ class Plan:
 
         Raises:
             DataError: this is no plan, or one of another version.
+            ArgumentError: it is neither text nor a path.
+            OSError: there is no such file, or it cannot be read.
         """
-        return cls(**_json.read(text_or_path))
+        return _json.read(cls, text_or_path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What is not the same in *other*, a later plan; false when nothing changed.

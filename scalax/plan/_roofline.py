@@ -208,7 +208,7 @@ def _communication(
 
 def _require_places(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
     hardware.need('torus_axes', for_='a roofline of communication')
-    if hardware.torus_axes and not all(place.coords for place in places):
+    if not places or (hardware.torus_axes and not all(place.coords for place in places)):
         raise PlanError(
             f'{device_kind!r} devices do not lie in a torus, as chips of {hardware.name!r} do: say along '
             "which of its axes each mesh axis is to lie: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from scalax._html import visible
 from scalax._spec import axis_sizes_text
 from scalax.errors import PlanError
 from scalax.explain._table import table
@@ -27,9 +28,8 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = columns(width)
-    return '\n'.join(
-        [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
-    )
+    lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
+    return '\n'.join(map(visible, lines))
 
 
 def head(plan: Plan) -> str:

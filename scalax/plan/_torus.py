@@ -145,12 +145,12 @@ def _inside(members: Sequence[Place], torus: Torus, along: str) -> Route:
             'what they send one another cannot be timed'
         )
     crowd = torus.devices_per_chip // cores
-    along_each = [sorted(set(places)) for places in zip(*chips, strict=True)]
+    along_each: list[Sequence[int]] = [sorted(set(places)) for places in zip(*chips, strict=True)]
     strides = [{after - before for before, after in itertools.pairwise(places)} for places in along_each]
     even = all(len(steps) <= 1 for steps in strides)
     if not even or math.prod(map(len, along_each)) != len(chips):
         # The others that lie in this box use its links as well.
-        along_each = [list(range(places[0], places[-1] + 1)) for places in along_each]
+        along_each = [range(places[0], places[-1] + 1) for places in along_each]
         strides = [{1}] * len(along_each)
         crowd *= -(-math.prod(map(len, along_each)) // len(chips))
     lines = (

@@ -39,6 +39,7 @@ class Answer:
         mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
         notes: what it did not get, or another rule did not add, and why, each in a few words.
         stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
+        reordered: whether a NamedSharding was given that orders the devices of its mesh anew.
     """
 
     spec: PartitionSpec | None
@@ -50,6 +51,7 @@ class Answer:
     mesh: Mesh | AbstractMesh | None = None
     stack: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    reordered: bool = False
 
     @classmethod
     def of(
@@ -63,9 +65,21 @@ class Answer:
         """The answer of a rule that holds *value* in place of a spec."""
         if isinstance(value, NamedSharding):
             # Left out, the memory kind reads as the default one of the devices.
-            default = NamedSharding(value.mesh, REPLICATED).memory_kind
-            kind = None if value.memory_kind == default else value.memory_kind
-            return cls(value.spec, origin, reason, (on_indivisible,), kind, clauses, value.mesh)
+            plain = NamedSharding(value.mesh, value.spec)
+            kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
+            if kind is not None:
+                plain = NamedSharding(value.mesh, value.spec, memory_kind=kind)
+            # What else may be in one has no public name: JAX takes an order of the devices.
+            return cls(
+                value.spec,
+                origin,
+                reason,
+                (on_indivisible,),
+                kind,
+                clauses,
+                value.mesh,
+                reordered=value != plain,
+            )
         return cls(value, origin, reason, (on_indivisible,), clauses=clauses)
 
 

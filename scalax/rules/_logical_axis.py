@@ -10,7 +10,7 @@ from typing import Any
 
 from scalax._paths import NamedTree
 from scalax._spec import Fault, OnIndivisible, checked_policy, entry_axes
-from scalax.errors import IndivisibleWarning, Problem, RuleError, did_you_mean, shown, warn
+from scalax.errors import IndivisibleWarning, Problem, RuleError, checked_flag, did_you_mean, shown, warn
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules._base import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, BuiltinRule, Said
@@ -99,6 +99,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         *,
         sizes: Mapping[str, int] | None = None,
     ) -> None:
+        strict = checked_flag('strict', strict, RuleError)
         pairs = _pairs(axis_mapping, 'axis_mapping', 'a dict or pairs of a name and its mesh axes')
         mapping = tuple(_checked_entry(*pair) for pair in pairs)
         known = [name for name, _ in mapping] if strict else None
@@ -107,7 +108,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         for name, value in (
             ('axis_mapping', mapping),
             ('axis_names', tuple(_checked_names(n, pair, known) for n, pair in enumerate(named))),
-            ('strict', bool(strict)),
+            ('strict', strict),
             ('on_indivisible', checked_policy(on_indivisible)),
             ('sizes', tuple(sorted(_checked_size(*pair, known) for pair in sized))),
         ):

@@ -70,6 +70,7 @@ def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Axi
         memory_kind=below.memory_kind or above.memory_kind,
         clauses=below.clauses + (above.clauses if counts else ()),
         mesh=below.mesh or above.mesh,
+        reordered=below.reordered or above.reordered,
         stack=below.stack + tuple(dim for dim in above.stack if dim not in below.stack),
         notes=(*below.notes, *above.notes, *_lost(above, filled, below.spec)),
     )

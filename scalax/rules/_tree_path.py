@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._paths import NamedTree
 from scalax._spec import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError, ScalaxError, near_names
+from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names
 from scalax.rules._base import (
     ONE_ELEMENT,
     REPLICATED,
@@ -75,7 +75,7 @@ class TreePathShardingRule(BuiltinRule):
         )
         for name, value in (
             ('rules', pairs),
-            ('strict', bool(strict)),
+            ('strict', checked_flag('strict', strict, RuleError)),
             ('on_indivisible', checked_policy(on_indivisible)),
         ):
             object.__setattr__(self, name, value)

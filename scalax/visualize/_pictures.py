@@ -10,10 +10,10 @@ import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
 from scalax import _spec
+from scalax._fold import Fold, fold
 from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._spec import MeshAxes
 from scalax.errors import Problem, ShardingError, shown
-from scalax.explain._fold import Fold, fold
 from scalax.explain._text import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
@@ -144,7 +144,7 @@ def _shown(sharding: NamedSharding) -> NamedSharding | _spec.Fault:
     if _spec.UNCONSTRAINED in _spec.entries(sharding.spec):
         return _spec.Fault(
             'unconstrained',
-            f'{sharding.spec} leaves a dimension to the compiler',
+            f'{_spec.text(sharding.spec)} leaves a dimension to the compiler',
             'show the array that the compiler returns, or name mesh axes or None for that dimension.',
         )
     return sharding

@@ -208,6 +208,8 @@ function start(root, data) {
       ['on each device', bytesText(total.perDevice)],
       [`replicated on each device, ${arraysText(sum('arrays'))}`, bytesText(sum('perDevice'))],
     ];
+    const [parts, partBytes] = data.unreduced;
+    if (parts) stats.splice(3, 0, [`unreduced on each device, ${arraysText(parts)}`, bytesText(partBytes)]);
     find('.totals').append(...stats.map(([name, text]) => make('div', '', make('dt', '', name), make('dd', '', text))));
     find('.totals').lastChild.classList.toggle('warn', whole.length > 0);
     find('.whole').hidden = !whole.length;

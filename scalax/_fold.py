@@ -17,7 +17,12 @@ from collections.abc import Hashable, Iterable, Sequence
 
 # A number is a key, or ends one behind an underscore or a dot: `block12` and `block13` may be two things
 # that people called so. Braces before it would read as numbers in the name.
-_NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]*)', re.ASCII | re.DOTALL)
+# Beyond so many digits it is none of a layer, and Python makes no int of thousands of them.
+_NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]{0,17})', re.ASCII | re.DOTALL)
+_DEEPEST = 100  # keys of a path that are folded: looking at each costs a round over all leaves
+
+
+MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +96,7 @@ def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
         # Keys that hold a slash can give two leaves the same path; those never fold into one.
         folds.append((Fold(tuple(path.split('/')), index), (kind, repeats[path, kind])))
         repeats[path, kind] += 1
-    for place in range(max((len(item.parts) for item, _ in folds), default=0)):
+    for place in range(min(_DEEPEST, max((len(item.parts) for item, _ in folds), default=0))):
         folds = _fold_at(place, folds)
     return [item for item, _ in folds]
 
@@ -153,3 +158,8 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def times(count: int) -> str:
+    """How many leaves a line stands for, in front of what each of them is; nothing for one."""
+    return '' if count == 1 else f'{count} x '

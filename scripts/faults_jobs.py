@@ -1,0 +1,122 @@
+"""Trainings that the runs of `faults.py` disturb: started, watched, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = 2
+START_S = 120  # the longest that a start may take until it trains
+ENDLESS = 10**6
+MORE = 20  # steps after the last fault
+STARTED = re.compile(r'^launcher: process (\d+) has id (\d+)$', re.MULTILINE)
+
+
+class Failed(Exception):
+    """What was to hold does not."""
+
+
+class Training:
+    """A training under the launcher, in a folder of its own; ended with the ``with`` block.
+
+    Args:
+        folder: for what it writes down.
+        goal: the step at which it ends.
+        starts: how often it is started again.
+        steps: where the checkpoints are; in *folder* by default.
+        options: of ``faults_training.py``.
+    """
+
+    def __init__(
+        self, folder: Path, goal: int, starts: int, steps: Path | None = None, options: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.said, self.steps = folder, folder / 'said', steps or folder / 'steps'
+        folder.mkdir()
+        self.aim_at(goal)
+        command = [sys.executable, '-m', 'examples.launch.local', f'--processes={PROCESSES}', '--devices=2']
+        command += [f'--restarts={starts}', '--', 'scripts/faults_training.py', str(folder)]
+        command += [f'--steps={self.steps}', *options]
+        env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
+        with self.said.open('wb') as out:
+            self.launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.launcher.poll() is None:
+            self.launcher.terminate()  # so that it starts nothing again
+            for _, pid in self.started()[-PROCESSES:]:
+                kill(pid)
+        self.launcher.wait(timeout=60)
+
+    def aim_at(self, goal: int) -> None:
+        """The step at which the next start, and those after it, end."""
+        (self.folder / 'goal').write_text(str(goal))
+
+    def started(self) -> list[tuple[int, int]]:
+        """All processes so far: (index, id)."""
+        found = STARTED.findall(self.said.read_text(errors='replace'))
+        return [(int(index), int(pid)) for index, pid in found]
+
+    def lines(self) -> list[list[str]]:
+        """What the training has written down: [step, loss] or [step, 'resumed'], as far as it is whole."""
+        path = self.folder / 'losses'
+        text = path.read_text() if path.exists() else ''
+        return [line.split() for line in text[: text.rfind('\n') + 1].splitlines()]
+
+    def complete(self) -> int:
+        """The last step of which there is a complete checkpoint; 0 where there is none."""
+        names = [path.name for path in self.steps.iterdir()] if self.steps.exists() else []
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self.steps.exists() and any('tmp' in path.name for path in self.steps.iterdir())
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.launcher.poll() is not None or time.monotonic() > end:
+                raise Failed(f'{what} did not come.\n{self.said.read_text(errors="replace")[-4000:]}')
+            time.sleep(0.002)
+
+    def reached(self) -> int:
+        """The last step whose loss was written."""
+        return max((int(step) for step, what in self.lines() if what != 'resumed'), default=0)
+
+    def norm(self) -> str:
+        """What the training says of its parameters at the end."""
+        found = re.search(r'the norm of the parameters is (\S+)', self.said.read_text(errors='replace'))
+        if found is None:
+            raise Failed(f'the training did not end well:\n{self.said.read_text(errors="replace")[-4000:]}')
+        return found[1]
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def losses(*trainings: Training) -> dict[int, str]:
+    """The loss of each step.
+
+    Raises:
+        Failed: two starts found different values for a step, or a step is missing.
+    """
+    found: dict[int, str] = {}
+    for step, value in (line for training in trainings for line in training.lines()):
+        if value != 'resumed' and found.setdefault(int(step), value) != value:
+            before, now = float.fromhex(found[int(step)]), float.fromhex(value)
+            raise Failed(f'the loss of step {step} was {before!r}, and {now!r} when it was done again')
+    if missing := set(range(1, max(found) + 1)) - set(found):
+        raise Failed(f'steps without a loss: {sorted(missing)[:10]}')
+    return found

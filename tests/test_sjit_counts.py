@@ -1,0 +1,192 @@
+"""Traces and compilations, call by call, against ``jax.jit`` with the same shardings."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from scalax.errors import PlacementError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+HELPERS = {
+    'auto': MeshShardingHelper([4, 2], ['data', 'model']),
+    'explicit': MeshShardingHelper([4, 2], ['data', 'model'], axis_types=EXPLICIT),
+    'mixed': MeshShardingHelper([4, 2], ['data', 'model'], axis_types=[EXPLICIT, AUTO]),
+}
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+ROWS, COLUMNS = P('data'), P(None, 'model')
+OTHER = jax.make_mesh((4, 2), ('data', 'model'), axis_types=(EXPLICIT, EXPLICIT))
+each_mesh = pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
+each_donation = pytest.mark.parametrize('donated', [False, True], ids=['kept', 'donated'])
+
+ARRIVALS: dict[str, Callable[[MeshShardingHelper], Any]] = {
+    'numpy': lambda helper: X,
+    'number': lambda helper: 2.5,
+    'uncommitted': lambda helper: jnp.asarray(X),
+    'one device': lambda helper: jax.device_put(X, jax.devices()[3]),
+    'placed': lambda helper: jax.device_put(X, NamedSharding(helper.mesh, ROWS)),
+    'elsewhere': lambda helper: jax.device_put(X, NamedSharding(helper.mesh, COLUMNS)),
+    'typed': lambda helper: jax.device_put(X, NamedSharding(OTHER, ROWS)),
+}
+SEQUENCES = [
+    *itertools.product(['numpy', 'uncommitted', 'placed'], repeat=3),
+    *([name] * 3 for name in ('number', 'one device', 'elsewhere', 'typed')),
+    *itertools.permutations(['typed', 'uncommitted', 'placed'], 3),
+    ('placed', 'elsewhere', 'placed'),
+    ('uncommitted', 'one device', 'numpy'),
+    ('numpy', 'number', 'numpy'),
+]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What happened to one function so far."""
+
+    traces: int = 0
+    compilations: int = 0
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[tuple[Counts, Callable[[Any], Any]]]:
+    """A function of this name, and how often it was traced and compiled."""
+    counts = Counts()
+
+    def function(x: Any) -> Any:
+        counts.traces += 1
+        return x * 2
+
+    def listen(event: str, seconds: float, **metadata: str | int) -> None:
+        compiled = event == '/jax/core/compile/backend_compile_duration'
+        counts.compilations += compiled and metadata.get('fun_name') in (name, f'jit({name})')
+
+    function.__name__ = function.__qualname__ = name
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield counts, function
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def called(compiled: Any, arguments: Sequence[Any], counts: Counts) -> list[tuple[int, Any]]:
+    """For each call the compilations until then, and its sum or the class of its error."""
+    outcomes: list[tuple[int, Any]] = []
+    for x in arguments:
+        try:
+            outcome: Any = float(compiled(x).sum())
+        except ValueError as error:
+            outcome = type(error)
+        outcomes.append((counts.compilations, outcome))
+    return outcomes
+
+
+def compared(
+    helper: MeshShardingHelper, spec: P, donated: bool, arrivals: Sequence[str], on_mismatch: str
+) -> tuple[Counts, list[tuple[int, Any]], list[tuple[int, Any]]]:
+    """Our counts and outcomes of a sequence of calls, and those of ``jax.jit``."""
+    sharding = NamedSharding(helper.mesh, spec)
+    options: dict[str, Any] = {'donate_argnums': 0} if donated else {}
+
+    def arguments() -> list[Any]:
+        return [ARRIVALS[name](helper) for name in arrivals]
+
+    with counted('theirs') as (counts, function):
+        by_hand = jax.jit(function, in_shardings=sharding, out_shardings=sharding, **options)
+        given = arguments()
+        if on_mismatch == 'reshard':
+            moved = {'one device', 'elsewhere'}
+            given = [
+                jax.device_put(x, sharding) if name in moved else x
+                for name, x in zip(arrivals, given, strict=True)
+            ]
+        theirs = called(by_hand, given, counts)
+    with counted('ours') as (counts, function):
+        compiled = helper.sjit(
+            function, in_shardings=spec, out_shardings=spec, on_mismatch=on_mismatch, **options
+        )
+        ours = called(compiled, arguments(), counts)
+    return counts, ours, theirs
+
+
+@each_mesh
+@each_donation
+@pytest.mark.parametrize('arrivals', SEQUENCES, ids=' '.join)
+def test_no_sequence_of_calls_compiles_more_often(helper, donated, arrivals):
+    if 'number' in arrivals and donated:
+        pytest.skip('a number has no buffer to donate')
+    spec = P() if 'number' in arrivals else ROWS
+    for on_mismatch in ['error', 'reshard'] if {'one device', 'elsewhere'} & set(arrivals) else ['error']:
+        counts, ours, theirs = compared(helper, spec, donated, arrivals, on_mismatch)
+        for (mine, outcome), (by_hand, expected) in zip(ours, theirs, strict=True):
+            assert mine <= by_hand
+            assert outcome == (PlacementError if expected is ValueError else expected)
+        signatures = len({name == 'number' for name in arrivals})
+        assert counts.traces <= signatures
+
+
+@each_mesh
+@each_donation
+def test_whole_copies_are_taken_from_any_device(helper, donated):
+    for arrivals in (['one device'] * 3, ['one device', 'numpy', 'one device']):
+        counts, ours, theirs = compared(helper, P(), donated, arrivals, 'error')
+        assert [outcome for _, outcome in ours] == [X.sum() * 2] * 3
+        assert all(mine <= by_hand for (mine, _), (by_hand, _) in zip(ours, theirs, strict=True))
+        assert counts.traces == 1
+
+
+@each_mesh
+@each_donation
+@pytest.mark.parametrize('typed', [False, True], ids=['struct', 'struct with a sharding'])
+def test_ahead_of_time_and_then_called(helper, donated, typed):
+    options: dict[str, Any] = {'donate_argnums': 0} if donated else {}
+    struct, sharding = jax.ShapeDtypeStruct(X.shape, X.dtype), NamedSharding(helper.mesh, ROWS)
+    typed_struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+    with counted('theirs') as (theirs, function):
+        by_hand = jax.jit(function, in_shardings=sharding, out_shardings=sharding, **options)
+        by_hand.lower(typed_struct if typed or helper is not HELPERS['auto'] else struct).compile()
+        called(by_hand, [ARRIVALS['placed'](helper)] * (1 if donated else 3), theirs)
+    with counted('ours') as (ours, function):
+        compiled = helper.sjit(function, in_shardings=ROWS, out_shardings=ROWS, **options)
+        executable = compiled.lower(typed_struct if typed else struct).compile()
+        assert float(executable(ARRIVALS['placed'](helper)).sum()) == X.sum() * 2
+        called(compiled, [ARRIVALS['placed'](helper) for _ in range(3)], ours)
+    assert ours.traces == 1
+    assert ours.compilations <= theirs.compilations
+
+
+@each_mesh
+def test_several_arguments_that_arrive_in_different_ways(helper):
+    """A training step: a state in place, a batch from the host, a key that nobody has placed."""
+    state = helper.shard({'w': X}, ROWS)
+    with counted('ours') as (counts, _):
+
+        def ours(state, batch, key):
+            counts.traces += 1
+            noise = jax.random.normal(key, batch.shape)
+            return jax.tree.map(lambda leaf: leaf + (batch + noise).mean(0), state)
+
+        options: dict[str, Any] = {'in_shardings': (ROWS, ROWS, P()), 'out_shardings': ROWS}
+        step = helper.sjit(ours, **options, donate_argnums=0)
+        for i in range(4):
+            state = step(state, X, jax.random.key(i))
+    assert dataclasses.astuple(counts) == (1, 1)
+
+
+@each_mesh
+def test_sjit_of_the_same_function_and_options_again(helper):
+    with counted('ours') as (counts, function):
+        for _ in range(5):
+            helper.sjit(function, in_shardings=ROWS)(X)
+        assert dataclasses.astuple(counts) == (1, 1)
+        helper.sjit(function, in_shardings=COLUMNS)(X)
+        assert dataclasses.astuple(counts) == (2, 2)

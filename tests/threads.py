@@ -1,0 +1,39 @@
+"""Work in many threads at the same time, each of which has to end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+COUNT = 16
+LONGEST_S = 50
+
+
+def in_threads(work: Callable[[int], Any], count: int = COUNT) -> list[Any]:
+    """What `work(0)`, `work(1)`, ... return, each in a thread of its own; all begin at the same time.
+
+    Raises what the first of them raises, and AssertionError if one does not end.
+    """
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    start = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            start.wait(LONGEST_S)
+            results[number] = work(number)
+        except BaseException as error:
+            errors[number] = error
+
+    running = [
+        threading.Thread(target=run, args=(number,), name=f'worker-{number}', daemon=True)
+        for number in range(count)
+    ]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(LONGEST_S)
+    left = [thread.name for thread in running if thread.is_alive()]
+    assert not left, f'these threads never end: {left}'
+    for _, error in sorted(errors.items()):
+        raise error
+    return [results[number] for number in range(count)]
