@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax import _spec, _unreduced
-from scalax._constrain import apply_shardings, has_type, is_compiled, mesh_entered, mesh_in_force
+from scalax._constrain import apply_shardings, has_type, is_compiled, is_traced, mesh_entered, mesh_in_force
 from scalax._context import ActiveHelper
 from scalax._frames import arose_below, hide_ours
 from scalax._prefix import RuleLike, is_rule
@@ -80,9 +80,17 @@ class _Mapped:
         self.mesh = mesh_in_force(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
-        self._manual = chosen or frozenset(free)
+        with mesh_entered(self.mesh, f'shard_map of {convention.name}'):
+            self._mapped = [name for name in free if is_mapped(self.mesh, name)]
+        self._manual = chosen or frozenset(free).difference(self._mapped)
         self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
-        taken = sorted(self._manual.difference(free))
+        taken, mapped = sorted(self._manual.difference(free)), sorted(self._manual.intersection(self._mapped))
+        if mapped or (self._mapped and not self._manual):
+            axes = ', '.join(map(repr, mapped or self._mapped))
+            raise MeshError(
+                f'shard_map of {convention.name} inside jax.vmap: a dimension that is mapped lies along '
+                f'{axes}, which cannot be manual too: name other axes (axis_names=...)'
+            )
         if taken or not self._manual:
             raise MeshError(
                 f'shard_map of {convention.name} inside shard_map: '
@@ -212,6 +220,17 @@ class _Mapped:
                         'axes of type Explicit may be None, which takes their own blocks.',
                     )
                 )
+            elif sharding is not None and (used := self._mapped_of(sharding.spec)):
+                problems.append(
+                    Problem(
+                        'mapped-axis',
+                        leaf,
+                        f'a dimension that jax.vmap maps lies along {used!r} already',
+                        spec=str(sharding.spec),
+                        hint='name the axes of the other dimensions only, or map an array that does not lie '
+                        'along this one.',
+                    )
+                )
             elif sharding is not None and sharding.memory_kind != self._memory:
                 problems.append(
                     Problem(
@@ -256,6 +275,10 @@ class _Mapped:
                     )
         if problems:
             raise ShardingError(problems, str(self._axes), where)
+
+    def _mapped_of(self, spec: PartitionSpec) -> str | None:
+        """A mesh axis of a spec along which a dimension lies that ``jax.vmap`` maps."""
+        return next((axis for axis in _spec.spec_axes(spec) if axis in self._mapped), None)
 
     def _interleaved(self, spec: PartitionSpec) -> tuple[str, str] | None:
         for entry in _spec.entries(spec):
@@ -318,6 +341,17 @@ class _Mapped:
         if not own and has_type(leaf, self.mesh, typed):
             return None
         return sharding.update(spec=_spec.replaced(spec, wanted))
+
+
+def is_mapped(mesh: Any, axis: str) -> bool:
+    """Whether ``jax.vmap`` maps a dimension along an Explicit axis, which ``shard_map`` then refuses."""
+    if MeshAxes.of(mesh).types[axis] is not AxisType.Explicit or not is_traced():
+        return False
+    try:
+        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+    except ValueError:
+        return True
+    return False
 
 
 def _reject_needy(name: str, out_specs: RuleLike) -> None:

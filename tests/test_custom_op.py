@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax.custom_op import FactorContext, sharded_op
@@ -413,3 +414,27 @@ def test_operands_without_a_gradient(mesh: Mesh) -> None:
     expected = np.zeros_like(NUMBERS)
     expected[np.arange(4), LABELS] = 2 * NUMBERS[np.arange(4), LABELS]
     np.testing.assert_allclose(grad, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('types', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
+def test_custom_partitioning_of_jax_works_inside_sjit(types: AxisType) -> None:
+    blocks: list[tuple[int, ...]] = []
+
+    @custom_partitioning
+    def doubled(x: Array) -> Array:
+        return 2 * x
+
+    def on_block(x: Array) -> Array:
+        blocks.append(x.shape)
+        return 2 * x
+
+    def partition(mesh: Mesh, operands: Any, result: Any) -> Any:
+        return mesh, on_block, result.sharding, (operands[0].sharding,)
+
+    doubled.def_partition(partition=partition, sharding_rule='b c -> b c')
+    helper = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=types)
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    out = helper.sjit(doubled, in_shardings=P('a', 'b'))(x)
+    np.testing.assert_array_equal(out, 2 * x)
+    assert out.sharding.spec == P('a', 'b')
+    assert blocks[-1] == (2, 4)

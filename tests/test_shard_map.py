@@ -451,3 +451,28 @@ def test_a_decorator_with_options():
         with pytest.raises(errors.ArgumentError) as error:
             HELPERS['auto'].shard_map(**options)
         assert str(error.value) == f'shard_map needs {missing}: a PartitionSpec, a rule, or a tree of them'
+
+
+def test_a_mapped_dimension_that_lies_along_an_explicit_axis():
+    helper = HELPERS['explicit']
+    placed = helper.shard(X, P('a', 'b'))
+
+    def mapped(spec, **options):
+        return jax.vmap(helper.shard_map(lambda row: 2 * row, spec, spec, **options))
+
+    for options in ({}, {'axis_names': 'b'}):
+        for call in (
+            mapped(P('b'), **options),
+            helper.sjit(mapped(P('b'), **options), in_shardings=P('a', 'b')),
+        ):
+            out = call(placed)
+            np.testing.assert_array_equal(out, 2 * X)
+            assert out.sharding.is_equivalent_to(placed.sharding, 2)
+    with pytest.raises(errors.MeshError) as error:
+        mapped(P('a'), axis_names='a')(placed)
+    assert str(error.value) == (
+        "shard_map of <lambda> inside jax.vmap: a dimension that is mapped lies along 'a', which cannot be "
+        'manual too: name other axes (axis_names=...)'
+    )
+    with pytest.raises(errors.ShardingError, match=r"a dimension that jax.vmap maps lies along 'a' already"):
+        mapped(P('a'))(placed)

@@ -18,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._constrain import reshard
+from scalax._shard_map import is_mapped
 from scalax._spec import canonical
 from scalax.custom_op._constants import Constants
 from scalax.custom_op._context import FactorContext
@@ -142,7 +143,7 @@ def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) ->
     """How the factors lie along the Explicit axes of a mesh, by the types of the operands."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
-    sizes = {axis: mesh.shape[axis] for axis in explicit if _may_be_manual(mesh, axis)}
+    sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
     return Layout.of_specs(operation.fit, [jax.typeof(operand).sharding.spec for operand in operands], sizes)
 
 
@@ -159,15 +160,6 @@ def resharded(operand: Any, wanted: NamedSharding) -> Any:
     if canonical(jax.typeof(operand).sharding.spec) == canonical(wanted.spec):
         return operand
     return reshard(operand, wanted)
-
-
-def _may_be_manual(mesh: Any, axis: str) -> bool:
-    """Whether ``shard_map`` takes an axis: not one over which a dimension lies that ``jax.vmap`` maps."""
-    try:
-        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
-    except ValueError:
-        return False
-    return True
 
 
 def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:

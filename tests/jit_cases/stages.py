@@ -58,7 +58,7 @@ def stages_say(jit, call):
     ]
 
 
-@case
+@case(meant={'shardings': 'mesh-in-force'})
 def traced_says(jit):
     stage = jit(make_f()).trace(X, 1.0)
     return str(stage.jaxpr), stage.fun_name, stage.jaxpr.in_avals, stage.jaxpr.out_avals
@@ -270,7 +270,7 @@ def export_and_serialize(jit):
 def export_a_gradient(jit):
     exported = export.export(jit(lambda a: jnp.sum(a**2)))(STRUCT)
     again = export.deserialize(exported.serialize(vjp_order=1))
-    return jax.grad(again.call)(X)
+    return jax.grad(again.call)(jax.device_put(X, on()))
 
 
 @case
