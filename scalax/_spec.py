@@ -248,14 +248,15 @@ def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> list[Fault]:
         for axis in named
         if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit
     ]
-    auto = [axis for axis, kind in axes.types.items() if kind is AxisType.Auto]
-    if named and auto and not found:
-        # JAX (0.10 to 0.12) makes parts there of which each is the whole value.
+    others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
+    if named and others and not found:
+        # Beside Auto axes JAX (0.10 to 0.12) makes parts of which each is the whole value; beside Manual ones
+        # XLA ends the process.
         found.append(
             Fault(
                 'unreduced',
                 f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
-                f'type Auto ({", ".join(map(repr, auto))})',
+                f'type {" and ".join(sorted(set(others.values())))} ({", ".join(map(repr, others))})',
                 'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
             )
         )

@@ -668,3 +668,13 @@ def test_the_rules_of_a_call_may_be_a_tree():
     assert jax.typeof(out['x']).sharding.spec == P('a', None)
     with pytest.raises(errors.MeshError, match="has no axis 'c'"):
         EXPLICIT_MESH.auto_axes(lambda x: x, axes='c')
+
+
+@pytest.mark.parametrize('helper', [AUTO_MESH, EXPLICIT_MESH], ids=['auto', 'explicit'])
+def test_parts_of_sums_are_refused_beside_manual_axes(helper):
+    spec = P(None, unreduced={'b'})
+    constrained = helper.explicit_axes(lambda x: with_sharding_constraint(x, spec), axes='b', in_sharding=P())
+    for inside in (helper.explicit_axes(lambda x: x, axes='b', in_sharding=spec), constrained):
+        mapped = helper.shard_map(inside, P('a'), P('a'), axis_names='a')
+        with pytest.raises(errors.ShardingError, match='on a mesh that also has axes of type Manual'):
+            helper.sjit(mapped)(X)
