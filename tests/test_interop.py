@@ -195,11 +195,75 @@ def test_names_of_boxes_that_a_rule_cannot_use(helper):
         "    rule: the leaf's own names 'embd mlp'\n"
         'What to do: add the name to axis_mapping (None leaves its dimensions whole), or pass strict=False '
         'to leave dimensions of unknown names whole.\n'
-        "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or "
-        'put a rule for such leaves before this one.\n'
+        "What to do: name every dimension of such leaves in axis_names, without '...', as in "
+        "axis_names=[('query/kernel', 'embed heads _')], which counts where a leaf's own names do not fit; "
+        'or put a rule for such leaves before this one.\n'
         "What to do: give each dimension of an array a name of its own, or none ('_' in a pattern, None in "
         'metadata).'
     )
+
+
+@pytest.mark.parametrize('box', ['with_partitioning', 'with_logical_partitioning'])
+def test_axis_names_count_where_flax_names_too_few_dimensions(helper, box):
+    """Attention kernels: flax reshapes what is in the box, and keeps the names."""
+    nn = import_or_skip('flax.linen')
+    init = getattr(nn, box)(nn.initializers.lecun_normal(), ('embed', 'kv'))
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.MultiHeadDotProductAttention(4, kernel_init=init, use_bias=False, name='a')(x, x)
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                length=3,
+                metadata_params={nn.PARTITION_NAME: 'layers'},
+            )(Attention(name='layer'), x, None)[0]
+
+    mapping = {'embed': 'fsdp', 'heads': 'tp', 'head_dim': None, 'kv': 'tp', 'layers': None}
+    pairs = [('out/kernel', 'heads head_dim embed'), ('kernel', 'embed heads head_dim')]
+    rule = LogicalAxisShardingRule(mapping, pairs)
+    expected = {
+        'key': P('fsdp', 'tp'),
+        'out': P('tp', None, 'fsdp'),
+        'query': P('fsdp', 'tp'),
+        'value': P('fsdp', 'tp'),
+    }
+    x = jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
+    one = jax.eval_shape(Attention().init, jax.random.key(0), x)
+    assert interop.axis_names(one)['params/a/out/kernel/value'] == ('embed', 'kv')
+    assert specs(helper, rule, one) == {
+        f'params/a/{name}/kernel/value': spec for name, spec in expected.items()
+    }
+    stack = jax.eval_shape(Layers().init, jax.random.key(0), x)
+    assert interop.axis_names(stack)['params/layer/a/out/kernel/value'] == ('layers', 'embed', 'kv')
+    whole = LogicalAxisShardingRule(mapping, [(regex, f'layers {names}') for regex, names in pairs])
+    for named in (whole, rule.stacked(1)):
+        assert specs(helper, named, stack) == {
+            f'params/layer/a/{name}/kernel/value': P(None, *spec) for name, spec in expected.items()
+        }
+
+
+def test_only_pairs_that_name_every_dimension_count_before_a_box(helper):
+    nn = import_or_skip('flax.linen')
+    few = nn.Partitioned(jnp.zeros((16, 4, 4)), names=('embed', 'mlp'))
+    for names in ('...', '... mlp', 'embed _ _ _'):
+        with pytest.raises(ShardingError, match=r"'embed mlp' names 2 dimensions, the array has 3"):
+            helper.match_sharding_rule(
+                LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', names)]), few
+            )
+    rest = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', '...')])
+    assert helper.match_sharding_rule(rest.stacked(1), few).value.spec == P(None, 'fsdp', 'tp')
+    many = nn.Partitioned(
+        jnp.zeros(16), names=('embed', 'mlp')
+    )  # a statistic under the names of its parameter
+    told = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', 'mlp')])
+    assert helper.match_sharding_rule(told, many).value.spec == P('tp')
 
 
 # --- flax nnx -------------------------------------------------------------------------------------

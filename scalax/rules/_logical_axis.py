@@ -27,8 +27,9 @@ class LogicalAxisShardingRule(BuiltinRule):
     """Chooses by the names of dimensions: each name maps to the mesh axes that shard such dimensions.
 
     A leaf may name its dimensions itself (flax linen boxes, flax nnx variables, haliax arrays); other
-    leaves are named in `axis_names`. Mesh axes that the mesh lacks are skipped, so one mapping serves
-    every mesh. Dimensions choose from the first to the last, and a mesh axis is used once in a leaf.
+    leaves are named in `axis_names`, and so may be those that name fewer dimensions than they have. Mesh
+    axes that the mesh lacks are skipped, so one mapping serves every mesh. Dimensions choose from the first
+    to the last, and a mesh axis is used once in a leaf.
     With ``[('batch', ('data', 'fsdp')), ('embed', 'fsdp'), ('mlp', 'tp'), ('embed', 'tp')]``:
 
     =====================  =======================  ==================================================
@@ -63,7 +64,8 @@ class LogicalAxisShardingRule(BuiltinRule):
         axis_names: pairs of a regex, sought (``re.search``) in the leaf path, and the names of the
             dimensions as einops writes them: ``'embed (heads head_dim)'``, ``'... embed'``. ``_`` is a
             dimension without a name, a number one of that size. The first regex that is found counts,
-            for leaves that do not name their dimensions themselves.
+            for leaves that do not name their dimensions themselves. For those that name more or fewer than
+            they have, it counts if it names every dimension, without ``...``.
         strict: a leaf whose dimensions nobody names, and a name that is not in the mapping, are errors.
             With False the rule has no answer for such a leaf, and such a dimension is not sharded.
         on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
@@ -181,11 +183,17 @@ class LogicalAxisShardingRule(BuiltinRule):
 
     def _named(self, path: str, own: DimensionNames | None, rank: int, stacked: int) -> Named | None:
         """Who names the dimensions of a leaf, and how; None if nobody does."""
-        if own is not None:
-            if stacked and len(own) == rank + stacked:
-                own = own[stacked:]  # this leaf names its stack of layers too
-            dimensions = tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own)
-            return Named(Pattern(dimensions), as_text(dimensions))
+        if own is None or len(own) != rank + stacked:
+            # flax reshapes boxed kernels (those of attention) and keeps their names, which are then too few.
+            pair = self._pair(path)
+            if own is None or (pair is not None and len(pair.pattern.dimensions) == rank):
+                return pair
+        else:
+            own = own[stacked:]  # a leaf may name its stack of layers too
+        dimensions = tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own)
+        return Named(Pattern(dimensions), as_text(dimensions))
+
+    def _pair(self, path: str) -> Named | None:
         for number, (regex, text) in enumerate(self.axis_names):
             if re.search(regex, path):
                 return Named(parse(text), text, number, regex)

@@ -33,6 +33,11 @@ _RANK = (
     "name every dimension ('_' for one without a name, '...' for any number of them), or put a rule for "
     'such leaves before this one.'
 )
+_BOXED = (
+    "name every dimension of such leaves in axis_names, without '...', as in "
+    "axis_names=[('query/kernel', 'embed heads _')], which counts where a leaf's own names do not fit; or "
+    'put a rule for such leaves before this one.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +190,7 @@ class NamedLeaf:
             f'{self.named.text!r} names {"" if pattern.ellipsis is None else "at least "}{count} '
             f'dimension{"" if count == 1 else "s"}, the array has {rank}'
             + (' without its stack of layers' if self.stacked else ''),
-            _RANK,
+            _BOXED if self.named.number is None else _RANK,
         )
 
     def _name_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
