@@ -638,6 +638,7 @@ def test_a_generator_function_is_refused():
         HELPER.sjit(parts)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason='jax.jit takes any value')
 def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
     with pytest.raises(ValueError, match='inline'):
         HELPER.sjit(positional_only, inline='perhaps')
