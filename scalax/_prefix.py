@@ -107,6 +107,8 @@ def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
         hint = f'; write PartitionSpec({value!r})'
     elif inspect.isfunction(value):
         hint = '; a function of leaf path and leaf is for PolicyShardingRule(function)'
+    elif type(value).__name__ in ('Format', 'Layout'):  # of jax.experimental.layout
+        hint = '; memory layouts are for jax.jit, around the function that sjit returns'
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:

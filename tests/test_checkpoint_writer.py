@@ -154,6 +154,32 @@ def test_another_takes_the_directory_behind_each_look(
     assert run_and_step(helper, tmp_path, 2) == (1, 2)
 
 
+@pytest.mark.parametrize('where', ['_write_metadata', '_run', 'write_json'])
+def test_another_deletes_what_a_save_has_begun(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Whatever fails then, the error says who has taken the directory: in `save`, or in `wait`."""
+    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert old.save(1, state(1, 1))
+    old.wait()
+    new.restore(helper, P('fsdp'), state(0, 0))
+    function, left = getattr(_save, where), [True]
+
+    def called(*args: Any) -> Any:
+        if left:
+            left.clear()
+            assert new.save(2, state(2, 2))
+            new.wait()
+        return function(*args)
+
+    monkeypatch.setattr(_save, where, called)
+    assert_taken(message(lambda: old.save(2, state(1, 2)) and old.wait()), tmp_path)
+    with contextlib.suppress(CheckpointError):
+        old.wait()
+    assert names(tmp_path) == ['1', '2', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 2)
+
+
 def test_steps_that_the_old_writer_saves_meanwhile_make_way(
     tmp_path: Path, helper: MeshShardingHelper
 ) -> None:

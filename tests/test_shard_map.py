@@ -474,5 +474,5 @@ def test_a_mapped_dimension_that_lies_along_an_explicit_axis():
         "shard_map of <lambda> inside jax.vmap: a dimension that is mapped lies along 'a', which cannot be "
         'manual too: name other axes (axis_names=...)'
     )
-    with pytest.raises(errors.ShardingError, match="vmap maps lies along 'a' already"):
+    with pytest.raises(errors.ShardingError, match=r"a dimension that jax.vmap maps lies along 'a' already"):
         mapped(P('a'))(placed)

@@ -619,3 +619,25 @@ def test_functions_in_modules_are_no_static_arguments():
     np.testing.assert_allclose(by_hand(HELPER.shard(arrays, P()), X[0]), model(X[0]), rtol=1e-5)
     with HELPER.get_context():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
+
+
+def test_a_function_that_calls_itself_ends_in_a_recursion_error():
+    @HELPER.sjit
+    def endless(x):
+        return endless(x)
+
+    with pytest.raises(RecursionError, match='endless calls itself'):
+        endless(X)
+
+
+def test_a_generator_function_is_refused():
+    def parts(x):
+        yield x
+
+    with pytest.raises(ArgumentError, match='parts is a generator function: it has a yield in it'):
+        HELPER.sjit(parts)
+
+
+def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
+    with pytest.raises(ValueError, match='inline'):
+        HELPER.sjit(positional_only, inline='perhaps')

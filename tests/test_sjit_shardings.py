@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 
 from scalax.errors import (
@@ -249,17 +250,18 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         return state
 
     placed = HELPER.shard({'w': X, 'b': X}, P(None, 'model'))
-    for _ in range(2):
+    for said in ('', ' Of outputs of an earlier call of step'):
         with pytest.raises(PlacementError) as error:
             step(placed, X)
-        assert str(error.value) == (
+        assert str(error.value).startswith(
             'step got arrays that are committed to another sharding than in_shardings says:\n'
             "  state/w: float32[8, 8] lies as P(None, 'model') on (data=4, model=2), asked: "
             "P('data',) on (data=4, model=2)\n"
             'What to do: move them first (helper.shard), pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call, or use None in "
-            'in_shardings to take arguments as they lie.'
+            f'in_shardings to take arguments as they lie.{said}'
         )
+        assert str(error.value).endswith('they lie.') == (not said)
         step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
 
 
@@ -491,3 +493,15 @@ def test_errors_about_arguments_come_alone():
         assert error.value.__cause__ is None
         assert 'Got jit sharding' not in ''.join(traceback.format_exception(error.value))
         assert 'has been deleted' not in ''.join(traceback.format_exception(error.value))
+
+
+def test_memory_layouts_are_for_a_jit_around_it():
+    sharding = NamedSharding(HELPER.mesh, P('data'))
+    rows_last = Format(Layout(major_to_minor=(0, 1)), sharding)
+    with pytest.raises(StructureError, match=r'memory layouts are for jax\.jit, around the function'):
+        HELPER.sjit(lambda x: x * 2, in_shardings=(rows_last,))
+    around = jax.jit(HELPER.sjit(lambda x: x * 2, P('data')), in_shardings=rows_last, out_shardings=rows_last)
+    out = around(jax.device_put(X, rows_last))
+    np.testing.assert_array_equal(out, 2 * X)
+    assert (out.sharding, out.format.layout.major_to_minor) == (sharding, (0, 1))
+    np.testing.assert_array_equal(HELPER.sjit(lambda x: x * 2, P('data'))(out), 4 * X)

@@ -68,7 +68,14 @@ class Recordings:
 
         Returns:
             What ``jitted.trace(*row)`` returns.
+
+        Raises:
+            RecursionError: the function calls itself in the same way, as of ``jax.jit``.
         """
+        if signature in self._now.runs:
+            raise RecursionError(
+                f'{jitted.__name__} calls itself with arguments of the same shapes and dtypes'
+            )
         self._now.runs[signature] = None
         try:
             traced = jitted.trace(*row)

@@ -160,8 +160,7 @@ class Checkpointer:
             self.wait()
             if jax.process_index() == 0:
                 with _failures(step, self._directory):
-                    self._writer.prepare(step, self._known, self._damaged)
-                    begin(self._writer.staging(step, name))
+                    begin(self._writer, step, name, self._known, self._damaged)
                 begun = True
         except Exception as fault:  # raised once all have been told
             error = fault

@@ -16,8 +16,8 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
@@ -47,12 +47,24 @@ class Content:
     checksums: bool
 
 
-def begin(staging: Path) -> None:
-    """Makes the folder that a step is written to; by one process, before the others write."""
-    # In the second Orbax's process 0 writes first, and the others would wait for it even where it has failed.
-    for folder in (FOLDER, 'array_metadatas'):
-        (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
-    _write_metadata(staging, time.time_ns())
+def begin(
+    writer: Writer, step: int, name: str, known: Collection[int] | None, damaged: Collection[int]
+) -> None:
+    """Makes room for a step, and the folder that it is written to; by one process, before the others write.
+
+    The arguments are those of `Writer.prepare`, and the name of the save.
+    """
+    try:
+        writer.prepare(step, known, damaged)
+        staging = writer.staging(step, name)
+        # In the second Orbax's process 0 writes first: the others would wait for it even if it has failed.
+        for folder in (FOLDER, 'array_metadatas'):
+            (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
+        _write_metadata(staging, time.time_ns())
+    except OSError as error:
+        if writer.taken:
+            _raise(writer.reason(error, name), error)
+        raise
 
 
 class Save(threading.Thread):
@@ -71,7 +83,7 @@ class Save(threading.Thread):
         super().__init__(name='scalax-save')
         self.step = step
         self._writer, self._content, self._keep = writer, content, keep
-        self._staging, self._name = writer.staging(step, name), name[:TOKEN]
+        self._staging, self._name = writer.staging(step, name), name
         self._begun, self._end = time.time_ns(), time.monotonic() + timeout
         self._first = jax.process_index() == 0
         self._handler = ocp.StandardCheckpointHandler()
@@ -88,8 +100,8 @@ class Save(threading.Thread):
             arguments = ocp.args.StandardSave(self._content.state)
             self._futures = _run(self._handler.async_save(self._root, args=arguments)) or ()
         except BaseException as error:
-            self.error = error
-            raise
+            self.error = self._writer.reason(error, self._name)
+            _raise(self.error, error)
         finally:
             self._content = dataclasses.replace(self._content, state=None)
             self.start()
@@ -115,7 +127,7 @@ class Save(threading.Thread):
 
     def _meet(self, where: str) -> None:
         """Waits for the other processes."""
-        _agreed.meet(f'{self._name} {where}', max(self._end - time.monotonic(), 1))
+        _agreed.meet(f'{self._name[:TOKEN]} {where}', max(self._end - time.monotonic(), 1))
 
     def _write(self) -> None:
         me = jax.process_index()
@@ -125,7 +137,7 @@ class Save(threading.Thread):
                     future.result(timeout=max(self._end - time.monotonic(), 0))
                 self._write_own(me)
         except BaseException as error:
-            self.error = error
+            self.error = self._writer.reason(error, self._name)
         if self.error is not None:
             with contextlib.suppress(OSError):
                 (self._root / FOLDER / f'{_FAILED}.{me}').write_text(_text(self.error))
@@ -152,12 +164,8 @@ class Save(threading.Thread):
             _write_metadata(self._staging, self._begun, time.time_ns())
             self._writer.commit(self.step, self._staging)
         except BaseException as error:
-            self.error = error
             self._writer.discard(self._staging)
-            try:
-                self._writer.require()
-            except CheckpointError as taken:  # who has taken the directory deletes unfinished saves
-                self.error = taken
+            self.error = self._writer.reason(error, self._name)
 
     def _finalize(self) -> None:
         folder, files = self._root / FOLDER, dict[str, _manifest.File]()
@@ -179,9 +187,11 @@ class Save(threading.Thread):
         if self._first:
             self._writer.prune(self._keep)
         elif not self._writer.committed(self.step):
-            raise CheckpointError(
-                'process 0 has not completed it, because a process could not write its part, or another '
-                'writer has taken the directory; the error of process 0 says which'
+            raise self._writer.reason(
+                CheckpointError(
+                    f'step {self.step} could not be saved: process 0 has not completed it, and says why'
+                ),
+                self._name,
             )
 
 
@@ -209,6 +219,13 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         finally:
             loop.close()
     return in_a_thread('scalax-copy', lambda: _run(coroutine))
+
+
+def _raise(reason: BaseException, error: BaseException) -> NoReturn:
+    """Raises what explains an error, which may be the error itself."""
+    if reason is error:
+        raise error
+    raise reason from error
 
 
 def _text(error: BaseException) -> str:

@@ -61,12 +61,20 @@ class Writer:
         """
         owner = self._owner()
         if owner and owner['token'] != self.token:
-            raise CheckpointError(
-                f'{self.directory} has another writer now: {_who(owner)}. A directory has one writer, the '
-                'one that came last, and this one writes and deletes nothing there any more. If that one is '
-                'to go on, end this job; if not, end that one, and make a new Checkpointer here, which takes '
-                'the directory with its first save'
-            )
+            raise self._taken(owner)
+
+    def reason(self, error: BaseException, name: str) -> BaseException:
+        """Why a save has failed: *error*, unless another has taken the directory, and deleted its files.
+
+        Args:
+            error: what came of it.
+            name: of the save; on processes other than the first it holds another token than theirs.
+        """
+        with contextlib.suppress(CheckpointError):  # the file cannot be read either
+            owner = self._owner()
+            if owner and owner['token'] != name[:TOKEN]:
+                return self._taken(owner)
+        return error
 
     def prepare(self, step: int, known: Collection[int] | None, damaged: Collection[int]) -> None:
         """Makes sure that this writer may save a step; takes the directory if it is its first.
@@ -186,6 +194,15 @@ class Writer:
             ) from error
         return owner
 
+    def _taken(self, owner: dict[str, Any]) -> CheckpointError:
+        pid, host, since = (str(owner[name])[:200] for name in ('pid', 'host', 'since'))
+        return CheckpointError(
+            f'{self.directory} has another writer now: process {pid} on host {host!r}, since {since}. A '
+            'directory has one writer, the one that came last, and this one writes and deletes nothing there '
+            'any more. If that one is to go on, end this job; if not, end that one, and make a new '
+            'Checkpointer here, which takes the directory with its first save'
+        )
+
     def _take(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         since = datetime.datetime.now(datetime.UTC).isoformat(' ', 'seconds')
@@ -232,11 +249,6 @@ class Writer:
 def _suffix() -> str:
     """What the names of Orbax's temporary folders hold, which is no step to any version of Orbax."""
     return str(orbax().path.atomicity.TMP_DIR_SUFFIX)
-
-
-def _who(owner: dict[str, Any]) -> str:
-    pid, host, since = (str(owner[name])[:200] for name in ('pid', 'host', 'since'))
-    return f'process {pid} on host {host!r}, since {since}'
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -308,7 +308,7 @@ def signature(jit):
     return str(inspect.signature(jit(make_weighed())))
 
 
-@case(defect='parameters may have the names that the generated caller uses')
+@case
 def names_of_private_parameters(jit):
     def f(_scalax_state, _scalax_hot, row, self):
         return _scalax_state + 2 * _scalax_hot + 3 * row + 4 * self

@@ -203,7 +203,7 @@ def constraint_with_a_spec(jit):
         return jit(lambda x: jax.lax.with_sharding_constraint(x * 2, P('x', 'y')))(M)
 
 
-@case(raises=True)
+@case(raises=True, meant={'error': 'takes-more'})
 def constraint_with_a_spec_alone(jit):
     return jit(lambda x: jax.lax.with_sharding_constraint(x * 2, P('x', 'y')))(M)
 

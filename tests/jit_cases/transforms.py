@@ -51,7 +51,7 @@ OF = {
     ),
     'map': lambda f: lambda w, x: jax.lax.map(lambda x: f(w, x), np.eye(3)),
     'eval_shape': lambda f: lambda w, x: jax.eval_shape(f, w, x),
-    'make_jaxpr': lambda f: lambda w, x: jax.make_jaxpr(f)(w, x).out_avals,
+    'make_jaxpr': lambda f: lambda w, x: [str(aval) for aval in jax.make_jaxpr(f)(w, x).out_avals],
     'closure_convert': lambda f: lambda w, x: jax.closure_convert(f, w, x)[0](w, x),
     'named_call': jax.named_call,
     'named_scope': lambda f: jax.named_scope('here')(f),
@@ -274,7 +274,7 @@ def associative_scan_and_reduce(jit):
     )
 
 
-@case(defect='each sjit function has a context of its own')
+@case(meant={'traces': 'helper-in-force'})
 def nested(jit):
     inner = jit(lambda x, n: (traced(n), x * n)[1], static_argnums=1)
     outer = jit(lambda x: (traced('outer'), inner(x, 2) + inner(x, 3) + inner(x, 2))[1])
@@ -294,7 +294,7 @@ def inline_leaves_no_call(jit):
     return [eqn.primitive.name for eqn in jax.make_jaxpr(lambda x: inner(x) * 2)(1.0).eqns]
 
 
-@case(defect='what JAX makes of the function has the methods of the function')
+@case
 def name_in_the_jaxpr(jit):
     def my_name(x):
         return x + 1
@@ -302,7 +302,7 @@ def name_in_the_jaxpr(jit):
     return [eqn.params['name'] for eqn in jax.make_jaxpr(jit(my_name))(1.0).eqns]
 
 
-@case
+@case(meant={'shardings': 'mesh-in-force'})
 def constants_lifted(jit):
     held = jnp.asarray(X)
     inner = jit(lambda x: x + held)
@@ -333,14 +333,14 @@ def forward_over_reverse_in_it(jit):
     return jit(hvp)(V)
 
 
-@case(defect='each sjit function has a context of its own')
+@case(meant={'traces': 'helper-in-force'})
 def inner_functions_share_traces(jit):
     shared = jax.jit(lambda x: (traced('shared'), x + 1)[1])
     one, other = jit(lambda x: shared(x) * 2), jit(lambda x: shared(x) * 3)
     return one(V), other(V), shared(V)
 
 
-@case(defect='each sjit function has a context of its own')
+@case
 def compiled_again(jit):
     def f(x):
         traced()
