@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -155,6 +156,7 @@ def main() -> int:
     parser.add_argument('--seed', type=int, default=0, help='of the moments and of who is killed')
     parser.add_argument('--minutes', type=float, default=20, help='the longest that each of both may take')
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no training outlives this
     for run, count in ((killed, options.kills), (replaced, options.orphans)):
         if not count:
             continue
