@@ -489,9 +489,9 @@ def cases():
             '  n: builtin_function_or_method\n'
             '    <built-in function print> is not an array\n'
             'What to do: shard trees of arrays, and take other leaves out (a function may close over them).\n'
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Of '
-            'a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
-            'parts; scalax.axes.named_jit compiles with whole modules.',
+            'What to do: shard trees of arrays, and take other leaves out (a function may close over them). '
+            'Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition '
+            'both parts; scalax.axes.named_jit compiles with whole modules.',
         ),
         'the same in a compiled function': (
             lambda: AUTO_MESH.sjit(lambda x: AUTO_MESH.auto_axes(jnp.sum, out_sharding=P())(x, 'rows'))(X),
