@@ -206,11 +206,12 @@ def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -
 
 
 def test_faults() -> None:
-    """The short form of `make faults`: the coordinator and the other are killed, in a save too."""
-    with started(['scripts/faults.py', '--kills=3', '--seed=4', '--minutes=8']) as faults:
+    """The short form of `make faults`: processes are killed, in a save too, and a job is not ended."""
+    with started(['scripts/faults.py', '--kills=2', '--orphans=1', '--seed=5', '--minutes=8']) as faults:
         assert faults.wait() == (0,), faults.output()
-        assert re.search(r'^3 kills: ', faults.output(), re.MULTILINE), faults.output()
-        assert 'to the last bit, those of an undisturbed run' in faults.output()
+        assert re.search(r'^2 kills: ', faults.output(), re.MULTILINE), faults.output()
+        assert re.search(r'^1 jobs were replaced', faults.output(), re.MULTILINE), faults.output()
+        assert faults.output().count('to the last bit, those of an undisturbed run') == 2
 
 
 # --- Input by Grain ------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from scalax._sjit._caller import generate_caller
 from scalax._sjit._convention import OMITTED, Convention, name_of
 from scalax._sjit._program import held
 from scalax._sjit._shared import state_of
-from scalax._sjit._signature import slot_path
 from scalax._sjit._state import State
 from scalax.errors import ArgumentError, MeshError, did_you_mean
 
@@ -214,18 +213,13 @@ def owner_of(function: Any) -> MeshOwner | None:
     return function._state.helper if isinstance(function, SjitFunction) else None
 
 
-def names_of_arguments(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[str | None] | None:
-    """What messages call the arguments of a call that are no static ones; None if it is no `SjitFunction`.
-
-    Extra keywords are one argument, whose name is None.
-    """
+def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
+    """What messages call the positional arguments that are no static ones; None for no `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
     convention = function._state.convention
-    layout = convention.layout(convention.extras_of(convention.row(args, kwargs)))
-    return [slot_path(layout, slot) for slot in layout.dynamic]
+    slots = convention.layout(max(len(args) - len(convention.positional), 0)).slots
+    return [slot.name for slot in slots[: len(args)] if not slot.static]
 
 
 def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def make_plan(
     sizes = dict(mesh.shape)
     given, returned = _laid(compiled, lowered, traced, mesh)
     positional, by_name = lowered.args_info
-    names = names_of_arguments(function, args, kwargs)
+    names = names_of_arguments(function, args)
     if names is None:
         names = [*_positions(function, len(args), len(positional))]
     return Plan(
@@ -192,7 +192,7 @@ def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
     return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
 
 
-def _renamed(report: ShardingReport, names: Sequence[str | None]) -> ShardingReport:
+def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
     """The arguments by name: the first key of each path is a position."""
     rows = []
     for row in report.rows:
