@@ -5,8 +5,9 @@ Usage: python -m scripts.run_checks static
        python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python --between FOLDER
 
 *release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
-With *all*, tests run on older JAX beside everything else: on the oldest, and those that are most likely to
-differ on the JAX that --between has, for the oldest's interpreter. Their output is kept back until the end.
+With *all*, without those that are marked as slow, tests run on older JAX beside everything else: on the
+oldest, and those that are most likely to differ on the JAX that --between has, for the oldest's interpreter.
+Their output is kept back until the end.
 
 A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
 come to its end, they say which test was begun last. No process of a step outlives it.
@@ -25,7 +26,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,9 +42,13 @@ _numbers = itertools.count()
 
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
+QUICK = ['-m', 'not slow']
 
-# These ask nothing of JAX that they do not already ask on the newest one.
-NOT_ON_OLDEST = [f'tests/test_{name}.py' for name in ('benchmarks', 'launch', 'plan_tpu', 'wheel')]
+# These ask little of JAX that others do not ask; `make verify` runs them there, too.
+NOT_ON_OLDEST = [
+    f'tests/test_{name}.py'
+    for name in ('benchmarks', 'cli', 'examples', 'launch', 'plan_tpu', 'strategies', 'tutorial', 'wheel')
+]
 # Where releases have differed most: meshes in force, types of axes, constraints.
 ON_ONE_BETWEEN = [
     f'tests/test_{name}.py'
@@ -196,7 +201,7 @@ def static_steps(python: str) -> list[Step]:
     ]
 
 
-def test_steps(python: str, scratch: Path, jax: str) -> list[Step]:
+def test_steps(python: str, scratch: Path, jax: str, chosen: Sequence[str] = ()) -> list[Step]:
     doctests, tests = scratch / 'doctests.xml', scratch / 'tests.xml'
     return [
         Step(
@@ -204,7 +209,7 @@ def test_steps(python: str, scratch: Path, jax: str) -> list[Step]:
             [python, *PYTEST, f'--junit-xml={doctests}', '--doctest-modules', 'scalax'],
             junit=doctests,
         ),
-        Step(f'tests ({jax})', [python, *PYTEST, f'--junit-xml={tests}', 'tests'], junit=tests),
+        Step(f'tests ({jax})', [python, *PYTEST, f'--junit-xml={tests}', *chosen, 'tests'], junit=tests),
     ]
 
 
@@ -212,7 +217,10 @@ def older_steps(oldest: str, between: Path | None, scratch: Path) -> list[Step]:
     """The tests on the oldest JAX, and some of them on one in between, which stands in a folder."""
     ignored = [f'--ignore={path}' for path in NOT_ON_OLDEST]
     steps = []
-    for name, tests, path in (('oldest', [*ignored, 'tests'], None), ('between', ON_ONE_BETWEEN, between)):
+    for name, tests, path in (
+        ('oldest', [*QUICK, *ignored, 'tests'], None),
+        ('between', ON_ONE_BETWEEN, between),
+    ):
         if path or name == 'oldest':
             report, log = scratch / f'{name}.xml', scratch / f'{name}.log'
             command = [oldest, *PYTEST, f'--junit-xml={report}', *tests]
@@ -302,7 +310,7 @@ def main() -> None:
                 print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
                 if between_is == newest_is:
                     between = None  # all tests run on it
-            steps += test_steps(python, Path(folder), 'newest JAX')
+            steps += test_steps(python, Path(folder), 'newest JAX', QUICK)
             beside += older_steps(oldest, between, Path(folder))
         run(steps, beside)
         passed = summarise([*steps, *beside], time.monotonic() - begun)

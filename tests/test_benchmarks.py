@@ -26,7 +26,7 @@ def test_what_is_counted_meets_its_aims():
         lambda: groups.run(groups.all_groups(5), 'structures'),
         lambda: groups.run(groups.all_groups(5), 'shard'),
         lambda: groups.run(groups.all_groups(5), 'data'),
-        lambda: groups.run(groups.all_groups(5), 'pr'),
+        pytest.param(lambda: groups.run(groups.all_groups(5), 'pr'), marks=pytest.mark.slow),
         lambda: decoder.first_step(1, layers=1),
         lambda: programs.plans(1, layers=1),
         lambda: programs.microbatches(1, layers=1),
