@@ -488,7 +488,6 @@ def cases():
             "    'rows' is not an array\n"
             '  n: builtin_function_or_method\n'
             '    <built-in function print> is not an array\n'
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).\n'
             'What to do: shard trees of arrays, and take other leaves out (a function may close over them). '
             'Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition '
             'both parts; scalax.axes.named_jit compiles with whole modules.',
