@@ -28,9 +28,10 @@ from scalax._constrain import (
     mesh_in_force,
     reshard,
 )
-from scalax._context import ActiveHelper
+from scalax._context import ActiveHelper, hashable
 from scalax._frames import arose_below, hide_ours
-from scalax._prefix import RuleLike, check
+from scalax._prefix import RuleLike, check, key_of
+from scalax._recent import Recent
 from scalax._resolve import Resolution, Use, named_sharding, resolve
 from scalax._sjit import sjit
 from scalax._sjit._boundary import resolve_slots
@@ -76,7 +77,7 @@ def at_the_call(
         option: the keyword.
     """
     switch(None)  # what is wrong whatever the rules are
-    remembered = functools.lru_cache(maxsize=64)(switch)
+    remembered: Recent[Any, Callable[..., Any]] = Recent()
 
     @functools.wraps(fun)
     def switched(*args: Any, **kwargs: Any) -> Any:
@@ -86,10 +87,8 @@ def at_the_call(
                 f'of the call'
             )
         rules = kwargs.pop(option)
-        try:
-            found = remembered(rules)
-        except TypeError:  # a tree of rules that has no hash
-            found = switch(rules)
+        key = hashable(key_of(rules))
+        found = remembered.get(key) or remembered.add(key, switch(rules))
         return found(*args, **kwargs)
 
     return switched

@@ -173,7 +173,9 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     if more:
         lines.append(f'  ... and {more} more {"leaf" if more == 1 else "leaves"}')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
-    lines.extend(f'What to do: {hint}' for hint in hints)
+    # What begins another hint is said there.
+    told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
+    lines.extend(f'What to do: {hint}' for hint in told)
     return '\n'.join(lines)
 
 

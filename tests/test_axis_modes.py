@@ -13,6 +13,7 @@ from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     NamedSharding,
+    PolicyShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
@@ -488,7 +489,6 @@ def cases():
             "    'rows' is not an array\n"
             '  n: builtin_function_or_method\n'
             '    <built-in function print> is not an array\n'
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).\n'
             'What to do: shard trees of arrays, and take other leaves out (a function may close over them). '
             'Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition '
             'both parts; scalax.axes.named_jit compiles with whole modules.',
@@ -657,6 +657,9 @@ def test_the_rules_may_come_with_the_call(helper, mode):
             if mode == 'auto_axes':
                 assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, rules), 2)
         assert len(runs) == 2  # once for each of the rules
+        policy = PolicyShardingRule(lambda path, leaf: P('a'))
+        switched(X, **{option: policy}), switched(X, **{option: policy})
+        assert len(runs) == 3
         np.testing.assert_array_equal(helper.sjit(lambda x, s=switched: s(x, **{option: P('a')}))(X), 3 * X)
         with pytest.raises(errors.ArgumentError) as error:
             switched(X)
@@ -666,9 +669,16 @@ def test_the_rules_may_come_with_the_call(helper, mode):
 
 
 def test_the_rules_of_a_call_may_be_a_tree():
-    pair = EXPLICIT_MESH.auto_axes(lambda x: {'x': x, 'sum': x.sum()})
-    out = pair(X, out_sharding={'x': P('a'), 'sum': P()})
-    assert jax.typeof(out['x']).sharding.spec == P('a', None)
+    runs = []
+    pair = EXPLICIT_MESH.auto_axes(lambda x: runs.append(x.shape) or {'x': x, 'sum': x.sum()})
+    for _ in range(2):
+        out = pair(X, out_sharding={'x': P('a'), 'sum': P()})
+        assert jax.typeof(out['x']).sharding.spec == P('a', None)
+    assert len(runs) == 1
+    assert jax.typeof(pair(X, out_sharding={'x': P('b'), 'sum': P()})['x']).sharding.spec == P('b', None)
+    for wrong in ('a', ('a',), {'x': 'a', 'sum': P()}, [P('a'), {}]):
+        with pytest.raises(errors.StructureError):
+            pair(X, out_sharding=wrong)
     with pytest.raises(errors.MeshError, match="has no axis 'c'"):
         EXPLICIT_MESH.auto_axes(lambda x: x, axes='c')
 

@@ -212,8 +212,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) 
         '  extra: params/w: float32[8, 4] is in the checkpoint only\n'
         'What to do: give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
         'only=regex to restore those that are there.\n'
-        'What to do: make like as it was when the checkpoint was saved; describe(step) lists its leaves.\n'
-        'What to do: give only=regex to restore a part of a checkpoint.'
+        'What to do: make like as it was when the checkpoint was saved; describe(step) lists its leaves.'
     )
 
 

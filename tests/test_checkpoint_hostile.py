@@ -213,6 +213,30 @@ def test_sizes_are_limited_before_anything_is_read(
         checkpointer.save(1, state(1), data=bytes(200))
 
 
+def test_messages_steer_no_terminal(two: Path, helper: MeshShardingHelper) -> None:
+    bell = '\x1b[2J\u202e'
+    shown = r'\x1b[2J\u202e'
+    with Checkpointer(two) as old:
+        old.restore(helper, P(), state(0))
+        assert old.save(3, state(3))
+        old.wait()
+        owner = {'token': 'of another', 'host': bell, 'pid': bell, 'since': bell}
+        (two / 'writer.json').write_text(json.dumps(owner))
+        with pytest.raises(CheckpointError) as caught:
+            old.save(4, state(4))
+            old.wait()
+    said = f"process {shown} on host '{shown}', since {shown}. A directory has one writer"
+    assert said in str(caught.value)
+    leaves = {'format': 1, 'processes': 1, 'leaves': [{**ENTRY, 'path': bell}]}
+    write(two, 'scalax/leaves.json', json.dumps(leaves))
+    with pytest.raises(CheckpointError, match=re.escape(f'extra: {shown}: int32[8] is in the checkpoint')):
+        Checkpointer(two).restore(helper, P(), state(0), step=2)
+    files = json.loads((two / '2' / 'state' / 'scalax' / 'files.json').read_text())
+    write(two, 'scalax/files.json', json.dumps({**files, bell: [1, None]}))
+    with pytest.raises(CheckpointError, match=re.escape(f'{shown} cannot be read: No such file')):
+        Checkpointer(two).restore(helper, P(), state(0), step=2)
+
+
 def test_mutated_files_are_passed_over_or_restored(two: Path, helper: MeshShardingHelper) -> None:
     """Some hundred changes to the JSON of a step: never another error, and never other numbers."""
     chance = random.Random(0)

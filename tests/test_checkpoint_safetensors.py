@@ -374,7 +374,8 @@ def no_index(index: Path, helper: MeshShardingHelper, content: bytes | str) -> s
 
 def test_what_is_no_index(tmp_path: Path, helper: MeshShardingHelper) -> None:
     index = tmp_path / 'model.safetensors.index.json'
-    for text in ('{}', '[]', '3', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}'):
+    maps = ['3', '{"a": 3}', '["a"]', '{}', '[]', 'null']
+    for text in ('{}', '[]', '3', *(f'{{"weight_map": {places}}}' for places in maps)):
         said = no_index(index, helper, text)
         assert said == 'it has no weight_map that gives a file for each tensor'
     for content, message in [

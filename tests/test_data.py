@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax.errors import DataError, MeshError
+from scalax.errors import DataError, MeshError, ScalaxError
 from scalax.sharding import MeshShardingHelper
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
@@ -50,6 +50,26 @@ def test_local_data(rng, shape, options, spec, part, make):
     np.testing.assert_array_equal(array, local)
     axis = options.get('batch_axis', 0)
     np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, axis), local)
+
+
+def test_what_is_remembered_of_a_batch_serves_equal_calls_only():
+    local, other = (
+        np.zeros((8, 8), np.int32),
+        MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=AxisType.Explicit),
+    )
+    for _ in range(2):
+        for options, spec in (
+            ({}, P(('data', 'tp'))),
+            ({'batch_axis': 1}, P(None, ('data', 'tp'))),
+            ({'mesh_axis_subset': ['tp']}, P('tp')),
+        ):
+            assert HELPER.local_data_to_global_array(local, **options).sharding.spec == spec
+        assert other.local_data_to_global_array(local).sharding.mesh == other.mesh != HELPER.mesh
+        for options in ({'batch_axis': True}, {'rows': 'some'}, {'mesh_axis_subset': ['pt']}):
+            with pytest.raises(ScalaxError):
+                HELPER.local_data_to_global_array(local, **options)
+        with pytest.raises(DataError):
+            HELPER.local_data_to_global_array(local[:7])
 
 
 @pytest.mark.parametrize('order', ORDERS.values(), ids=ORDERS)

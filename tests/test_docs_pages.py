@@ -115,6 +115,29 @@ def test_public_methods_are_in_the_design(kind: type) -> None:
     assert missing([name for base in ours for name in vars(base) if not name.startswith('_')]) == []
 
 
+CACHES = re.compile(
+    r'functools\.(?:lru_)?cache\b|\bRecent\(\)|\b\w*Recent\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
+    r'|\bResolutionCache\(\)|linecache\.cache\['
+)
+# Not kept: what a report is made with ends with the making.
+PASSING = {'explain/_make'}
+
+
+def test_every_cache_is_in_the_design() -> None:
+    section = text_of(ROOT / 'docs' / 'design.md').partition('## Caches')[2].partition('\n## ')[0]
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in section.splitlines() if '|' in line]
+    named = {name for row in rows for name in re.findall(r'`([\w/]+)`', row[0])}
+    files = {
+        str(file.relative_to(ROOT / 'scalax').with_suffix(''))
+        for file in (ROOT / 'scalax').rglob('*.py')
+        if CACHES.search(file.read_text(encoding='utf-8'))
+    }
+    assert len(files) > 20
+    assert files - named == PASSING
+    tests = {name for row in rows[2:] for name in re.findall(r'`(\w+)`', row[-1])}
+    assert tests and all((ROOT / 'tests' / f'{name}.py').exists() for name in tests)
+
+
 def missing(names: list[str]) -> list[str]:
     described = text_of(ROOT / 'docs' / 'design.md').partition('## Public names')[2]
     assert described and names

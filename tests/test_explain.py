@@ -508,6 +508,15 @@ def test_files_that_are_no_reports(tmp_path):
         with pytest.raises(DataError) as error:
             ShardingReport.load(file)
         assert str(error.value) == f'{str(file)!r} is not the JSON of a report: it is no regular file'
+    (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+    for file, why in (
+        (tmp_path, 'Is a directory'),
+        (tmp_path / 'loop', 'Too many levels of symbolic links'),
+        ('a' * 5000, 'File name too long'),
+    ):
+        with pytest.raises(DataError) as error:
+            ShardingReport.load(file)
+        assert str(error.value) == f'{str(file)!r} is not the JSON of a report: {why}'
     large = tmp_path / 'large.json'
     large.touch()
     os.truncate(large, 1 << 40)

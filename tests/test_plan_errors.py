@@ -88,9 +88,9 @@ def test_arguments_without_shapes():
         '<lambda> got leaves that are not arrays:\n'
         '  batch/names: str\n'
         '  batch/rows: object\n'
-        'What to do: they are in trees that hold arrays too, which cannot be static: take them out, and '
-        'close over them. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for '
-        'eqx.combine inside; scalax.axes.named_jit compiles with whole modules.'
+        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
+        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
+        'inside; scalax.axes.named_jit compiles with whole modules.'
     )
 
 

@@ -157,6 +157,21 @@ def test_pictures(tmp_path):
         assert {(0x77, 0xAA, 0xDD), (0xEE, 0x88, 0x66), (0x44, 0xBB, 0x99)} <= colors
 
 
+def test_pictures_show_names_as_they_are(tmp_path):
+    pytest.importorskip('matplotlib')
+    formula = '$\\frac{$\x1b'
+    made = plan()
+    named = dataclasses.replace(
+        made,
+        name=formula,
+        device_kind=formula,
+        mesh={formula: made.devices},
+        collectives=tuple(dataclasses.replace(row, axes=(formula,)) for row in made.collectives),
+    )
+    named.save_png(tmp_path / 'plan.png')
+    dataclasses.replace(made, name=formula).save_png(tmp_path / 'plan.png')
+
+
 def test_pictures_need_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     with pytest.raises(MissingDependencyError) as raised:

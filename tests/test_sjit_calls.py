@@ -603,9 +603,9 @@ def test_functions_in_modules_are_no_static_arguments():
     message = str(error.value)
     assert message.startswith('<lambda> got leaves that are not arrays:\n  model/activation: ')
     assert message.endswith(
-        'What to do: they are in trees that hold arrays too, which cannot be static: take them out, and '
-        'close over them. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for '
-        'eqx.combine inside; scalax.axes.named_jit compiles with whole modules.'
+        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
+        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
+        'inside; scalax.axes.named_jit compiles with whole modules.'
     )
     with pytest.raises(ShardingError) as error:
         HELPER.shard(model, P())
@@ -619,6 +619,20 @@ def test_functions_in_modules_are_no_static_arguments():
     np.testing.assert_allclose(by_hand(HELPER.shard(arrays, P()), X[0]), model(X[0]), rtol=1e-5)
     with HELPER.get_context():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
+
+
+def test_what_to_do_about_leaves_depends_on_what_is_beside_them():
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(lambda batch, how: batch)({'x': X, 'name': 'rows'}, 'fast')
+    assert str(error.value) == (
+        '<lambda> got leaves that are not arrays:\n'
+        '  batch/name: str\n'
+        '  how: str\n'
+        'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
+        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
+        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
+        'inside; scalax.axes.named_jit compiles with whole modules.'
+    )
 
 
 def test_a_function_that_calls_itself_ends_in_a_recursion_error():

@@ -54,12 +54,21 @@ def test_rng_takes_numbers_and_names(keys, result):
 
 
 def test_rng_refuses_one_string():
+    with pytest.raises(ArgumentError, match='each letter of which'):
+        JaxRNG.from_seed(0)(b'dropout')
     with pytest.raises(ArgumentError) as error:
         JaxRNG.from_seed(0)('dropout')
     assert str(error.value) == (
         "JaxRNG takes a list of names, got the string 'dropout', each letter of which would be a name: "
         "rng(['dropout']) gives a dict with one key, and rng() gives one key"
     )
+
+
+@pytest.mark.parametrize('keys', [-1, np.int32(-2), 2.5, object])
+def test_rng_refuses_what_is_no_number_of_keys(keys):
+    with pytest.raises(ArgumentError) as error:
+        JaxRNG.from_seed(0)(keys)
+    assert str(error.value) == f'JaxRNG takes a number of keys or a list of names, got {keys!r}'
 
 
 @pytest.mark.parametrize('keys', [None, 2, ['params', 'dropout']])

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._paths import canonical_dtype, describe_leaf, join, leaf_shape, optional_path
+from scalax._paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._sjit._convention import EXTRA_KEYWORDS, Convention, Layout
 from scalax._spec import entries as spec_entries
 from scalax._spec import entry_axes, replaced
@@ -166,28 +166,37 @@ def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None
 
 
 def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
-    return ArgumentError(
-        f'{convention.name} got leaves that are not arrays:\n{shown(_raising(TypeError, layout, row))}\n'
-        f'What to do: {_OF_TREES if _among_arrays(layout, row) else _OF_ARGUMENTS}'
-    )
+    hints = ''.join(f'\nWhat to do: {hint}' for hint in _hints(layout, row))
+    listed = shown(_raising(TypeError, layout, row))
+    return ArgumentError(f'{convention.name} got leaves that are not arrays:\n{listed}{hints}')
 
 
 _OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
 _OF_TREES = (
-    'they are in trees that hold arrays too, which cannot be static: take them out, and close over them. '
+    'what is in a tree that holds arrays too cannot be static: take it out, and close over it. '
     'Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine inside; '
     'scalax.axes.named_jit compiles with whole modules.'
 )
 
 
-def _among_arrays(layout: Layout, row: Sequence[Any]) -> bool:
-    """Whether an argument holds arrays, and leaves that are none."""
-    return any(
-        len(leaves := jax.tree.leaves(row[slot])) > 1
-        and any(hasattr(leaf, 'dtype') for leaf in leaves)
-        and any(leaf_shape(leaf) is None for leaf in leaves)
-        for slot in layout.dynamic
-    )
+def _hints(layout: Layout, row: Sequence[Any]) -> list[str]:
+    """What to do about leaves that are no arrays: another thing where they are among arrays."""
+    hints = set()
+    for slot in layout.dynamic:
+        leaves = jax.tree.leaves(row[slot])
+        taken = [leaf for leaf in leaves if not _raises(TypeError, leaf)]
+        if len(taken) < len(leaves):
+            hints.add(_OF_TREES if any(hasattr(leaf, 'dtype') for leaf in taken) else _OF_ARGUMENTS)
+    return sorted(hints)
+
+
+def _raises(kind: type[Exception], leaf: Any) -> bool:
+    """Whether JAX raises such an error about a leaf."""
+    try:
+        leaf_type(leaf)
+    except (TypeError, OverflowError) as error:
+        return isinstance(error, kind)
+    return False
 
 
 def _too_large(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
@@ -203,8 +212,5 @@ def _raising(kind: type[Exception], layout: Layout, row: Sequence[Any]) -> Itera
     """The leaves of which JAX raises such errors, as messages name them."""
     for slot in layout.dynamic:
         for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
-            try:
-                leaf_type(leaf)
-            except (TypeError, OverflowError) as error:
-                if isinstance(error, kind):
-                    yield describe_leaf(slot_path(layout, slot, path) or '', leaf)
+            if _raises(kind, leaf):
+                yield describe_leaf(slot_path(layout, slot, path) or '', leaf)

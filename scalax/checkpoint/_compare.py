@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from scalax._fold import MOST_RUNS, Fold, fold, times
+from scalax._html import visible
 from scalax._paths import canonical_dtype
 from scalax.checkpoint._describe import LeafDescription
 from scalax.errors import CheckpointError, near_names
@@ -39,6 +40,8 @@ def require_fit(
     if found:
         count = 'one leaf differs' if len(found) == 1 else f'{len(found)} leaves differ'
         kinds = dict.fromkeys(one.kind for one in found)
+        if 'missing' in kinds:
+            kinds.pop('extra', None)  # the hint about what is missing serves for both
         hints = ''.join(f'\nWhat to do: {_HINTS[kind]}.' for kind in kinds)
         # What is wrong with a leaf in each of many layers is said once.
         folds = fold((one.path, (one.kind, one.array, one.more)) for one in found)
@@ -46,7 +49,7 @@ def require_fit(
         lines = [_line(item, found[item.first], saved, extra) for item in folds[:_SHOWN]]
         rest = sum(item.count for item in folds[_SHOWN:])
         lines += [f'... and {rest} more'] if rest else []
-        listed = ''.join(f'\n  {line}' for line in lines)
+        listed = ''.join(f'\n  {visible(line)}' for line in lines)
         raise CheckpointError(f'{where} does not hold what is asked for; {count}:{listed}{hints}')
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from scalax._html import visible
 from scalax.checkpoint._json_file import json_of, size_of, write_json
 from scalax.checkpoint._orbax import Path
 
@@ -102,7 +103,7 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _difference(root, name, files[name], checksums), files)
-        return [text for text in found if text]
+        return [visible(text) for text in found if text]
 
 
 def _difference(root: Path, name: str, file: File, checksums: bool) -> str:

@@ -249,7 +249,11 @@ def _indexed(index: Path) -> _Listed:
     except (OSError, ValueError) as error:
         raise CheckpointError(f'{index} is no index: {_json.reason(error)}') from error
     places = values.get('weight_map') if isinstance(values, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    if (
+        not places
+        or not isinstance(places, dict)
+        or not all(isinstance(file, str) for file in places.values())
+    ):
         raise CheckpointError(f'{index} is no index: it has no weight_map that gives a file for each tensor')
     outside = [
         f'{in_message(name)}: {_json.brief(file)}' for name, file in places.items() if _is_outside(file)

@@ -27,6 +27,7 @@ import socket
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from scalax._html import visible
 from scalax.checkpoint._json_file import json_of
 from scalax.checkpoint._orbax import Path, orbax
 from scalax.checkpoint._saved import ITEM, complete_steps
@@ -197,10 +198,10 @@ class Writer:
     def _taken(self, owner: dict[str, Any]) -> CheckpointError:
         pid, host, since = (str(owner[name])[:200] for name in ('pid', 'host', 'since'))
         return CheckpointError(
-            f'{self.directory} has another writer now: process {pid} on host {host!r}, since {since}. A '
-            'directory has one writer, the one that came last, and this one writes and deletes nothing there '
-            'any more. If that one is to go on, end this job; if not, end that one, and make a new '
-            'Checkpointer here, which takes the directory with its first save'
+            f'{self.directory} has another writer now: process {visible(pid)} on host {host!r}, since '
+            f'{visible(since)}. A directory has one writer, the one that came last, and this one writes '
+            'and deletes nothing there any more. If that one is to go on, end this job; if not, end that '
+            'one, and make a new Checkpointer here, which takes the directory with its first save'
         )
 
     def _take(self) -> None:

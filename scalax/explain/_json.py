@@ -70,7 +70,8 @@ def read(text_or_path: str | os.PathLike[str]) -> dict[str, Any]:
     """The fields of the report that was written. Totals are for people; they follow from the rows.
 
     Raises:
-        DataError: this is no report, or one of another version.
+        DataError: this is no report, or one of another version, or the file cannot be read.
+        FileNotFoundError: there is no such file.
         ArgumentError: it is neither text nor a path.
     """
     values, name = loaded(text_or_path, 'report', 'ShardingReport', VERSION)
@@ -144,8 +145,10 @@ def _text_and_name(text_or_path: str | os.PathLike[str], what: str, owner: str) 
     name = repr(os.fspath(text_or_path))
     try:
         return _json.read(text_or_path).decode('utf-8'), name
-    except ValueError as error:
-        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
+    except FileNotFoundError:
+        raise  # a golden file may be there or not
+    except (OSError, ValueError) as error:
+        raise DataError(f'{name} is not the JSON of a {what}: {_json.reason(error)}') from error
 
 
 def of(kind: type[T], value: object, what: str) -> T:

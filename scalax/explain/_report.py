@@ -137,7 +137,8 @@ class ShardingReport:
             text_or_path: the JSON itself, or the path of a file of it.
 
         Raises:
-            DataError: this is no report, or one of another version.
+            DataError: this is no report, or one of another version, or the file cannot be read.
+            FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
             OSError: there is no such file, or it cannot be read.
         """

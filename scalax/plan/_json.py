@@ -49,7 +49,8 @@ def read(kind: type[Plan], text_or_path: str | os.PathLike[str]) -> Plan:
     """The plan that was written.
 
     Raises:
-        DataError: this is no plan, or one of another version.
+        DataError: this is no plan, or one of another version, or the file cannot be read.
+        FileNotFoundError: there is no such file.
         ArgumentError: it is neither text nor a path.
     """
     values, name = loaded(text_or_path, 'plan', 'Plan', VERSION)

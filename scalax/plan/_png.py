@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scalax._html import visible
 from scalax.errors import MissingDependencyError
 from scalax.explain._text import human_bytes
 from scalax.plan._bars import memory_bars, time_bars
@@ -55,20 +56,20 @@ def _draw_memory(part: Any, plan: Plan) -> None:
     whole, bars = memory_bars(plan)
     left = 0.0
     for bar in bars:
-        label = f'{bar.label}, {human_bytes(round(bar.value))}'
+        label = _plain(f'{bar.label}, {human_bytes(round(bar.value))}')
         axes.barh([0], [bar.value / _GIB], left=left, color=bar.color, label=label)
         left += bar.value / _GIB
     if plan.memory.limit is not None:
         axes.axvline(plan.memory.limit / _GIB, color='black', linestyle='--', label='limit')
     axes.set(xlim=(0, 1.02 * whole / _GIB), yticks=[], xlabel='GiB')
-    axes.set_title(f'{head(plan)}\nmemory: {verdict(plan)}', fontsize=10, loc='left')
+    axes.set_title(f'{_plain(head(plan))}\nmemory: {_plain(verdict(plan))}', fontsize=10, loc='left')
     part.legend(loc='outside lower center', ncols=4, fontsize=8, frameon=False)
 
 
 def _draw_times(part: Any, bars: list[Any]) -> None:
     axes = part.subplots()
     drawn = axes.barh(
-        [f'{bar.label} (bounds)' if bar.marked else bar.label for bar in bars],
+        [_plain(f'{bar.label} (bounds)' if bar.marked else bar.label) for bar in bars],
         [1e3 * bar.value for bar in bars],
         color=[bar.color for bar in bars],
     )
@@ -88,7 +89,7 @@ def _draw_torus(part: Any, chips: Chips) -> None:
     )
     slices = f', the first of {chips.slices} slices' if chips.slices > 1 else ''
     part.suptitle(
-        f'{chips.axis}={chips.size}: a colour for each place along it{rest}{slices}',
+        _plain(f'{chips.axis}={chips.size}: a colour for each place along it{rest}{slices}'),
         fontsize=10,
         x=0.02,
         ha='left',
@@ -105,3 +106,13 @@ def _draw_torus(part: Any, chips: Chips) -> None:
             axes.invert_yaxis()
             if several:
                 axes.set_title(f'z={z}', fontsize=8)
+
+
+def _plain(text: str) -> str:
+    r"""The text as it is, for matplotlib, to which what is between two dollars is a formula.
+
+    Example:
+        >>> _plain('$x$')
+        '\\$x\\$'
+    """
+    return visible(text).replace('$', r'\$')
