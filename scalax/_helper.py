@@ -27,7 +27,7 @@ from scalax import (
     _transfer,
 )
 from scalax._keywords import renamed
-from scalax._paths import canonical_dtype
+from scalax._paths import dtype_on_devices
 from scalax._prefetch import Prefetch
 from scalax._prefix import RuleLike
 from scalax._recent import Recent
@@ -232,8 +232,7 @@ class MeshShardingHelper:
         """
 
         def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-            kind = leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf)
-            return jax.ShapeDtypeStruct(kind.shape, canonical_dtype(kind.dtype), sharding=sharding)
+            return jax.ShapeDtypeStruct(np.shape(leaf), dtype_on_devices(leaf), sharding=sharding)
 
         shardings = self.match_sharding_rule(rules, tree)
         with _transfer.naming(tree):

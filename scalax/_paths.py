@@ -122,6 +122,13 @@ def canonical_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
+def dtype_on_devices(leaf: Any) -> Any:
+    """The dtype that a leaf has there: a ``jax.Array`` keeps the one it was made with, under x64 perhaps."""
+    if isinstance(leaf, jax.Array):
+        return leaf.dtype
+    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
+
+
 def describe_leaf(path: str, leaf: Any) -> str:
     """A leaf as error messages show it: ``params/w: float32[8, 16]``.
 

@@ -251,6 +251,17 @@ def test_abstract(helper):
     assert jax.tree.leaves(helper.abstract(abstract, RULE)) == jax.tree.leaves(abstract)
 
 
+def test_an_array_of_x64_keeps_its_dtype_outside_of_it():
+    with jax.enable_x64(True):
+        wide = HELPER.shard({'a': np.ones(8)}, P('fsdp'))
+    dtypes = [np.float64, np.float32]
+    tree = {**wide, 'b': np.ones(8)}  # numpy data are narrowed when they are placed
+    assert [leaf.dtype for leaf in jax.tree.leaves(HELPER.shard(tree, P('fsdp')))] == dtypes
+    assert [x.dtype for x in jax.tree.leaves(HELPER.abstract(tree, P('fsdp')))] == dtypes
+    rows = HELPER.explain(tree, P('fsdp')).rows
+    assert [(row.dtype, row.bytes) for row in rows] == [('float64', 64), ('float32', 32)]
+
+
 def test_abstract_meshes_serve_for_all_that_needs_no_devices():
     mesh = AbstractMesh((4096, 8), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
     pod = MeshShardingHelper.from_mesh(mesh, on_indivisible='replicate')

@@ -277,6 +277,19 @@ def test_arrays_of_x64_are_told_apart_by_a_look(monkeypatch):
     assert [sharding.spec for sharding in wanted] == [ROWS, P()]
 
 
+def test_x64_dtypes_that_are_asked_for_by_name():
+    before = jax.config.jax_explicit_x64_dtypes
+    jax.config.update('jax_explicit_x64_dtypes', 'allow')
+    try:
+        arguments = [X, X.astype(np.float64), jnp.asarray(X), jnp.asarray(X, np.float64), np.float64(2), 2.0]
+        for f in (lambda x: x * 2, lambda x: jnp.asarray(x, np.float64)):
+            ours, theirs = HELPER.sjit(f), jax.jit(f)
+            for x in arguments * 2:
+                assert ours(x).dtype == theirs(x).dtype
+    finally:
+        jax.config.update('jax_explicit_x64_dtypes', before)
+
+
 def test_weak_types_are_another_signature():
     @HELPER.sjit
     def add(x, y):

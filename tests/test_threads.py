@@ -1,7 +1,9 @@
 """Calls in another thread, the JAX settings that go along one by one, and objects that threads share."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -141,6 +143,49 @@ def test_threads_share_a_compiled_function() -> None:
 
     in_threads(work)
     assert set(traces) == {1, 2, 3}
+
+
+@pytest.mark.parametrize('how', ['call', 'lower', 'inside jax.jit', 'sjit again'])
+def test_threads_that_meet_a_signature_together_trace_it_once(how: str) -> None:
+    traces = []
+
+    def double(x: jax.Array) -> jax.Array:
+        traces.append(x.shape)
+        time.sleep(0.05)  # lets the other threads come
+        return 2 * x
+
+    compiled = HELPER.sjit(double, in_shardings=PartitionSpec('data'))
+    x = np.arange(8.0, dtype=np.float32)
+    work: dict[str, Callable[[], Any]] = {
+        'call': lambda: compiled(x),
+        'lower': lambda: compiled.lower(x).compile()(x),
+        'inside jax.jit': lambda: jax.jit(lambda x: compiled(x))(x),
+        'sjit again': lambda: HELPER.sjit(double, in_shardings=PartitionSpec('data'))(x),
+    }
+    for found in in_threads(lambda _: work[how]()):
+        np.testing.assert_array_equal(found, 2 * x)
+    assert traces == [(8,)]
+
+
+def test_a_trace_that_fails_leaves_the_turn_to_the_next_thread() -> None:
+    traces = []
+
+    @HELPER.sjit
+    def double(x: jax.Array) -> jax.Array:
+        traces.append(threading.current_thread().name)
+        time.sleep(0.01)
+        if len(traces) < 3:
+            raise KeyError('not yet')
+        return 2 * x
+
+    def work(_: int) -> bool:
+        try:
+            return bool((double(np.ones(4, np.float32)) == 2).all())
+        except KeyError:
+            return False
+
+    assert sorted(in_threads(work)) == [False, False] + [True] * (COUNT - 2)
+    assert len(set(traces)) == len(traces) == 3
 
 
 # --- Contexts in code that takes turns ------------------------------------------------------------

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from scalax._paths import canonical_dtype
+from scalax._paths import dtype_on_devices
 from scalax._sjit._convention import Layout
 from scalax._sjit._program import Program
 from scalax._sjit._signature import Signature
@@ -173,18 +173,11 @@ def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]
         getter = _getter(layout, path)
         if getter is None:
             continue
-        for number, of in ((0, np.shape), (1, _dtype)):
+        for number, of in ((0, np.shape), (1, dtype_on_devices)):
             seen = tuple(table[path][number] for table in tables)
             if any(value != seen[0] for value in seen):
                 probes.append(Probe(_then(getter, of), seen))
     return probes
-
-
-def _dtype(leaf: Any) -> Hashable:
-    """As signatures have it: without x64, float64 data is float32, unless it is a jax.Array already."""
-    if isinstance(leaf, jax.Array):
-        return leaf.dtype
-    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
 def _types_by_path(signature: Signature) -> dict[tuple[Any, ...], Any]:

@@ -59,8 +59,8 @@ class Call:
 class State:
     """Finds or makes the program of each call. Safe to use from many threads.
 
-    No lock is held while a user's code is traced: two threads that meet a new signature together may
-    both resolve it, as under ``jax.jit``, and the first one's program is kept.
+    Threads that meet a new signature together trace the user's code once, as under ``jax.jit``: one does, and
+    the others wait for it. What other signatures need is held up by nobody.
 
     The helper and the user's function are held weakly, because this may live as long as they do
     (`_shared`): whoever calls holds them.
@@ -102,6 +102,7 @@ class State:
         self.resolved: Recent[Signature, Resolved] = Recent()
         self.programs: Recent[Shape, Program] = Recent()
         self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
+        self._turns: Recent[Signature, Any] = Recent()
         self._inlined: dict[Layout, Any] = {}
         self.body.recordings = Recordings()
         self.hot = self._nothing_yet()
@@ -347,7 +348,14 @@ class State:
         _misplaced.reject_elsewhere(self.convention, layout, row, arguments, self.helper.mesh)
 
     def _new(self, call: Call) -> Resolved:
-        """Resolves a signature that was never seen: traces the user's code, and finds its program."""
+        """Resolves a signature that was never seen, or waits for the thread that does."""
+        # Re-entrant: a function that calls itself is told so. Two threads wait for one another only if what
+        # they trace calls itself by way of the other's, which no single thread could trace either.
+        with self._turns.add(call.signature, threading.RLock()):
+            return self.resolved.get(call.signature) or self._traced(call)
+
+    def _traced(self, call: Call) -> Resolved:
+        """Traces the user's code for a signature, and finds its program."""
         row, layout, signature = call.row, call.layout, call.signature
         inside = Inside(call.arguments, self.boundary.constraints(layout, row))
         program = self._program(layout)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax import _spec
-from scalax._paths import canonical_dtype
+from scalax._paths import dtype_on_devices
 from scalax._prefix import RuleLike, is_rule
 from scalax._resolve import Resolution
 from scalax.explain._report import ShardingReport
@@ -28,9 +28,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     # Trees have many leaves, but few dtypes and specs.
     @functools.cache
     def facts_of(dtype: Any) -> tuple[str, int]:
-        # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
-        canonical = canonical_dtype(dtype)
-        return str(canonical), _bits(canonical)
+        return str(dtype), _bits(dtype)
 
     @functools.cache
     def shards_of(spec: PartitionSpec) -> tuple[int, ...]:
@@ -39,7 +37,8 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     def row(
         path: str, leaf: Any, shape: tuple[int, ...], answer: Answer, spec: PartitionSpec | None
     ) -> ReportRow:
-        dtype, bits = facts_of(leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.result_type(leaf))
+        # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
+        dtype, bits = facts_of(dtype_on_devices(leaf))
         local = list(shape)
         for dim, shards in enumerate(() if spec is None else shards_of(spec)):
             local[dim] = -(-shape[dim] // shards)
