@@ -252,6 +252,22 @@ def check_a_step_that_comes_while_they_look() -> None:
     assert int(Checkpointer(where).restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 5
 
 
+def check_a_step_of_another_writer_is_not_taken_for_the_one_that_failed() -> None:
+    where = folder('taken-for')
+    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    assert new.latest_step() is None
+    old.save(1, state(1))
+    old.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        with failing(_save.Save, '_finalize', jax.process_index() == 0):
+            assert new.save(1, state(2))
+            text = error_of(new.wait)
+    said = 'Input/output error' if jax.process_index() == 0 else 'process 0 has not completed it'
+    assert said in text, text
+    assert_saves(new, 2)
+
+
 def check_sixteen_threads_of_each_process() -> None:
     """Readers among them; those who save do so one after the other, as every process has to."""
     checkpointer = Checkpointer(folder('threads'), timeout=100)

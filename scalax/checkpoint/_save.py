@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from scalax._threads import in_a_thread
 from scalax.checkpoint import _agreed, _manifest
 from scalax.checkpoint._describe import LeafDescription
-from scalax.checkpoint._json_file import bytes_of, write_json
+from scalax.checkpoint._json_file import bytes_of, json_of, sync_folders, write_bytes, write_json
 from scalax.checkpoint._manifest import FOLDER, names_below
 from scalax.checkpoint._orbax import Path
 from scalax.checkpoint._saved import FORMAT, ITEM, LEAVES
@@ -34,6 +34,7 @@ from scalax.errors import CheckpointError
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads of a step
 _FAILED = 'failed'
+_SAVE = 'scalax_save'  # its name, in what Orbax reads
 _SHOWN = 1 << 10  # characters of another process's error
 
 
@@ -57,10 +58,14 @@ def begin(
     try:
         writer.prepare(step, known, damaged)
         staging = writer.staging(step, name)
-        # In the second Orbax's process 0 writes first: the others would wait for it even if it has failed.
-        for folder in (FOLDER, 'array_metadatas'):
-            (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
-        _write_metadata(staging, time.time_ns())
+        try:
+            # In the second Orbax's process 0 writes first: the others would wait for it if it has failed.
+            for folder in (FOLDER, 'array_metadatas'):
+                (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
+            _write_metadata(staging, name, time.time_ns())
+        except BaseException:
+            writer.discard(staging)
+            raise
     except OSError as error:
         if writer.taken:
             _raise(writer.reason(error, name), error)
@@ -73,9 +78,11 @@ class Save(threading.Thread):
     Attributes:
         step: its number.
         error: what went wrong, once the thread has ended.
+        warning: what went wrong when the step was complete.
     """
 
     error: BaseException | None = None
+    warning: str | None = None
 
     def __init__(
         self, writer: Writer, step: int, name: str, content: Content, keep: int | None, timeout: int
@@ -161,7 +168,8 @@ class Save(threading.Thread):
             if self.error is not None:
                 raise self.error
             self._finalize()
-            _write_metadata(self._staging, self._begun, time.time_ns())
+            _write_metadata(self._staging, self._name, self._begun, time.time_ns())
+            sync_folders(self._staging)
             self._writer.commit(self.step, self._staging)
         except BaseException as error:
             self._writer.discard(self._staging)
@@ -185,8 +193,14 @@ class Save(threading.Thread):
 
     def _end_well(self) -> None:
         if self._first:
-            self._writer.prune(self._keep)
-        elif not self._writer.committed(self.step):
+            try:
+                self._writer.prune(self._keep)
+            except OSError as error:
+                self.warning = (
+                    f'step {self.step} is saved, and older steps cannot be deleted; the next save tries it '
+                    f'again: {_text(error)}'
+                )
+        elif not self._committed():
             raise self._writer.reason(
                 CheckpointError(
                     f'step {self.step} could not be saved: process 0 has not completed it, and says why'
@@ -194,8 +208,15 @@ class Save(threading.Thread):
                 self._name,
             )
 
+    def _committed(self) -> bool:
+        """Whether the step is complete, and of this save: another may have saved one of its number."""
+        with contextlib.suppress(FileNotFoundError):
+            metadata = json_of(self._writer.directory / str(self.step) / _METADATA)
+            return self._writer.committed(self.step) and metadata['custom_metadata'] == {_SAVE: self._name}
+        return False
 
-def _write_metadata(staging: Path, begun: int, ended: int | None = None) -> None:
+
+def _write_metadata(staging: Path, name: str, begun: int, ended: int | None = None) -> None:
     """What Orbax knows of a step: the handler by which it restores it, and when it was saved."""
     metadata = {
         'item_handlers': {ITEM: ocp.StandardCheckpointHandler.typestr()},
@@ -203,9 +224,9 @@ def _write_metadata(staging: Path, begun: int, ended: int | None = None) -> None
         'performance_metrics': {},
         'init_timestamp_nsecs': begun,
         'commit_timestamp_nsecs': ended,
-        'custom_metadata': {},
+        'custom_metadata': {_SAVE: name},
     }
-    (staging / _METADATA).write_text(json.dumps(metadata))
+    write_bytes(staging / _METADATA, json.dumps(metadata).encode())
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
