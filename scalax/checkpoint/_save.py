@@ -33,7 +33,9 @@ from scalax.checkpoint._writer import TOKEN, Writer
 from scalax.errors import CheckpointError
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads of a step
+_AWAITED = 'array_metadatas'  # a folder that Orbax's process 0 makes, and its others wait for
 _FAILED = 'failed'
+_LOOK_S = 1.0  # how often it is looked whether the folder of a save is still there
 _SAVE = 'scalax_save'  # its name, in what Orbax reads
 _SHOWN = 1 << 10  # characters of another process's error
 
@@ -60,7 +62,7 @@ def begin(
         staging = writer.staging(step, name)
         try:
             # In the second Orbax's process 0 writes first: the others would wait for it if it has failed.
-            for folder in (FOLDER, 'array_metadatas'):
+            for folder in (FOLDER, _AWAITED):
                 (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
             _write_metadata(staging, name, time.time_ns())
         except BaseException:
@@ -141,13 +143,29 @@ class Save(threading.Thread):
         try:
             if self.error is None:
                 for future in self._futures:
-                    future.result(timeout=max(self._end - time.monotonic(), 0))
+                    self._wait_for(future)
                 self._write_own(me)
         except BaseException as error:
             self.error = self._writer.reason(error, self._name)
         if self.error is not None:
             with contextlib.suppress(OSError):
                 (self._root / FOLDER / f'{_FAILED}.{me}').write_text(_text(self.error))
+
+    def _wait_for(self, future: Any) -> None:
+        """Waits for what Orbax writes.
+
+        Where another writer has deleted the folder meanwhile, Orbax waits for ten minutes for process 0 to
+        make another in it. This process makes one then: Orbax ends, and the error comes right behind.
+        """
+        while True:
+            begun, left = time.monotonic(), self._end - time.monotonic()
+            try:
+                return future.result(timeout=max(min(_LOOK_S, left), 0))
+            except TimeoutError:
+                if left < _LOOK_S or time.monotonic() - begun < _LOOK_S / 2:  # too late, or one of Orbax's
+                    raise
+            if not (self._staging / _METADATA).exists():
+                (self._root / _AWAITED).mkdir(parents=True, exist_ok=True)
 
     def _write_own(self, me: int) -> None:
         """What each process writes, when its arrays are on the disk."""
