@@ -5,7 +5,8 @@ makes slow does not. After a minute of that it is stopped where it is and fails,
 is one that computes for ten minutes. Setting up, running and tearing down count apart.
 
 Python cannot stop a test that is stuck in another language's code. Such a test ends the whole run a moment
-later, with the lines that all threads are at.
+later, with the lines that all threads are at. So does a run whose tests have left a thread for which Python
+waits at its end.
 
 After the tests of a module no process is left that one of them, or a process of theirs, has started: those
 that are there are named, and killed by their ids.
@@ -59,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.environ.pop(MARK, None)
-    os.close(config.stash[_stderr])
+    # Python waits for threads that tests have left. The file stays open until then.
+    faulthandler.dump_traceback_later(STILL_S, exit=True, file=config.stash[_stderr])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

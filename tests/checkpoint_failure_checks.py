@@ -252,6 +252,51 @@ def check_a_step_that_comes_while_they_look() -> None:
     assert int(Checkpointer(where).restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 5
 
 
+def check_another_deletes_what_one_has_yet_to_write() -> None:
+    """Orbax waits for ten minutes, in all processes but the first, for a folder that is gone."""
+    where = folder('deletes')
+    checkpointer = Checkpointer(where, timeout=100)
+    checkpointer.save(1, state(1))
+    checkpointer.wait()
+    copy = ocp.StandardCheckpointHandler.async_save
+
+    def copy_late(*args: Any, **kwargs: Any) -> Any:
+        end = time.monotonic() + SOON_S
+        while not [*where.glob('2*/state/scalax/files.0')]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if last():
+            _writer.Writer(checkpointer._directory).prepare(2, {1}, [])
+        while [*where.glob('2*')]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return copy(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index():
+            patch.setattr(ocp.StandardCheckpointHandler, 'async_save', copy_late)
+        assert checkpointer.save(2, state(2))
+        text = error_of(checkpointer.wait)
+    assert 'has another writer now: process ' in text, text
+    assert [path.name for path in where.glob('2*')] == []
+
+
+def check_a_step_of_another_writer_is_not_taken_for_the_one_that_failed() -> None:
+    where = folder('taken-for')
+    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    assert new.latest_step() is None
+    old.save(1, state(1))
+    old.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        with failing(_save.Save, '_finalize', jax.process_index() == 0):
+            assert new.save(1, state(2))
+            text = error_of(new.wait)
+    said = 'Input/output error' if jax.process_index() == 0 else 'process 0 has not completed it'
+    assert said in text, text
+    assert_saves(new, 2)
+
+
 def check_sixteen_threads_of_each_process() -> None:
     """Readers among them; those who save do so one after the other, as every process has to."""
     checkpointer = Checkpointer(folder('threads'), timeout=100)

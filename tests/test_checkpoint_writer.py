@@ -230,6 +230,128 @@ def test_steps_make_way_only_when_another_is_complete(
     assert run_and_step(helper, tmp_path) == (2, 3)
 
 
+def test_a_step_that_has_made_way_comes_back_where_the_rename_fails(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert new.latest_step() is None
+    assert old.save(3, state(1, 3))
+    old.wait()
+    rename, failed = type(new._directory).rename, []
+
+    def fails_once(path: Any, to: Any) -> Any:
+        if Path(to).name == '3' and not failed:
+            failed.append(path)
+            raise OSError(5, 'Input/output error')
+        return rename(path, to)
+
+    monkeypatch.setattr(type(new._directory), 'rename', fails_once)
+    with pytest.warns(CheckpointWarning, match='holds step 3'):
+        assert new.save(3, state(2, 3))
+    assert 'OSError: [Errno 5] Input/output error' in message(new.wait)
+    assert names(tmp_path) == ['3', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (1, 3)
+    assert new.save(3, state(2, 3))
+    new.close()
+    assert run_and_step(helper, tmp_path) == (2, 3)
+
+
+def test_a_disk_that_cannot_be_read_once_the_directory_is_taken(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save still knows which steps have come from the writer before."""
+    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert new.latest_step() is None
+    assert old.save(3, state(1, 3))
+    old.wait()
+
+    def fails() -> Any:
+        raise OSError(5, 'Input/output error')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(new._writer, '_unfinished', fails)
+        assert 'Input/output error' in message(new.save, 3, state(2, 3))
+    with pytest.warns(CheckpointWarning, match='holds step 3'):
+        assert new.save(3, state(2, 3))
+    new.close()
+    assert run_and_step(helper, tmp_path) == (2, 3)
+
+
+def test_steps_that_cannot_be_deleted(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is saved, and so said; what is a link is deleted, and what it leads to is not."""
+    checkpointer = Checkpointer(tmp_path / 'run', keep=1)
+    assert checkpointer.save(1, state(1, 1))
+    checkpointer.wait()
+    (tmp_path / 'run' / '1').rename(tmp_path / 'elsewhere')
+    (tmp_path / 'run' / '1').symlink_to(tmp_path / 'elsewhere')
+
+    def fails(path: Any) -> Any:
+        raise PermissionError(13, 'Permission denied')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer._writer, 'remove', fails)
+        assert checkpointer.save(2, state(1, 2))
+        with pytest.warns(CheckpointWarning) as caught:
+            checkpointer.wait()
+    assert [str(one.message) for one in caught] == [
+        'step 2 is saved, and older steps cannot be deleted; the next save tries it again: '
+        'PermissionError: [Errno 13] Permission denied'
+    ]
+    assert run_and_step(helper, tmp_path / 'run') == (1, 2)
+    assert checkpointer.save(3, state(1, 3))
+    checkpointer.close()
+    assert names(tmp_path / 'run') == ['3', 'writer.json']
+    assert (tmp_path / 'elsewhere' / 'state').is_dir()
+
+
+def test_a_step_is_on_the_disk_before_it_counts(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the power goes: its files and folders before the rename, and that before older ones go."""
+    synced: set[int] = set()
+    fsync, commit, prune = os.fsync, _writer.Writer.commit, _writer.Writer.prune
+
+    def noted(number: int) -> None:
+        synced.add(os.fstat(number).st_ino)
+        fsync(number)
+
+    def committed(writer: Any, step: int, staging: Any) -> None:
+        below = [*Path(staging).rglob('*')]
+        assert 'files.json' in {path.name for path in below}
+        assert [path for path in [Path(staging), *below] if path.stat().st_ino not in synced] == []
+        synced.clear()
+        commit(writer, step, staging)
+
+    def pruned(writer: Any, keep: Any) -> None:
+        assert tmp_path.stat().st_ino in synced
+        prune(writer, keep)
+
+    monkeypatch.setattr(os, 'fsync', noted)
+    monkeypatch.setattr(_writer.Writer, 'commit', committed)
+    monkeypatch.setattr(_writer.Writer, 'prune', pruned)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        assert checkpointer.save(1, state(1, 1))
+    assert names(tmp_path) == ['1', 'writer.json']
+
+
+def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of a save that could not begin, nor of a writer that could not take the directory."""
+
+    def full(number: int) -> None:
+        raise OSError(28, 'No space left on device')
+
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patch:
+        for left in ([], ['writer.json']):
+            patch.setattr(os, 'fsync', full)
+            assert 'OSError: [Errno 28] No space left' in message(checkpointer.save, 1, state(1, 1))
+            assert names(tmp_path) == left
+            patch.undo()
+            checkpointer._writer._take()
+            checkpointer._writer.taken = True
+
+
 def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Both save the same steps, with other numbers; one takes the directory from the other."""
     first = threading.Barrier(2)

@@ -93,6 +93,21 @@ def test_a_test_that_python_cannot_stop_ends_the_run(tmp_path: Path) -> None:
     assert (tmp_path / 'running').read_text() == 'test_made_up.py::test_is_stuck'
 
 
+LEAVES_A_THREAD = """
+import threading
+
+def test_leaves_a_thread():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+"""
+
+
+def test_a_run_that_a_thread_does_not_let_end_is_ended(tmp_path: Path) -> None:
+    done = run(tmp_path, LEAVES_A_THREAD)
+    assert done.returncode == 1
+    assert '1 passed' in done.stdout
+    assert 'Timeout (0:00:01)!' in done.stderr and '_shutdown' in done.stderr
+
+
 # The second is started in a session of its own, by a process that is gone.
 LEAVES = """
 SLEEP = [sys.executable, '-c', 'import time; time.sleep(600)']

@@ -312,6 +312,8 @@ class Checkpointer:
             self._reached = None
             with _failures(save.step, self._directory):
                 raise save.error
+        if save.warning is not None:
+            warn(save.warning, CheckpointWarning)
 
     @_one_at_a_time
     def close(self) -> None:

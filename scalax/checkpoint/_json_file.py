@@ -1,7 +1,8 @@
-"""Small files of a checkpoint, also in object stores: bounded reads, of regular files only."""
+"""Small files of a checkpoint, also in object stores: bounded reads of regular files, writes that last."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -65,6 +66,32 @@ def size_of(path: Path) -> int:
     return found.st_size
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file, and returns once it would outlast a loss of power."""
+    path.write_bytes(data)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Returns once a file or folder is on the disk; does nothing where there is no such thing."""
+    if '://' in str(path):
+        return
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # folders of some file systems
+            raise
+    finally:
+        os.close(number)
+
+
+def sync_folders(root: Path) -> None:
+    """The same for a folder and all folders in it, which say what files there are."""
+    for folder, _, _ in os.walk(root) if '://' not in str(root) else ():
+        sync(folder)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a file that `json_of` reads.
 
@@ -74,4 +101,4 @@ def write_json(path: Path, value: Any) -> None:
     data = json.dumps(value).encode()
     if len(data) > _MOST:
         raise ValueError(f'{path.name} would have {len(data)} bytes, and at most {_MOST} are read')
-    path.write_bytes(data)
+    write_bytes(path, data)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from scalax._html import visible
-from scalax.checkpoint._json_file import json_of, size_of, write_json
+from scalax.checkpoint._json_file import json_of, size_of, sync, write_json
 from scalax.checkpoint._orbax import Path
 
 FOLDER = 'scalax'  # what scalax writes beside the arrays
@@ -34,7 +34,7 @@ class File:
 
 
 def measured(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File]:
-    """The files called *names* below *root* as they are now."""
+    """The files called *names* below *root* as they are now, once they would outlast a loss of power."""
     with ThreadPoolExecutor(_THREADS) as pool:
         names = list(names)
         found = pool.map(lambda name: _measured(root / name, checksums), names)
@@ -121,6 +121,7 @@ def _difference(root: Path, name: str, file: File, checksums: bool) -> str:
 
 def _measured(path: Path, checksum: bool) -> File:
     size = size_of(path)
+    sync(path)
     return File(size, _crc32(path, size) if checksum else None)
 
 

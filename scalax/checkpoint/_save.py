@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from scalax._threads import in_a_thread
 from scalax.checkpoint import _agreed, _manifest
 from scalax.checkpoint._describe import LeafDescription
-from scalax.checkpoint._json_file import bytes_of, write_json
+from scalax.checkpoint._json_file import bytes_of, json_of, sync_folders, write_bytes, write_json
 from scalax.checkpoint._manifest import FOLDER, names_below
 from scalax.checkpoint._orbax import Path
 from scalax.checkpoint._saved import FORMAT, ITEM, LEAVES
@@ -33,7 +33,10 @@ from scalax.checkpoint._writer import TOKEN, Writer
 from scalax.errors import CheckpointError
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads of a step
+_AWAITED = 'array_metadatas'  # a folder that Orbax's process 0 makes, and its others wait for
 _FAILED = 'failed'
+_LOOK_S = 1.0  # how often it is looked whether the folder of a save is still there
+_SAVE = 'scalax_save'  # its name, in what Orbax reads
 _SHOWN = 1 << 10  # characters of another process's error
 
 
@@ -57,10 +60,14 @@ def begin(
     try:
         writer.prepare(step, known, damaged)
         staging = writer.staging(step, name)
-        # In the second Orbax's process 0 writes first: the others would wait for it even if it has failed.
-        for folder in (FOLDER, 'array_metadatas'):
-            (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
-        _write_metadata(staging, time.time_ns())
+        try:
+            # In the second Orbax's process 0 writes first: the others would wait for it if it has failed.
+            for folder in (FOLDER, _AWAITED):
+                (staging / ITEM / folder).mkdir(parents=True, exist_ok=True)
+            _write_metadata(staging, name, time.time_ns())
+        except BaseException:
+            writer.discard(staging)
+            raise
     except OSError as error:
         if writer.taken:
             _raise(writer.reason(error, name), error)
@@ -73,9 +80,11 @@ class Save(threading.Thread):
     Attributes:
         step: its number.
         error: what went wrong, once the thread has ended.
+        warning: what went wrong when the step was complete.
     """
 
     error: BaseException | None = None
+    warning: str | None = None
 
     def __init__(
         self, writer: Writer, step: int, name: str, content: Content, keep: int | None, timeout: int
@@ -134,13 +143,29 @@ class Save(threading.Thread):
         try:
             if self.error is None:
                 for future in self._futures:
-                    future.result(timeout=max(self._end - time.monotonic(), 0))
+                    self._wait_for(future)
                 self._write_own(me)
         except BaseException as error:
             self.error = self._writer.reason(error, self._name)
         if self.error is not None:
             with contextlib.suppress(OSError):
                 (self._root / FOLDER / f'{_FAILED}.{me}').write_text(_text(self.error))
+
+    def _wait_for(self, future: Any) -> None:
+        """Waits for what Orbax writes.
+
+        Where another writer has deleted the folder meanwhile, Orbax waits for ten minutes for process 0 to
+        make another in it. This process makes one then: Orbax ends, and the error comes right behind.
+        """
+        while True:
+            begun, left = time.monotonic(), self._end - time.monotonic()
+            try:
+                return future.result(timeout=max(min(_LOOK_S, left), 0))
+            except TimeoutError:
+                if left < _LOOK_S or time.monotonic() - begun < _LOOK_S / 2:  # too late, or one of Orbax's
+                    raise
+            if not (self._staging / _METADATA).exists():
+                (self._root / _AWAITED).mkdir(parents=True, exist_ok=True)
 
     def _write_own(self, me: int) -> None:
         """What each process writes, when its arrays are on the disk."""
@@ -161,7 +186,8 @@ class Save(threading.Thread):
             if self.error is not None:
                 raise self.error
             self._finalize()
-            _write_metadata(self._staging, self._begun, time.time_ns())
+            _write_metadata(self._staging, self._name, self._begun, time.time_ns())
+            sync_folders(self._staging)
             self._writer.commit(self.step, self._staging)
         except BaseException as error:
             self._writer.discard(self._staging)
@@ -185,8 +211,14 @@ class Save(threading.Thread):
 
     def _end_well(self) -> None:
         if self._first:
-            self._writer.prune(self._keep)
-        elif not self._writer.committed(self.step):
+            try:
+                self._writer.prune(self._keep)
+            except OSError as error:
+                self.warning = (
+                    f'step {self.step} is saved, and older steps cannot be deleted; the next save tries it '
+                    f'again: {_text(error)}'
+                )
+        elif not self._committed():
             raise self._writer.reason(
                 CheckpointError(
                     f'step {self.step} could not be saved: process 0 has not completed it, and says why'
@@ -194,8 +226,15 @@ class Save(threading.Thread):
                 self._name,
             )
 
+    def _committed(self) -> bool:
+        """Whether the step is complete, and of this save: another may have saved one of its number."""
+        with contextlib.suppress(FileNotFoundError):
+            metadata = json_of(self._writer.directory / str(self.step) / _METADATA)
+            return self._writer.committed(self.step) and metadata['custom_metadata'] == {_SAVE: self._name}
+        return False
 
-def _write_metadata(staging: Path, begun: int, ended: int | None = None) -> None:
+
+def _write_metadata(staging: Path, name: str, begun: int, ended: int | None = None) -> None:
     """What Orbax knows of a step: the handler by which it restores it, and when it was saved."""
     metadata = {
         'item_handlers': {ITEM: ocp.StandardCheckpointHandler.typestr()},
@@ -203,9 +242,9 @@ def _write_metadata(staging: Path, begun: int, ended: int | None = None) -> None
         'performance_metrics': {},
         'init_timestamp_nsecs': begun,
         'commit_timestamp_nsecs': ended,
-        'custom_metadata': {},
+        'custom_metadata': {_SAVE: name},
     }
-    (staging / _METADATA).write_text(json.dumps(metadata))
+    write_bytes(staging / _METADATA, json.dumps(metadata).encode())
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:

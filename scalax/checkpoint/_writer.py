@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from scalax._html import visible
-from scalax.checkpoint._json_file import json_of
+from scalax.checkpoint._json_file import json_of, sync, write_bytes
 from scalax.checkpoint._orbax import Path, orbax
 from scalax.checkpoint._saved import ITEM, complete_steps
 from scalax.errors import CheckpointError, CheckpointWarning, warn
@@ -51,7 +51,8 @@ class Writer:
         self.directory = directory
         self.token = secrets.token_hex(TOKEN // 2)
         self.taken = False
-        self._replaced: list[int] = []
+        # The steps to make way for this writer's own; None until it has looked for them.
+        self._replaced: list[int] | None = None
         self._saves = 0
 
     def require(self) -> None:
@@ -89,8 +90,7 @@ class Writer:
         Raises:
             CheckpointError: the directory has another writer, or holds later steps.
         """
-        first = not self.taken
-        if first:
+        if not self.taken:
             self._refuse(step, [one for one in self._later(step, damaged) if known is None or one in known])
             self._take()
             self.taken = True
@@ -98,8 +98,8 @@ class Writer:
         self.require()
         for path in unfinished:
             self.remove(path)
-        if first and known is not None:
-            self._replaced = self._later(step, damaged)
+        if self._replaced is None:
+            self._replaced = [] if known is None else self._later(step, damaged)
             self._warn_of_replaced()
         later = self._later(step, [*damaged, *self._replaced])
         there = [one for one in complete_steps(self.directory) if one in damaged]
@@ -132,17 +132,29 @@ class Writer:
             for folder in (final / ITEM, final):
                 (folder / _COMMITTED).write_text('')
             return
-        replaced, self._replaced = self._replaced, []
+        replaced = self._replaced or []
         if step in replaced:
             self._set_aside(step)
-        staging.rename(final)
-        for one in replaced:
-            if one != step:
-                self._set_aside(one)
+        try:
+            staging.rename(final)
+        except OSError:
+            if step in replaced:  # it is the latest that there is
+                with contextlib.suppress(OSError):
+                    self._aside(step).rename(final)
+            raise
+        self._replaced = [one for one in replaced if one != step]
+        for one in self._replaced:
+            self._set_aside(one)
+        self._replaced = []
+        sync(self.directory)
 
     def committed(self, step: int) -> bool:
-        """Whether a step is complete, as this process sees it."""
-        return step in complete_steps(self.directory)
+        """Whether a step is complete, as this process sees it.
+
+        It is looked up and not listed: clients of network file systems keep lists of folders for a minute.
+        """
+        final = self.directory / str(step)
+        return bool((final if self._renames else final / _COMMITTED).exists())
 
     def prune(self, keep: int | None) -> None:
         """Deletes all but the latest steps; nothing where another writer has taken the directory."""
@@ -157,9 +169,11 @@ class Writer:
     def discard(self, staging: Path) -> None:
         """Deletes the folder of a save that has failed."""
         with contextlib.suppress(OSError, CheckpointError):
-            if not self._renames:  # it is that of the step, which another may be writing
+            if self._renames:  # nobody but this writer commits it, and a full disk may not rename
+                staging.rmtree()
+            else:  # it is that of the step, which another may be writing
                 self.require()
-            self.remove(staging)
+                self.remove(staging)
 
     def remove(self, path: Path) -> None:
         """Deletes a folder, all of it at once for those who read; what cannot be goes with the next save."""
@@ -170,7 +184,10 @@ class Writer:
             else:
                 (path / _COMMITTED).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                path.rmtree()
+                if os.path.islink(path):  # a step that somebody has moved elsewhere
+                    path.unlink()
+                else:
+                    path.rmtree()
 
     @property
     def _renames(self) -> bool:
@@ -209,8 +226,13 @@ class Writer:
         since = datetime.datetime.now(datetime.UTC).isoformat(' ', 'seconds')
         owner = {'token': self.token, 'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}
         written = self.directory / f'{FILE}.{self.token}'
-        written.write_text(json.dumps(owner))
-        written.replace(self.directory / FILE)
+        try:
+            write_bytes(written, json.dumps(owner).encode())
+            written.replace(self.directory / FILE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                written.unlink(missing_ok=True)
+            raise
 
     def _later(self, step: int, without: Collection[int]) -> list[int]:
         return [one for one in complete_steps(self.directory) if one >= step and one not in without]
@@ -244,7 +266,10 @@ class Writer:
 
     def _set_aside(self, step: int) -> None:
         with contextlib.suppress(FileNotFoundError):
-            (self.directory / str(step)).rename(self.directory / f'{step}.replaced-by-{self.token}')
+            (self.directory / str(step)).rename(self._aside(step))
+
+    def _aside(self, step: int) -> Path:
+        return self.directory / f'{step}.replaced-by-{self.token}'
 
 
 def _suffix() -> str:
