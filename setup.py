@@ -62,7 +62,7 @@ setup(
     license_files=['LICENSE'],
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
-    package_data={'scalax': ['py.typed', 'assets/*', 'explain/assets/*']},
+    package_data={'scalax': ['py.typed', '_report/assets/*', 'explain/assets/*']},
     install_requires=['jax>=0.10', 'numpy', 'einops'],
     extras_require=EXTRAS,
     classifiers=[

@@ -13,30 +13,21 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax import (
-    _axis_modes,
-    _broadcast,
-    _constrain,
-    _context,
-    _data,
-    _local,
-    _mesh,
-    _rows,
-    _shard_map,
-    _sjit,
-    _transfer,
-)
-from scalax._keywords import renamed
-from scalax._paths import dtype_on_devices
-from scalax._prefetch import Prefetch
-from scalax._prefix import RuleLike
-from scalax._recent import Recent
-from scalax._resolve import ResolutionCache, Use, resolve
-from scalax._spec import MeshAxes, OnIndivisible, checked_policy
+from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
+from scalax._hostdata.prefetch import Prefetch
+from scalax._mesh import meshes
+from scalax._plan import Plan, make_plan
+from scalax._plan.make import reject_own_argument
+from scalax._trace import constraints, contexts
+from scalax._transforms import axis_modes, shard_map, sjit
+from scalax._tree.paths import dtype_on_devices
+from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
+from scalax._util.lru_cache import Recent
+from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.explain import ShardingReport, make_report
-from scalax.plan import Plan, make_plan
-from scalax.plan._make import reject_own_argument
+from scalax.rules._prefix import RuleLike
+from scalax.rules._resolve import ResolutionCache, Use, resolve
 from scalax.visualize import Visualization, visualize
 
 
@@ -94,7 +85,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
-        mesh = _mesh.build_mesh(
+        mesh = meshes.build_mesh(
             axis_dims,
             axis_names,
             split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
@@ -107,7 +98,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts: Recent[_context.Context, _context.Context] = Recent()
+        self._contexts: Recent[contexts.Context, contexts.Context] = Recent()
         self._resolutions = ResolutionCache()
 
     @classmethod
@@ -122,7 +113,7 @@ class MeshShardingHelper:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._set_up(_mesh.checked_mesh(mesh), on_indivisible)
+        helper._set_up(meshes.checked_mesh(mesh), on_indivisible)
         return helper
 
     @classmethod
@@ -159,7 +150,7 @@ class MeshShardingHelper:
             axis_names,
             mesh_axis_splitting,
             dcn_axis_dims=dcn_axis_dims,
-            devices=_mesh.topology_devices(topology, num_slices),
+            devices=meshes.topology_devices(topology, num_slices),
             axis_types=axis_types,
             on_indivisible=on_indivisible,
         )
@@ -190,7 +181,7 @@ class MeshShardingHelper:
         return self._on_indivisible
 
     def __reduce__(self) -> Any:
-        return _unpickled, (type(self), _mesh.pickled(self._mesh), self._on_indivisible)
+        return _unpickled, (type(self), meshes.pickled(self._mesh), self._on_indivisible)
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
@@ -235,7 +226,7 @@ class MeshShardingHelper:
             return jax.ShapeDtypeStruct(np.shape(leaf), dtype_on_devices(leaf), sharding=sharding)
 
         shardings = self.match_sharding_rule(rules, tree)
-        with _transfer.naming(tree):
+        with transfer.naming(tree):
             return jax.tree.map(struct, tree, shardings)
 
     @renamed(pytree='tree')
@@ -297,8 +288,8 @@ class MeshShardingHelper:
             ShardingError: as for `match_sharding_rule`; nothing is moved then.
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
-        _mesh.require_devices(self._mesh, 'shard')
-        return _transfer.put_on(self.mesh, tree, lambda: self._shardings(rules, tree)[0])
+        meshes.require_devices(self._mesh, 'shard')
+        return transfer.put_on(self.mesh, tree, lambda: self._shardings(rules, tree)[0])
 
     @renamed(pytree='tree')
     def gather(self, tree: Any) -> Any:
@@ -309,7 +300,7 @@ class MeshShardingHelper:
         Raises:
             DataError: processes fetch different leaves from one another; raised on all of them.
         """
-        return _transfer.to_host(tree)
+        return transfer.to_host(tree)
 
     @renamed(pytree='tree', sharding_rule='rules')
     def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
@@ -317,15 +308,15 @@ class MeshShardingHelper:
 
         `shard` and `gather` do the same for a whole tree at once, and need no such trees.
         """
-        _mesh.require_devices(self._mesh, 'make_shard_and_gather_fns')
+        meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
         shardings = self.match_sharding_rule(rules, tree)
-        return _transfer.shard_functions(shardings), _transfer.gather_functions(shardings)
+        return transfer.shard_functions(shardings), transfer.gather_functions(shardings)
 
     @classmethod
     @renamed(pytree='tree')
     def apply_shard_and_gather_fns(cls, fns: Any, tree: Any) -> Any:
         """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
-        return _transfer.apply_functions(fns, tree)
+        return transfer.apply_functions(fns, tree)
 
     # --- Compiled functions -----------------------------------------------------------------------
 
@@ -401,7 +392,7 @@ class MeshShardingHelper:
         }
         if fun is None:
             return functools.partial(self.sjit, **options, **jit_kwargs)
-        return _sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+        return sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
 
     def shard_map(
         self,
@@ -458,7 +449,7 @@ class MeshShardingHelper:
         if fun is None:
             options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
             return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)
-        return _shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
+        return shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
 
     def auto_axes(
         self,
@@ -501,9 +492,9 @@ class MeshShardingHelper:
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
         if out_sharding is not _REQUIRED:
-            return _axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
-        switch = functools.partial(_axis_modes.auto_axes, self.get_context(), fun, axes)
-        return _axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
+            return axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+        switch = functools.partial(axis_modes.auto_axes, self.get_context(), fun, axes)
+        return axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
 
     def explicit_axes(
         self,
@@ -548,9 +539,9 @@ class MeshShardingHelper:
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
         if in_sharding is not _REQUIRED:
-            return _axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
-        switch = functools.partial(_axis_modes.explicit_axes, self.get_context(), fun, axes)
-        return _axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
+            return axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
+        switch = functools.partial(axis_modes.explicit_axes, self.get_context(), fun, axes)
+        return axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
         """What a function would hold, and what its devices would send one another; compiled, not run.
@@ -595,35 +586,35 @@ class MeshShardingHelper:
 
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None
-    ) -> _context.ActiveHelper:
+    ) -> contexts.ActiveHelper:
         """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
         plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
 
         Args:
             annotation_shardings: annotation name -> rule; bindings outside are inherited.
         """
-        return _context.ActiveHelper(self, self._contexts, annotation_shardings)
+        return contexts.ActiveHelper(self, self._contexts, annotation_shardings)
 
     @classmethod
     def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
         """The helper that is active in this thread, or None."""
-        context = _context.current()
+        context = contexts.current()
         return cast('MeshShardingHelper', context.helper) if context else None
 
     @classmethod
     def get_global_mesh(cls) -> Mesh | None:
         """The mesh of the active helper, or None."""
-        context = _context.current()
+        context = contexts.current()
         return context.helper.mesh if context else None
 
     @classmethod
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """The annotation bindings in force, inherited ones included; None without an active helper."""
-        context = _context.current()
+        context = contexts.current()
         return context.rules() if context else None
 
-    with_sharding_constraint = staticmethod(_constrain.with_sharding_constraint)
-    with_sharding_annotation = staticmethod(_constrain.with_sharding_annotation)
+    with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
+    with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)
 
     # --- Host data --------------------------------------------------------------------------------
 
@@ -673,11 +664,11 @@ class MeshShardingHelper:
             >>> batch['x'].sharding.spec
             P('data',)
         """
-        _mesh.require_devices(self._mesh, 'local_data_to_global_array')
+        meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
         checked_flag('check_replicas', check_replicas)
-        options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return _data.local_data_to_global_array(options, tree, check, check_replicas)
+        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        return to_global.local_data_to_global_array(options, tree, check, check_replicas)
 
     def process_rows(
         self,
@@ -705,9 +696,11 @@ class MeshShardingHelper:
             >>> MeshShardingHelper([4, 2], ['data', 'tp']).process_rows(16)
             slice(0, 16, None)
         """
-        _mesh.require_devices(self._mesh, 'process_rows')
-        _rows.checked_axis(batch_axis)
-        return _rows.process_rows(self.mesh, global_batch, _rows.layout_of(self.mesh, mesh_axis_subset))
+        meshes.require_devices(self._mesh, 'process_rows')
+        batch_layout.checked_axis(batch_axis)
+        return batch_layout.process_rows(
+            self.mesh, global_batch, batch_layout.layout_of(self.mesh, mesh_axis_subset)
+        )
 
     @renamed(pytree='tree')
     def global_array_to_local_data(
@@ -725,7 +718,7 @@ class MeshShardingHelper:
         Raises:
             DataError: leaves that have no such part; all of them are named, on every process.
         """
-        return _local.global_array_to_local_data(tree, batch_axis, rows)
+        return to_local.global_array_to_local_data(tree, batch_axis, rows)
 
     def broadcast_from(self, process: int, tree: Any) -> Any:
         """Gives every process the values that one of them has.
@@ -747,8 +740,8 @@ class MeshShardingHelper:
             >>> helper.broadcast_from(0, {'seed': 17})
             {'seed': 17}
         """
-        _mesh.require_devices(self._mesh, 'broadcast_from')
-        return _broadcast.broadcast_from(self.mesh, process, tree)
+        meshes.require_devices(self._mesh, 'broadcast_from')
+        return broadcast.broadcast_from(self.mesh, process, tree)
 
     def prefetch(
         self,
@@ -786,13 +779,13 @@ class MeshShardingHelper:
             ...     [int(batch.sum()) for batch in batches]
             [0, 8, 16]
         """
-        _mesh.require_devices(self._mesh, 'prefetch')
+        meshes.require_devices(self._mesh, 'prefetch')
         checked_flag('check', check)
-        options = _data.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
 
 
 def _unpickled(
     cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
 ) -> MeshShardingHelper:
-    return cls.from_mesh(_mesh.unpickled(parts), on_indivisible=on_indivisible)
+    return cls.from_mesh(meshes.unpickled(parts), on_indivisible=on_indivisible)

@@ -34,7 +34,7 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 
-from scalax._fold import MOST_RUNS, fold, times
+from scalax._util.folding import MOST_RUNS, fold, times
 
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message

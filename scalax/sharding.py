@@ -2,10 +2,10 @@
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._constrain import with_sharding_annotation, with_sharding_constraint
 from scalax._helper import MeshShardingHelper
-from scalax._prefetch import Prefetch
-from scalax._sjit import SjitFunction
+from scalax._hostdata.prefetch import Prefetch
+from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
+from scalax._transforms.sjit import SjitFunction
 from scalax.explain import ShardingReport
 from scalax.rules import (
     FSDPShardingRule,

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._context import MeshOwner
-from scalax._keywords import renamed
-from scalax._paths import NamedTree
-from scalax._prefix import RuleLike
-from scalax._resolve import resolve
-from scalax._sjit import name_of, owner_of, told_apart
+from scalax._plan import KINDS, Counted, make_plan
+from scalax._trace.contexts import MeshOwner
+from scalax._transforms.sjit import name_of, owner_of, told_apart
+from scalax._tree.paths import NamedTree
+from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, did_you_mean, shown
-from scalax.plan import KINDS, Counted, make_plan
+from scalax.rules._prefix import RuleLike
+from scalax.rules._resolve import resolve
 
 Expected = int | Mapping[str | tuple[str, ...], int]
 _COMPILED = '/jax/core/compile/backend_compile_duration'

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax import _processes
-from scalax._exchange import exchange_for
-from scalax._rows import layout_of
+from scalax._hostdata import collectives
+from scalax._hostdata.batch_layout import layout_of
+from scalax._hostdata.exchange import exchange_for
 from scalax.errors import DataError
 from scalax.sharding import MeshShardingHelper
 
@@ -241,7 +241,7 @@ def check_nothing_is_communicated_without_need() -> None:
         helper.local_data_to_global_array(fresh(8), check=False, rows='needed', mesh_axis_subset='tp')
         jax.block_until_ready(helper.prefetch([fresh(8)], check=False))
     jax.clear_caches()
-    _processes._replicate.cache_clear()
+    collectives._replicate.cache_clear()
     with compilations(1):  # the agreement, once
         for _ in range(3):
             helper.local_data_to_global_array(fresh(8))
@@ -258,7 +258,7 @@ def check_what_moves_is_the_least() -> None:
     for helper, axes in helpers():
         layout = layout_of(helper.mesh, axes)
         exchange = exchange_for(helper.mesh, layout.intervals(rows), brought)
-        owners = _processes.processes_of(helper.mesh).owners
+        owners = collectives.processes_of(helper.mesh).owners
         size = rows // layout.count
         missing = sum(
             not process * brought <= tile * size + row < (process + 1) * brought

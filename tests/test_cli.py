@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tpu_compiler
 
-from scalax._topologies import KNOWN, chips
+from scalax._mesh.topologies import KNOWN, chips
 from scalax.cli import main
 from scalax.plan import HARDWARE, Plan
 from scalax.sharding import MeshShardingHelper, ShardingReport

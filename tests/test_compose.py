@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, RuleError, ShardingError
-from scalax.rules._compose import Everywhere, FirstAnswer
+from scalax.rules._base import Everywhere, FirstAnswer
 from scalax.rules._free import fill
 from scalax.sharding import (
     FSDPShardingRule,

@@ -10,7 +10,7 @@ from compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._paths import NamedTree
+from scalax._tree.paths import NamedTree
 from scalax.errors import ShardingError
 from scalax.rules import catalogue
 from scalax.sharding import (

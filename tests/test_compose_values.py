@@ -9,7 +9,7 @@ from compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._paths import NamedTree
+from scalax._tree.paths import NamedTree
 from scalax.errors import RuleError
 from scalax.rules._base import settled
 from scalax.sharding import (

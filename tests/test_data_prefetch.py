@@ -420,7 +420,7 @@ def test_an_error_before_the_first_batch_is_raised_in_the_loop(monkeypatch: pyte
     def fails(*_: object) -> None:
         raise ValueError('a setting that cannot be entered')
 
-    monkeypatch.setattr('scalax._threads.ThreadState.run', fails)
+    monkeypatch.setattr('scalax._trace.threads.ThreadState.run', fails)
     with pytest.raises(ValueError, match='a setting that cannot be entered'):
         list(HELPER.prefetch([np.zeros(8)]))
 

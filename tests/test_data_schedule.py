@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalax._schedule import schedule
+from scalax._hostdata.schedule import schedule
 
 
 @dataclasses.dataclass(frozen=True)

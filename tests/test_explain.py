@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._fold import fold
+from scalax._util.folding import fold
 from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._text import spec_text

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from scalax import _html
+from scalax._report import pages
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
@@ -153,7 +153,7 @@ def test_whatever_a_report_says_is_text(tmp_path):
     assert r'two\nlines\t\x00' in static_of(page)
     assert r'right \u202e left' in static_of(page)
     data = data_of(page)
-    assert [line[0][0] for line in data['lines']] == [_html.visible(name.split('/')[0]) for name in HOSTILE]
+    assert [line[0][0] for line in data['lines']] == [pages.visible(name.split('/')[0]) for name in HOSTILE]
     assert data['texts'][data['lines'][5][3]] == r'rule half of a pair \ud800'
     assert all(text.isprintable() for text in data['texts'])
 
@@ -190,14 +190,14 @@ def test_data_is_the_whole_report(tmp_path):
 
 def test_many_lines_keep_the_plain_table_short(tmp_path):
     rows = tuple(
-        ReportRow(f'x{i}', (i + 1,), 'int8', P(), '', '', i + 1, i + 1) for i in range(_html.MOST_LINES + 3)
+        ReportRow(f'x{i}', (i + 1,), 'int8', P(), '', '', i + 1, i + 1) for i in range(pages.MOST_LINES + 3)
     )
     page = written(ShardingReport(rows, {'x': 1}), tmp_path)
     static = static_of(page)
     paths = re.findall('<tr><td style="text-align:left">(x[0-9]+)</td>', static)
-    assert paths == [f'x{i}' for i in range(3, _html.MOST_LINES + 3)]
+    assert paths == [f'x{i}' for i in range(3, pages.MOST_LINES + 3)]
     assert '<p>smaller ones, not shown: 3 arrays, 6 B on each device</p>' in static
-    assert len(data_of(page)['lines']) == _html.MOST_LINES + 3
+    assert len(data_of(page)['lines']) == pages.MOST_LINES + 3
 
 
 def synthetic_report(count):
@@ -264,5 +264,5 @@ def test_difference_as_html():
 def test_large_differences_are_cut():
     rows = tuple(ReportRow(f'x{i}', (8,), 'int8', P(), '', '', i + 1, i + 1) for i in range(302))
     page = ShardingReport(rows, {'x': 1}).diff(ShardingReport((), {'x': 1}))._repr_html_()
-    assert page.count('<tr>') == 1 + _html.MOST_LINES
+    assert page.count('<tr>') == 1 + pages.MOST_LINES
     assert '<p>lines not shown: 2</p>\n<p>302 arrays removed</p>' in page

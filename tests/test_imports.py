@@ -1,8 +1,10 @@
 """What importing scalax may do, which file may import which, and whose names they may use."""
 
 import ast
+import graphlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tokenize
@@ -16,67 +18,10 @@ PACKAGE = ROOT / 'scalax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 MAX_LINES = 400
 
-# The layers from the bottom up: a file imports from the lines above its own only. A package
-# ('rules') is one layer, inside which files import one another freely; 'scalax' is its __init__.
-# Layers on the same line do not know each other.
-LAYERS = [
-    '_version',
-    '_fold',
-    'errors',
-    '_recent',
-    '_keywords',
-    '_json',
-    '_aligned',
-    '_frames',
-    '_paths',
-    '_same_paths',
-    '_spec',
-    '_html',
-    'interop',
-    'rules',
-    '_libtpu',
-    '_topologies',
-    '_mesh',
-    '_prefix',
-    '_resolve',
-    '_axis_mapping',
-    '_context',
-    '_threads',
-    '_constrain',
-    '_unreduced',
-    '_sjit',
-    '_shard_map',
-    '_axis_modes',
-    '_microbatch',
-    '_processes',
-    '_agree',
-    '_keys',
-    '_transfer',
-    '_rows',
-    '_schedule',
-    '_exchange',
-    '_replicas',
-    '_data',
-    '_local',
-    '_broadcast',
-    '_prefetch',
-    'distributed',
-    'explain',
-    'visualize',
-    'plan',
-    'custom_op',
-    '_helper',
-    '_search',
-    'testing',
-    'checkpoint',
-    'axes',
-    'sharding',
-    'utils',
-    'scalax',
-    'cli',
-    '__main__',
-]
-HEIGHT = {layer: height for height, line in enumerate(LAYERS) for layer in line.split()}
+# From the bottom up: what is in a room imports what is in rooms before it, wherever the import stands.
+DESIGN = (ROOT / 'docs' / 'design.md').read_text(encoding='utf-8')
+SECTION = DESIGN.partition('## Rooms')[2].partition('\n## ')[0]
+ROOMS = re.findall(r'^\| `(\w+)` \|', SECTION, re.MULTILINE)[::-1]
 
 OPTIONAL = [
     *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
@@ -96,9 +41,9 @@ def module_name(path: Path) -> str:
     return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
 
 
-def layer_of(module: str) -> str:
+def room_of(module: str) -> str:
     """'scalax.rules._fsdp' -> 'rules'."""
-    return module.split('.')[1] if '.' in module else module
+    return module.split('.')[1] if '.' in module else '__init__'
 
 
 def parse(path: Path) -> ast.Module:
@@ -189,13 +134,8 @@ print(*sorted(set({OPTIONAL}) & set(sys.modules)))
 # --- Which file imports which --------------------------------------------------------------------
 
 
-def test_every_file_has_a_layer() -> None:
-    unknown = sorted({layer_of(module) for module in MODULES} - set(HEIGHT))
-    assert not unknown, f'not in the table of layers, add them to LAYERS in {__file__}: {unknown}'
-
-
 def type_only_lines(tree: ast.Module) -> set[int]:
-    """The lines under `if TYPE_CHECKING:`; a type hint may name what it does not depend on."""
+    """The lines under `if TYPE_CHECKING:`."""
     return {
         line
         for node in ast.walk(tree)
@@ -205,21 +145,19 @@ def type_only_lines(tree: ast.Module) -> set[int]:
     }
 
 
-def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[tuple[int, str]]:
-    own = layer_of(module)
-    types = type_only_lines(tree)
+def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[str]:
+    own = room_of(module)
     for line, name in imported_modules(tree, package):
-        if name.split('.')[0] != 'scalax' or layer_of(name) == own or line in types:
-            continue
-        # Files without a layer are reported by the test above.
-        if HEIGHT.get(layer_of(name), 0) >= HEIGHT.get(own, len(LAYERS)):
-            yield line, f'{own} imports {name}, which is not below it'
+        other = room_of(name)
+        if name.split('.')[0] == 'scalax' and other != own and ROOMS.index(other) > ROOMS.index(own):
+            yield f'{module}, line {line}: {own} imports {name}, which is not below it'
 
 
-@each_file
-def test_imports_point_down(path: Path) -> None:
-    found = upward_imports(TREES[path], module_name(path), package_of(path))
-    wrong = [f'{relative(path)}:{line}: {text}' for line, text in found]
+def test_rooms_import_those_below() -> None:
+    assert sorted({room_of(module) for module in MODULES}) == sorted(ROOMS)
+    wrong = [
+        text for path in FILES for text in upward_imports(TREES[path], module_name(path), package_of(path))
+    ]
     assert not wrong, '\n'.join(wrong)
 
 
@@ -233,24 +171,33 @@ def test_imports_point_down(path: Path) -> None:
         'from .. import sharding',
         'from ..sharding import Mesh',
         'def f():\n    from scalax.sharding import Mesh',
-        'if not TYPE_CHECKING:\n    from scalax.sharding import Mesh',
+        'if TYPE_CHECKING:\n    from scalax.sharding import Mesh',
     ],
 )
 def test_an_import_that_points_up_is_found(statement: str) -> None:
     assert list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
 
 
-@pytest.mark.parametrize(
-    'statement',
-    [
-        'from . import _base',
-        'from ..errors import E',
-        'import jax',
-        'if TYPE_CHECKING:\n    from scalax.sharding import Mesh',
-    ],
-)
+@pytest.mark.parametrize('statement', ['from . import _base', 'from ..errors import E', 'import jax'])
 def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
     assert not list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """At run time; a type hint may name what is above."""
+    needs = {
+        module: {
+            name
+            for line, name in imported_modules(TREES[path], package_of(path))
+            if name in MODULES and line not in type_only_lines(TREES[path])
+        }
+        - {module}
+        for module, path in MODULES.items()
+    }
+    files = {  # packages only hand on what is in them
+        module: names for module, names in needs.items() if MODULES[module].name != '__init__.py'
+    }
+    assert list(graphlib.TopologicalSorter(files).static_order())
 
 
 # --- Whose names they use ------------------------------------------------------------------------

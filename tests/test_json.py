@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalax import _json
+from scalax._util import strict_json
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from scalax import _json
     ],
 )
 def test_what_is_taken(text: str | bytes, value: object) -> None:
-    parsed = _json.parse(text)
+    parsed = strict_json.parse(text)
     assert value is None or parsed == value
 
 
@@ -51,31 +51,31 @@ def test_what_is_taken(text: str | bytes, value: object) -> None:
 )
 def test_what_is_refused(text: str | bytes, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        _json.parse(text)
+        strict_json.parse(text)
 
 
 def test_values_in_messages_are_short_and_printable() -> None:
-    assert _json.brief('a\x1b[2J') == r"'a\x1b[2J'"
-    assert len(_json.brief('a' * 10**6)) < 130
-    assert len(_json.brief([1] * 1000)) < 130
+    assert strict_json.brief('a\x1b[2J') == r"'a\x1b[2J'"
+    assert len(strict_json.brief('a' * 10**6)) < 130
+    assert len(strict_json.brief([1] * 1000)) < 130
 
 
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / 'a.json'
     path.write_bytes(b'[1]')
-    assert _json.read(path) == _json.read(str(path)) == b'[1]'
+    assert strict_json.read(path) == strict_json.read(str(path)) == b'[1]'
     with pytest.raises(ValueError, match='it has 3 bytes, and 2 are taken at most'):
-        _json.read(path, most=2)
+        strict_json.read(path, most=2)
     # A file of so many bytes may take none on the disk.
     os.truncate(path, 1 << 40)
     with pytest.raises(ValueError, match='it has 1,099,511,627,776 bytes, and 100,000,000 are taken at most'):
-        _json.read(path)
+        strict_json.read(path)
     with pytest.raises(IsADirectoryError):
-        _json.read(tmp_path)
+        strict_json.read(tmp_path)
     with pytest.raises(OSError, match='File name too long'):
-        _json.read('a' * 10_000)
+        strict_json.read('a' * 10_000)
     with pytest.raises(ValueError, match='null byte'):
-        _json.read('a\0b')
+        strict_json.read('a\0b')
 
 
 @pytest.mark.parametrize('kind', ['pipe', 'zero', 'link'])
@@ -91,7 +91,7 @@ def test_what_has_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
 
     def read() -> None:
         try:
-            _json.read(path)
+            strict_json.read(path)
         except ValueError as error:
             said.append(str(error))
 
@@ -105,13 +105,13 @@ def test_what_has_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
 def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     path = tmp_path / 'a.json'
     path.write_bytes(b'[1, 2]')
-    with _json.opened(path) as file, pytest.raises(ValueError, match='2 of 6 bytes were there'):
+    with strict_json.opened(path) as file, pytest.raises(ValueError, match='2 of 6 bytes were there'):
         os.truncate(path, 2)
-        _json.exactly(file, 6, 0)
+        strict_json.exactly(file, 6, 0)
 
 
 def test_reasons() -> None:
     with pytest.raises(OSError) as error:
-        _json.read('/no/such/file')
-    assert _json.reason(error.value) == 'No such file or directory'
-    assert _json.reason(ValueError('wrong')) == 'wrong'
+        strict_json.read('/no/such/file')
+    assert strict_json.reason(error.value) == 'No such file or directory'
+    assert strict_json.reason(ValueError('wrong')) == 'wrong'

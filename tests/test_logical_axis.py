@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._spec import canonical, spec_axes
+from scalax._tree.specs import canonical, spec_axes
 from scalax.errors import IndivisibleWarning, ShardingError
 from scalax.rules import _pattern
 from scalax.sharding import (

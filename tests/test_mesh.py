@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from scalax import _mesh
+from scalax._mesh import meshes
 from scalax.errors import MeshError
 from scalax.sharding import MeshShardingHelper
 
@@ -120,7 +120,7 @@ def test_from_mesh(types):
 
 
 def test_each_mesh_axis_takes_whole_physical_axes():
-    mesh = _mesh.build_mesh((4, 16), ('data', 'tp'), devices=tpu_slice(4, 4, 4))
+    mesh = meshes.build_mesh((4, 16), ('data', 'tp'), devices=tpu_slice(4, 4, 4))
     assert mesh.devices.shape == (4, 16)
     assert len({device.id for device in mesh.devices.flat}) == 64
     for row in mesh.devices:
@@ -130,7 +130,7 @@ def test_each_mesh_axis_takes_whole_physical_axes():
 
 
 def test_a_three_dimensional_mesh_is_the_slice_itself():
-    mesh = _mesh.build_mesh((4, -1, 2), ('a', 'b', 'c'), devices=tpu_slice(2, 4, 4))
+    mesh = meshes.build_mesh((4, -1, 2), ('a', 'b', 'c'), devices=tpu_slice(2, 4, 4))
     for axis in range(3):
         for line in np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.devices.shape[axis]):
             assert len(moving_coordinates(line)) == 1
@@ -139,35 +139,35 @@ def test_a_three_dimensional_mesh_is_the_slice_itself():
 @pytest.mark.parametrize(('kind', 'shape', 'cores'), [('TPU v3', (2, 2, 1), 2), ('TPU v5p', (2, 2, 1), 2)])
 def test_chips_with_two_cores(kind, shape, cores):
     devices = tpu_slice(*shape, kind=kind, cores=cores)
-    mesh = _mesh.build_mesh((4, 2), ('data', 'tp'), devices=devices)
+    mesh = meshes.build_mesh((4, 2), ('data', 'tp'), devices=devices)
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 
 
 def test_splitting_physical_axes_must_be_allowed():
     devices = tpu_slice(4, 4, 4)
     with pytest.raises(MeshError) as error:
-        _mesh.build_mesh((8, 8), ('data', 'tp'), devices=devices)
+        meshes.build_mesh((8, 8), ('data', 'tp'), devices=devices)
     message, _, reason = str(error.value).partition(' JAX says: ')
     assert message == (
         'mesh (8, 8) does not map onto whole physical axes of these devices; pass mesh_axis_splitting=True '
         'to let one physical axis serve several mesh axes (it may cost bandwidth).'
     )
     assert reason
-    mesh = _mesh.build_mesh((8, 8), ('data', 'tp'), devices=devices, split_physical_axes=True)
+    mesh = meshes.build_mesh((8, 8), ('data', 'tp'), devices=devices, split_physical_axes=True)
     assert mesh.devices.shape == (8, 8)
     assert len(set(mesh.devices.flat)) == 64
 
 
 def test_a_box_of_a_slice_keeps_its_topology():
     box = [device for device in tpu_slice(4, 4, 4) if device.coords[0] >= 2 and device.coords[2] < 2]
-    mesh = _mesh.build_mesh((4, 4), ('data', 'tp'), devices=box)
+    mesh = meshes.build_mesh((4, 4), ('data', 'tp'), devices=box)
     assert set(mesh.devices.flat) == set(box)
     assert all(len(moving_coordinates(row)) <= 2 for row in mesh.devices)
 
 
 def test_devices_that_fill_no_box_keep_their_order():
     few = tpu_slice(4, 4, 4)[:3]
-    assert list(_mesh.build_mesh((3,), ('data',), devices=few).devices) == few
+    assert list(meshes.build_mesh((3,), ('data',), devices=few).devices) == few
 
 
 # --- Several slices -------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ SLICES = [device for index in range(4) for device in tpu_slice(2, 2, 2, slice_in
 )
 def test_slices_lie_along_the_axes_that_say_so(dims, dcn, slices_of):
     names = ['a', 'b', 'c'][: len(dims)]
-    mesh = _mesh.build_mesh(dims, names, dcn_axis_dims=dcn, devices=SLICES, split_physical_axes=True)
+    mesh = meshes.build_mesh(dims, names, dcn_axis_dims=dcn, devices=SLICES, split_physical_axes=True)
     assert len(set(mesh.devices.flat)) == 32
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     for axis, expected in enumerate(slices_of):
@@ -198,22 +198,22 @@ def test_slices_lie_along_the_axes_that_say_so(dims, dcn, slices_of):
 
 
 def test_processes_are_the_granules_where_devices_have_no_slice_index():
-    mesh = _mesh.build_mesh((4, 8), ('data', 'tp'), dcn_axis_dims=(4, 1), devices=hosts(4, 8))
+    mesh = meshes.build_mesh((4, 8), ('data', 'tp'), dcn_axis_dims=(4, 1), devices=hosts(4, 8))
     assert [{device.process_index for device in row} for row in mesh.devices] == [{0}, {1}, {2}, {3}]
 
 
 def test_granules_are_sorted_whatever_the_order_of_the_devices():
     devices = hosts(2, 4)
-    meshes = [
-        _mesh.build_mesh((2, 4), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=given)
+    made = [
+        meshes.build_mesh((2, 4), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=given)
         for given in (devices, devices[4:] + devices[:4])
     ]
-    assert np.array_equal(meshes[0].devices, meshes[1].devices)
+    assert np.array_equal(made[0].devices, made[1].devices)
 
 
 def test_slices_of_chips_with_two_cores():
     devices = [d for index in (1, 0) for d in tpu_slice(2, 2, 1, kind='TPU v4', cores=2, slice_index=index)]
-    mesh = _mesh.build_mesh((2, 8), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=devices)
+    mesh = meshes.build_mesh((2, 8), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=devices)
     assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}]
     assert len(set(mesh.devices.flat)) == 16
 
@@ -266,7 +266,7 @@ def test_slices_of_chips_with_two_cores():
 )
 def test_slices_that_do_not_fit(dims, dcn, devices, message):
     with pytest.raises(MeshError) as error:
-        _mesh.build_mesh(dims, ('a', 'b'), dcn_axis_dims=dcn, devices=devices)
+        meshes.build_mesh(dims, ('a', 'b'), dcn_axis_dims=dcn, devices=devices)
     assert str(error.value).partition(' JAX says: ')[0] == message
 
 
@@ -278,7 +278,7 @@ def test_slices_that_do_not_fit(dims, dcn, devices, message):
     [('tp', ('tp',)), (['tp', 'data'], ('tp', 'data')), (('data',), ('data',)), ((), ())],
 )
 def test_axis_subsets_keep_the_order_given(given, chosen):
-    assert _mesh.axis_subset(given, ('data', 'tp')) == chosen
+    assert meshes.axis_subset(given, ('data', 'tp')) == chosen
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_axis_subsets_keep_the_order_given(given, chosen):
 )
 def test_axis_subsets_that_are_wrong(given, message):
     with pytest.raises(MeshError) as error:
-        _mesh.axis_subset(given, ('data', 'tp'))
+        meshes.axis_subset(given, ('data', 'tp'))
     assert str(error.value) == message
 
 
@@ -409,7 +409,7 @@ def test_from_mesh_takes_meshes_only():
 
 
 def test_a_mesh_of_mock_devices_resolves():
-    mesh = _mesh.build_mesh((4, -1), ('data', 'tp'), devices=tpu_slice(4, 4, 1))
+    mesh = meshes.build_mesh((4, -1), ('data', 'tp'), devices=tpu_slice(4, 4, 1))
     helper = MeshShardingHelper.from_mesh(mesh)
     sharding = helper.match_sharding_rule(P('data', 'tp'), jax.ShapeDtypeStruct((8, 8), 'float32'))
     assert sharding.shard_shape((8, 8)) == (2, 2)
@@ -418,11 +418,11 @@ def test_a_mesh_of_mock_devices_resolves():
 def test_several_slices_need_to_be_told_apart():
     devices = [device for n in range(4) for device in tpu_slice(2, 2, 2, slice_index=n)]
     with pytest.raises(MeshError) as error:
-        _mesh.build_mesh((2, 16), ('data', 'tp'), devices=devices)
+        meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices)
     assert str(error.value) == (
         'these devices lie in 4 slices: say with dcn_axis_dims how many slices lie along each of the axes '
         '(data, tp), so that only those axes communicate between slices; or pass mesh_axis_splitting=True '
         'to use the devices in the order given'
     )
-    split = _mesh.build_mesh((2, 16), ('data', 'tp'), devices=devices, split_physical_axes=True)
+    split = meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices, split_physical_axes=True)
     assert list(split.devices.flat) == devices

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._spec import text
+from scalax._tree.specs import text
 from scalax.errors import PlacementError, ShardingError
 from scalax.sharding import MeshShardingHelper, with_sharding_constraint
 from scalax.testing import assert_collectives

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._paths import NamedTree
-from scalax._spec import canonical
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import canonical
 from scalax.errors import RuleError, ShardingError, StructureError
 from scalax.rules._base import settled
 from scalax.sharding import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from scalax._paths import (
+from scalax._tree.paths import (
     NamedTree,
     _path_strings,
     describe_leaf,

@@ -7,8 +7,8 @@ import jax
 import pytest
 import tpu_compiler
 
+from scalax._plan.compilation import compile_lowered
 from scalax.errors import ArgumentError, MeshError, PlanError
-from scalax.plan._compile import compile_lowered
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 

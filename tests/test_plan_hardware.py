@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from scalax._plan.hardware import find_hardware
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
-from scalax.plan._hardware import find_hardware
 
 NUMBERS = [
     *('flops_per_second', 'hbm_bytes_per_second', 'hbm_bytes', 'ici_bytes_per_second', 'torus_axes'),

@@ -9,9 +9,9 @@ import jax
 import pytest
 from plain_values import change
 
+from scalax._plan.lowered_shardings import written_spec
 from scalax.errors import ArgumentError, DataError
 from scalax.plan import Memory, Plan
-from scalax.plan._shardings import written_spec
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 

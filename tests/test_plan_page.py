@@ -10,9 +10,9 @@ import jax
 import pytest
 from selenium.webdriver.common.by import By
 
+from scalax._plan.torus_pictures import chips_of
 from scalax.errors import MissingDependencyError
 from scalax.plan import HARDWARE, Buffer, Place, Source
-from scalax.plan._chips import chips_of
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.browser import browser_or_skip

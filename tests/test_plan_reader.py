@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from scalax._plan.collectives import collectives
+from scalax._plan.device_coords import Place
+from scalax._plan.hlo import Array, parse
+from scalax._plan.hlo_loops import Counted, visits
+from scalax._plan.mesh_axes import axes_of_groups
+from scalax._plan.replica_groups import replica_groups, source_target_pairs, written_groups
 from scalax.errors import PlanError
-from scalax.plan._collectives import collectives
-from scalax.plan._groups import replica_groups, source_target_pairs, written_groups
-from scalax.plan._loops import Counted, visits
-from scalax.plan._mesh_axes import axes_of_groups
-from scalax.plan._module import Array, parse
-from scalax.plan._places import Place
 
 COLUMNS = [[0, 2, 4, 6], [1, 3, 5, 7]]  # of a mesh of 4 x 2
 ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]

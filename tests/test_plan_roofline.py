@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalax._plan.collective_cost import seconds_of
+from scalax._plan.collectives import collectives
+from scalax._plan.device_coords import Place, places_on_torus
+from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import work_of
+from scalax._plan.torus import route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
-from scalax.plan._collectives import collectives
-from scalax.plan._module import parse
-from scalax.plan._places import Place, places_on_torus
-from scalax.plan._seconds import seconds_of
-from scalax.plan._torus import route_of, torus_of
-from scalax.plan._work import work_of
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 

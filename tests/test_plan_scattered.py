@@ -3,8 +3,8 @@
 import pytest
 from test_plan_reader import MESH, program
 
-from scalax.plan._collectives import collectives
-from scalax.plan._module import parse
+from scalax._plan.collectives import collectives
+from scalax._plan.hlo import parse
 
 
 def sliced(*lines, start='%at', taken=2):

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from scalax._plan.collective_cost import seconds_of
+from scalax._plan.device_coords import Place, places_of, places_on_torus
+from scalax._plan.torus import Route, Torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware, Line
-from scalax.plan._places import Place, places_of, places_on_torus
-from scalax.plan._seconds import seconds_of
-from scalax.plan._torus import Route, Torus, route_of, torus_of
 
 V5E, V5P = HARDWARE['v5e'], HARDWARE['v5p']
 

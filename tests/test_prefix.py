@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._prefix import is_rule, key_of, split
 from scalax.errors import ShardingError, StructureError
+from scalax.rules._prefix import is_rule, key_of, split
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])

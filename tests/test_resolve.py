@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._resolve import Use, resolve
 from scalax.errors import IndivisibleWarning, ShardingError, StructureError
+from scalax.rules._resolve import Use, resolve
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

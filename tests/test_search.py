@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tpu_compiler
 
-import scalax._search._search as module
-from scalax._search._meshes import meshes
-from scalax._search._progress import progress
+from scalax._search import ranking as module
+from scalax._search.factorizations import possible_meshes
+from scalax._search.progress import progress
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
@@ -45,7 +45,7 @@ def make_step(helper, rules=UP, width=1024, tokens=16384):
 @pytest.mark.parametrize('count', [1, 7, 8, 12, 64])
 @pytest.mark.parametrize('names', ['a', 'ab', 'abc'])
 def test_every_mesh_is_there_once(count, names):
-    found = [tuple(sizes.values()) for sizes in meshes(count, names)]
+    found = [tuple(sizes.values()) for sizes in possible_meshes(count, names)]
     every = {sizes for sizes in _grid(range(1, count + 1), len(names)) if _product(sizes) == count}
     assert len(found) == len(set(found))
     assert set(found) == every
@@ -66,19 +66,19 @@ def _product(sizes):
 
 
 def test_constraints():
-    assert [*meshes(8, ['x', 'y'], {'y': 2})] == [{'x': 4, 'y': 2}]
-    assert [*meshes(8, ['x', 'y'], {'y': [2, 8], 'x': (1,)})] == [{'x': 1, 'y': 8}]
-    assert [*meshes(8, ['x', 'y'], lambda sizes: sizes['x'] > 4)] == [{'x': 8, 'y': 1}]
+    assert [*possible_meshes(8, ['x', 'y'], {'y': 2})] == [{'x': 4, 'y': 2}]
+    assert [*possible_meshes(8, ['x', 'y'], {'y': [2, 8], 'x': (1,)})] == [{'x': 1, 'y': 8}]
+    assert [*possible_meshes(8, ['x', 'y'], lambda sizes: sizes['x'] > 4)] == [{'x': 8, 'y': 1}]
     with pytest.raises(ArgumentError) as raised:
-        [*meshes(8, ['fsdp', 'tp'], {'fdsp': 2})]
+        [*possible_meshes(8, ['fsdp', 'tp'], {'fdsp': 2})]
     assert str(raised.value) == "constraints name 'fdsp', which is no mesh axis (did you mean 'fsdp'?)"
-    assert [*meshes(8, ['x', 'y'], {'y': np.int64(2)})] == [{'x': 4, 'y': 2}]
+    assert [*possible_meshes(8, ['x', 'y'], {'y': np.int64(2)})] == [{'x': 4, 'y': 2}]
 
 
 @pytest.mark.parametrize('those', ['4', None, 2.0, ['2'], (size for size in (1, 2))])
 def test_sizes_that_are_none(those):
     with pytest.raises(ArgumentError) as raised:
-        [*meshes(8, ['fsdp', 'tp'], {'tp': those})]
+        [*possible_meshes(8, ['fsdp', 'tp'], {'tp': those})]
     assert str(raised.value) == (
         f"constraints of 'tp' are a size or several, such as [1, 2, 4], got {those!r}"
     )
@@ -87,7 +87,7 @@ def test_sizes_that_are_none(those):
 @pytest.mark.parametrize('constraints', ['tp=4', ['tp'], 4])
 def test_constraints_that_are_none(constraints):
     with pytest.raises(ArgumentError) as raised:
-        [*meshes(8, ['fsdp', 'tp'], constraints)]
+        [*possible_meshes(8, ['fsdp', 'tp'], constraints)]
     assert str(raised.value) == (
         "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
         f'got {constraints!r}'

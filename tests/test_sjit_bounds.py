@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax import _recent
-from scalax._context import Context
-from scalax._recent import Recent
+from scalax._trace.contexts import Context
+from scalax._util import lru_cache
+from scalax._util.lru_cache import Recent
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule, with_sharding_annotation
 from scalax.sharding import PartitionSpec as P
 
@@ -23,7 +23,7 @@ X = np.arange(8, dtype=np.float32)
 
 
 def test_the_ones_used_last_are_kept(monkeypatch):
-    monkeypatch.setattr(_recent, 'SIZE', 3)
+    monkeypatch.setattr(lru_cache, 'SIZE', 3)
     kept = Recent()
     for key in 'abc':
         assert kept.add(key, key.upper()) == key.upper()
@@ -53,7 +53,7 @@ def test_threads_agree_on_what_is_kept():
 
 
 def test_static_objects_are_let_go(monkeypatch):
-    monkeypatch.setattr(_recent, 'SIZE', 4)
+    monkeypatch.setattr(lru_cache, 'SIZE', 4)
 
     class Model:
         @HELPER.sjit(static_argnums=0, in_shardings={'x': P('x')})
@@ -73,7 +73,7 @@ def test_static_objects_are_let_go(monkeypatch):
 
 
 def test_what_was_forgotten_is_found_again(monkeypatch):
-    monkeypatch.setattr(_recent, 'SIZE', 2)
+    monkeypatch.setattr(lru_cache, 'SIZE', 2)
     scaled = HELPER.sjit(
         lambda x, n: with_sharding_annotation(x * n, 'h'),
         static_argnums=1,
@@ -87,7 +87,7 @@ def test_what_was_forgotten_is_found_again(monkeypatch):
 
 
 def test_contexts_are_let_go(monkeypatch):
-    monkeypatch.setattr(_recent, 'SIZE', 4)
+    monkeypatch.setattr(lru_cache, 'SIZE', 4)
     rules = []
     for _ in range(12):
         rule = PolicyShardingRule(lambda path, leaf: P())

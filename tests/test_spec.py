@@ -4,12 +4,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax import _spec
+from scalax._tree import specs
 from scalax.errors import RuleError
 
 U = P.UNCONSTRAINED
-AXES = _spec.MeshAxes({'a': 2, 'b': 3, 'c': 4}, dict.fromkeys('abc', AxisType.Auto))
-MIXED = _spec.MeshAxes(
+AXES = specs.MeshAxes({'a': 2, 'b': 3, 'c': 4}, dict.fromkeys('abc', AxisType.Auto))
+MIXED = specs.MeshAxes(
     {'a': 2, 'b': 3, 'm': 4},
     {'a': AxisType.Auto, 'b': AxisType.Explicit, 'm': AxisType.Manual},
 )
@@ -20,11 +20,11 @@ MIXED = _spec.MeshAxes(
     [(None, ()), (U, ()), ('ab', ('ab',)), (('a', 'b'), ('a', 'b')), (['a'], ('a',)), ((), ())],
 )
 def test_entry_axes(entry, axes):
-    assert _spec.entry_axes(entry) == axes
+    assert specs.entry_axes(entry) == axes
 
 
 def test_spec_axes_keeps_order_and_repetitions():
-    assert _spec.spec_axes(P('b', None, ('a', 'b'), U)) == ('b', 'a', 'b')
+    assert specs.spec_axes(P('b', None, ('a', 'b'), U)) == ('b', 'a', 'b')
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_spec_axes_keeps_order_and_repetitions():
     ],
 )
 def test_canonical(spec, canonical):
-    result = _spec.canonical(spec)
+    result = specs.canonical(spec)
     assert result == canonical
     assert len(result) == len(canonical)
-    assert _spec.canonical(result) == result
+    assert specs.canonical(result) == result
 
 
 def test_what_is_unreduced_is_kept_by_other_entries():
-    assert _spec.replaced(P('a', unreduced={'b'}), [None, 'c']) == P(None, 'c', unreduced={'b'})
+    assert specs.replaced(P('a', unreduced={'b'}), [None, 'c']) == P(None, 'c', unreduced={'b'})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_unreduced_is_kept_by_other_entries():
     ],
 )
 def test_without_manual(spec, left):
-    assert _spec.without_manual(spec, MIXED) == left
+    assert specs.without_manual(spec, MIXED) == left
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_manual(spec, left):
     ],
 )
 def test_faults_are_found_all_at_once(spec, kinds):
-    assert [fault.kind for fault in _spec.faults(spec, (12, 12), AXES)] == kinds
+    assert [fault.kind for fault in specs.faults(spec, (12, 12), AXES)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_faults_are_found_all_at_once(spec, kinds):
     ],
 )
 def test_faults_that_depend_on_axis_types(spec, kinds):
-    assert [fault.kind for fault in _spec.faults(spec, (12, 12), MIXED)] == kinds
+    assert [fault.kind for fault in specs.faults(spec, (12, 12), MIXED)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_faults_that_depend_on_axis_types(spec, kinds):
     ],
 )
 def test_dimensions_that_do_not_divide_lose_axes_from_the_right(spec, shape, dims, dropped):
-    assert _spec.indivisible(spec, shape, AXES) == dims
-    assert _spec.drop_indivisible(spec, shape, AXES) == dropped
-    assert not _spec.indivisible(dropped, shape, AXES)
+    assert specs.indivisible(spec, shape, AXES) == dims
+    assert specs.drop_indivisible(spec, shape, AXES) == dropped
+    assert not specs.indivisible(dropped, shape, AXES)
 
 
 def test_mesh_axes():
@@ -131,11 +131,11 @@ def test_mesh_axes():
 
 @pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
 def test_policies(policy):
-    assert _spec.checked_policy(policy) == policy
+    assert specs.checked_policy(policy) == policy
 
 
 @pytest.mark.parametrize('policy', ['ignore', '', None, True])
 def test_unknown_policies(policy):
     with pytest.raises(RuleError) as error:
-        _spec.checked_policy(policy)
+        specs.checked_policy(policy)
     assert str(error.value) == f"on_indivisible is 'error', 'replicate' or 'warn', got {policy!r}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from threads import COUNT, in_threads
 
-from scalax._threads import SETTINGS, in_a_thread
+from scalax._trace.threads import SETTINGS, in_a_thread
 from scalax.errors import MeshError
 from scalax.sharding import (
     MeshShardingHelper,

@@ -8,12 +8,12 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from scalax import _libtpu
-from scalax._topologies import meant
+from scalax._mesh import libtpu
+from scalax._mesh.topologies import meant
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.sharding import MeshShardingHelper
 
-NAMES = list(_libtpu.NO_TPU_MACHINE)
+NAMES = list(libtpu.NO_TPU_MACHINE)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def described(monkeypatch):
         importlib.util, 'find_spec', lambda name: object() if name == 'libtpu' else find(name)
     )
     monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.0.1')
-    monkeypatch.setattr(_libtpu.glob, 'glob', lambda pattern: [])
+    monkeypatch.setattr(libtpu.glob, 'glob', lambda pattern: [])
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
@@ -151,11 +151,11 @@ def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
     monkeypatch.setenv('TPU_LOG_DIR', 'mine')
     assert ask().mesh.size == len(jax.devices())
     assert (seen['platform'], seen['topology_name']) == ('tpu', 'v5e:2x5')
-    assert seen['environment'] == {**_libtpu.NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
+    assert seen['environment'] == {**libtpu.NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
 
 
 def test_the_settings_of_a_tpu_machine_are_left_alone(described, monkeypatch):
     described(lambda **_: Topology)
-    monkeypatch.setattr(_libtpu.glob, 'glob', lambda pattern: ['/dev/accel0'])
+    monkeypatch.setattr(libtpu.glob, 'glob', lambda pattern: ['/dev/accel0'])
     ask()
     assert not {name for name in NAMES if name in os.environ}

@@ -5,7 +5,7 @@ how far it is. `scalax.plan` has the public names; the code is up here as a sear
 plans.
 """
 
-from scalax._search._found import Candidate, Search
-from scalax._search._search import search
+from scalax._search.found import Candidate, Search
+from scalax._search.ranking import search
 
 __all__ = ['Candidate', 'Search', 'search']

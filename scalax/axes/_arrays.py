@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._paths import describe_leaf, has_foreign_dtype, path_string
-from scalax._recent import sort_of
+from scalax._tree.paths import describe_leaf, has_foreign_dtype, path_string
+from scalax._util.lru_cache import sort_of
 from scalax.errors import ArgumentError, shown
 
 

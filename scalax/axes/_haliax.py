@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._spec import entry_axes
+from scalax._tree.specs import entry_axes
 from scalax.axes._query import physical_axis_name
 from scalax.rules import LogicalAxisShardingRule
 

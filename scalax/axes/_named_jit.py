@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax import _axis_mapping, _constrain, _context, _mesh
 from scalax._helper import MeshShardingHelper
-from scalax._recent import Recent
-from scalax._sjit._convention import Convention, name_of
+from scalax._mesh import meshes
+from scalax._trace import active_mapping, constraints, contexts
+from scalax._transforms.calls.conventions import Convention, name_of
+from scalax._util.lru_cache import Recent
 from scalax.axes import _haliax
 from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -288,8 +289,8 @@ class _NamedJit:
         body = self._body(mapping, mesh_in_force(place))
         inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
         if isinstance(place, AbstractMesh):
-            if not _constrain.is_traced():
-                _mesh.require_devices(place, self._name)
+            if not constraints.is_traced():
+                meshes.require_devices(place, self._name)
             return _inline(body, inputs, out, place)
         if place is not None:
             compiled: Any = place.sjit(
@@ -319,7 +320,7 @@ class _NamedJit:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
-            inside = contextlib.nullcontext() if mapping is None else _axis_mapping.entered(mapping)
+            inside = contextlib.nullcontext() if mapping is None else active_mapping.entered(mapping)
             with inside, _haliax.entered(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)
@@ -350,7 +351,7 @@ def _inline(
     """For calls inside of ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
 
     def constrained(tree: Any, rules: Any) -> Any:
-        return tree if rules is None else _constrain.constrain(tree, rules, mesh, where='named_jit')
+        return tree if rules is None else constraints.constrain(tree, rules, mesh, where='named_jit')
 
     def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
         data, rest = body(constrained(donated, inputs), constrained(given, inputs), call)
@@ -373,7 +374,7 @@ def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
 
 def _place_of(mesh: Any) -> MeshShardingHelper | AbstractMesh | None:
     """The helper given or active, or one over the mesh in force; an AbstractMesh as it is; else None."""
-    context = _context.current()
+    context = contexts.current()
     helper = context.helper if mesh is None and context is not None else mesh
     found = mesh_in_force(helper)
     if found is None or isinstance(found, AbstractMesh):

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._resolve import named_sharding
-from scalax._spec import canonical, entry_axes
+from scalax._tree.specs import canonical, entry_axes
 from scalax.axes._arrays import is_array
 from scalax.axes._mapping import (
     AxisMapping,
@@ -24,9 +23,10 @@ from scalax.axes._mapping import (
 )
 from scalax.errors import RuleError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._base import REPLICATED, AxisSizes
+from scalax.rules._answers import REPLICATED, AxisSizes
 from scalax.rules._named_leaf import Named, NamedLeaf
 from scalax.rules._pattern import Pattern
+from scalax.rules._resolve import named_sharding
 
 
 def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:

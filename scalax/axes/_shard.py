@@ -9,13 +9,15 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax import _constrain, _mesh, _transfer
-from scalax._resolve import Use, resolve
+from scalax._hostdata import transfer
+from scalax._mesh import meshes
+from scalax._trace import constraints
 from scalax.axes._arrays import chosen, joined, split
 from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in_force, names_text
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
+from scalax.rules._resolve import Use, resolve
 
 
 def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Any:
@@ -138,14 +140,14 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
     data, rest = split(tree)
     # A rule that is not strict would replicate what nobody names; here that stays as it is.
     rules = rule if rule.strict else rule | None
-    if _constrain.is_traced():
-        return joined(_constrain.constrain(data, rules, mesh, where='shard'), rest)
-    _mesh.require_devices(mesh, 'shard')
+    if constraints.is_traced():
+        return joined(constraints.constrain(data, rules, mesh, where='shard'), rest)
+    meshes.require_devices(mesh, 'shard')
     leaves = jax.tree.leaves(data)
     shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
     moved = [sharding is not None for sharding in shardings]
     # A tree, not a list: errors name leaves by their paths.
     wanted = [sharding for sharding in shardings if sharding is not None]
-    placed = _transfer.put_on(cast(Mesh, mesh), chosen(data, moved), lambda: wanted)
+    placed = transfer.put_on(cast(Mesh, mesh), chosen(data, moved), lambda: wanted)
     new = iter(jax.tree.leaves(placed))
     return joined([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], rest)

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from scalax import _agree, _processes, _spec
-from scalax._paths import NamedTree
+from scalax._hostdata import agreement, collectives
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
 
@@ -33,7 +34,7 @@ def meet(where: str, timeout: float, mesh: Mesh | None = None) -> None:
     Raises:
         CheckpointError: some have not come.
     """
-    indices = set(range(jax.process_count()) if mesh is None else _processes.processes_of(mesh).indices)
+    indices = set(range(jax.process_count()) if mesh is None else collectives.processes_of(mesh).indices)
     if len(indices) == 1 or not jax.distributed.is_initialized():
         return
     several = None if len(indices) == jax.process_count() else indices
@@ -69,8 +70,8 @@ def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseExcepti
             'for itself belongs into data=.'
         )
         mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))  # all of them take part in a save
-        statement, mine = _agree.Statement(call, leaves), bytes.fromhex(name)
-        return _agree.agree(mesh, statement, 'save', advice, error, CheckpointError, mine)[0].hex()
+        statement, mine = agreement.Statement(call, leaves), bytes.fromhex(name)
+        return agreement.agree(mesh, statement, 'save', advice, error, CheckpointError, mine)[0].hex()
     if error is not None:
         raise error
     return name
@@ -79,7 +80,7 @@ def saved_alike(call: str, name: str, tree: NamedTree | None, error: BaseExcepti
 def _saved_text(leaf: Any) -> str:
     """What is saved once, and so must be the same everywhere: of arrays on the host also the values."""
     if isinstance(leaf, jax.Array):
-        spec = _spec.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
+        spec = specs.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
         return f'{leaf.dtype}{list(leaf.shape)} as {spec}'
     if hasattr(leaf, 'dtype'):
         crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
@@ -99,15 +100,15 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
     Raises:
         CheckpointError: names the processes and leaves that differ.
     """
-    if _processes.processes_of(mesh).several:
+    if collectives.processes_of(mesh).several:
         leaves = [(path, _text(leaf)) for path, leaf in wanted.items()]
         advice = (
             'What to do: ask for the same tree on every process, and for the same step; without a step it is '
             'the latest that all of them see.'
         )
-        statement = _agree.Statement(call, leaves)
+        statement = agreement.Statement(call, leaves)
         # As many bytes as a save shares: one process may save where another restores.
-        _agree.agree(mesh, statement, 'restore', advice, error, CheckpointError, bytes(_SHARED))
+        agreement.agree(mesh, statement, 'restore', advice, error, CheckpointError, bytes(_SHARED))
     elif error is not None:
         raise error
 
@@ -115,14 +116,14 @@ def same(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, type):
         return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {_spec.text(leaf.sharding.spec)}'
+    return f'{leaf.dtype}{list(leaf.shape)} as {specs.text(leaf.sharding.spec)}'
 
 
 def steps(mesh: Mesh, found: Sequence[int]) -> list[int]:
     """The steps that every process sees."""
-    if not _processes.processes_of(mesh).several:
+    if not collectives.processes_of(mesh).several:
         return list(found)
-    seen = [set(json.loads(text)) for text in _processes.gather_bytes(mesh, json.dumps(found).encode())]
+    seen = [set(json.loads(text)) for text in collectives.gather_bytes(mesh, json.dumps(found).encode())]
     return sorted(set.intersection(*seen))
 
 
@@ -136,7 +137,7 @@ def damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str
     Raises:
         CheckpointError: a process cannot look.
     """
-    processes = _processes.processes_of(mesh)
+    processes = collectives.processes_of(mesh)
     share = (processes.here, len(processes.indices)) if processes.several else (0, 1)
     wrong: list[str] = []
     error: CheckpointError | None = None
@@ -148,7 +149,7 @@ def damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str
         error = fault
     if processes.several:
         said = json.dumps([wrong[:10], error and str(error)]).encode()
-        found = [json.loads(text) for text in _processes.gather_bytes(mesh, said)]
+        found = [json.loads(text) for text in collectives.gather_bytes(mesh, said)]
         wrong = list(dict.fromkeys(line for lines, _ in found for line in lines))
         errors = [text for _, text in found if text is not None]
         error = error or (CheckpointError(errors[0]) if errors else None)

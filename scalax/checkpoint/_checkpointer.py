@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 import jax
 
-from scalax import _mesh
-from scalax._paths import NamedTree
+from scalax._mesh import meshes
+from scalax._tree.paths import NamedTree
 from scalax.checkpoint import _agreed, _data_state, _rename
 from scalax.checkpoint._compare import require_fit, with_keys
 from scalax.checkpoint._describe import Description, described
@@ -27,8 +27,8 @@ from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, che
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax._prefix import RuleLike
     from scalax.checkpoint._save import Save
+    from scalax.rules._prefix import RuleLike
 
 
 Given = ParamSpec('Given')
@@ -222,7 +222,7 @@ class Checkpointer:
                 or dtype, all of which are named; processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
         """
-        _mesh.require_devices(helper.mesh, 'restore')
+        meshes.require_devices(helper.mesh, 'restore')
         _agreed.meet('call', self._timeout, helper.mesh)
         error: Exception | None = None
         target, here = None, []

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scalax._fold import MOST_RUNS, Fold, fold, times
-from scalax._html import visible
-from scalax._paths import canonical_dtype
+from scalax._report.pages import visible
+from scalax._tree.paths import canonical_dtype
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.checkpoint._describe import LeafDescription
 from scalax.errors import CheckpointError, near_names
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from scalax import _spec
-from scalax._paths import NamedTree, canonical_dtype
-from scalax._spec import axis_sizes_text
-from scalax.explain._table import table
+from scalax._report.tables import table
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree, canonical_dtype
+from scalax._tree.specs import axis_sizes_text
 from scalax.explain._text import columns
 
 _KINDS = ('array', 'int', 'float', 'bool')
@@ -116,5 +116,5 @@ def _described(path: str, leaf: Any) -> LeafDescription:
     sharding = getattr(leaf, 'sharding', None)
     spec, mesh = '', {}
     if isinstance(sharding, NamedSharding):
-        spec, mesh = _spec.text(sharding.spec), dict(sharding.mesh.shape)
+        spec, mesh = specs.text(sharding.spec), dict(sharding.mesh.shape)
     return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype), 'array', spec, mesh)

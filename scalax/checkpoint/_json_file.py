@@ -8,7 +8,7 @@ import os
 import stat
 from typing import Any
 
-from scalax import _json
+from scalax._util import strict_json
 from scalax.checkpoint._orbax import Path
 
 _MOST = 1 << 28
@@ -26,7 +26,7 @@ def json_of(path: Path, most: int = _MOST) -> Any:
         OSError: it cannot be read.
         ValueError: it has more than *most* bytes, or is no JSON.
     """
-    return _json.parse(bytes_of(path, most))
+    return strict_json.parse(bytes_of(path, most))
 
 
 def bytes_of(path: Path, most: int) -> bytes:

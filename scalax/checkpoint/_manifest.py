@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scalax._html import visible
+from scalax._report.pages import visible
 from scalax.checkpoint._json_file import json_of, size_of, sync, write_json
 from scalax.checkpoint._orbax import Path
 

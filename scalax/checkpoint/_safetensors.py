@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 
-from scalax import _json, _mesh
-from scalax._paths import canonical_dtype
+from scalax._mesh import meshes
+from scalax._tree.paths import canonical_dtype
+from scalax._util import strict_json
 from scalax.checkpoint._safetensors_file import Box, bytes_of, read_ahead, read_boxes
 from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
 from scalax.checkpoint._safetensors_names import Mapped, goals
@@ -21,7 +22,7 @@ from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax._prefix import RuleLike
+    from scalax.rules._prefix import RuleLike
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
@@ -70,7 +71,7 @@ def load_safetensors(
         >>> tree['layers']['0']['up']['kernel'].shape
         (4, 8)
     """
-    _mesh.require_devices(helper.mesh, 'load_safetensors')
+    meshes.require_devices(helper.mesh, 'load_safetensors')
     listed = _listed(files)
     with contextlib.ExitStack() as stack:
         opened = _opened(stack, listed)
@@ -245,9 +246,9 @@ def _listed(files: Files) -> _Listed:
 def _indexed(index: Path) -> _Listed:
     """The files that an index names: in its folder or below it, and nowhere else."""
     try:
-        values = _json.parse(_json.read(index))
+        values = strict_json.parse(strict_json.read(index))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f'{index} is no index: {_json.reason(error)}') from error
+        raise CheckpointError(f'{index} is no index: {strict_json.reason(error)}') from error
     places = values.get('weight_map') if isinstance(values, dict) else None
     if (
         not places
@@ -256,7 +257,7 @@ def _indexed(index: Path) -> _Listed:
     ):
         raise CheckpointError(f'{index} is no index: it has no weight_map that gives a file for each tensor')
     outside = [
-        f'{in_message(name)}: {_json.brief(file)}' for name, file in places.items() if _is_outside(file)
+        f'{in_message(name)}: {strict_json.brief(file)}' for name, file in places.items() if _is_outside(file)
     ]
     if outside:
         raise CheckpointError(
@@ -280,9 +281,9 @@ def _opened(stack: contextlib.ExitStack, listed: _Listed) -> dict[Path, BinaryIO
     problems = []
     for file in listed.places:
         try:
-            opened[file] = stack.enter_context(_json.opened(file))
+            opened[file] = stack.enter_context(strict_json.opened(file))
         except (OSError, ValueError) as error:
-            problems.append(f'{in_message(str(file))}: {_json.reason(error)}')
+            problems.append(f'{in_message(str(file))}: {strict_json.reason(error)}')
     if problems:
         which = f' that {listed.index} names' if listed.index else ''
         raise CheckpointError(f'files{which} cannot be read:\n{shown(problems)}')

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from scalax import _json
-from scalax._aligned import aligned
+from scalax._util import strict_json
+from scalax._util.host_memory import aligned
 from scalax.checkpoint._safetensors_header import Tensor, byte_count
 from scalax.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np
         return _read_boxes(descriptor, tensor, boxes)
     except OSError as error:
         raise CheckpointError(
-            f'{tensor.file} cannot be read: {tensor.label}: {_json.reason(error)}'
+            f'{tensor.file} cannot be read: {tensor.label}: {strict_json.reason(error)}'
         ) from error
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from scalax import _json
+from scalax._util import strict_json
 from scalax.errors import CheckpointError
 
 LENGTH = 8
@@ -90,18 +90,18 @@ def tensors_of(file: Path, opened: BinaryIO) -> list[Tensor]:
     """
     try:
         size = os.fstat(opened.fileno()).st_size
-        length = int.from_bytes(_json.exactly(opened, min(LENGTH, size), 0), 'little')
-        if size < LENGTH or not 0 < length <= _json.LARGEST:
+        length = int.from_bytes(strict_json.exactly(opened, min(LENGTH, size), 0), 'little')
+        if size < LENGTH or not 0 < length <= strict_json.LARGEST:
             raise CheckpointError(f'{file} is no safetensors file: its header cannot have {length:,} bytes')
         if size - LENGTH < length:
             raise CheckpointError(
                 f'{file} is truncated: its header has {length:,} bytes, and {size - LENGTH:,} are there'
             )
-        header = _json.exactly(opened, length, LENGTH)
+        header = strict_json.exactly(opened, length, LENGTH)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(f'{file} cannot be read: {_json.reason(error)}') from error
+        raise CheckpointError(f'{file} cannot be read: {strict_json.reason(error)}') from error
     return parse_header(file, header, size)
 
 
@@ -117,7 +117,7 @@ def parse_header(file: Path, header: bytes | bytearray, size: int) -> list[Tenso
         CheckpointError: it is no such header, or the file of another one.
     """
     try:
-        entries = _json.parse(header)
+        entries = strict_json.parse(header)
         _require(isinstance(entries, dict), 'its header is no object of tensors')
         _require(_is_metadata(entries.pop(_METADATA, None)), f'{_METADATA} is not from text to text')
         found = [_tensor(file, name, entry, LENGTH + len(header)) for name, entry in entries.items()]
@@ -156,21 +156,21 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> Tensor:
     called = in_message(name)
     keys = ('dtype', 'shape', 'data_offsets')
     if not isinstance(entry, dict) or not all(key in entry for key in keys):
-        raise ValueError(f'{called} is not an object with {", ".join(keys)}, but {_json.brief(entry)}')
+        raise ValueError(f'{called} is not an object with {", ".join(keys)}, but {strict_json.brief(entry)}')
     code, shape, offsets = (entry[key] for key in keys)
-    _require(isinstance(code, str), f'{called} has the dtype {_json.brief(code)}')
+    _require(isinstance(code, str), f'{called} has the dtype {strict_json.brief(code)}')
     if code not in DTYPES:
         raise CheckpointError(f'{file}: {called} has the dtype {in_message(code)}, which cannot be loaded')
     dtype = np.dtype(DTYPES[code])
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f'{file} is damaged: {called} has the shape {_json.brief(shape)} and the offsets '
-            f'{_json.brief(offsets)}; both are lists of whole numbers, at least 0, and offsets are two'
+            f'{file} is damaged: {called} has the shape {strict_json.brief(shape)} and the offsets '
+            f'{strict_json.brief(offsets)}; both are lists of whole numbers, at least 0, and offsets are two'
         )
     too_many = len(shape) > _MOST_DIMENSIONS
     if too_many or math.prod(size for size in shape if size) * dtype.itemsize > _MOST_BYTES:
         raise CheckpointError(
-            f'{file}: {called} has the shape {_json.brief(shape)}, which no array of {dtype} can have'
+            f'{file}: {called} has the shape {strict_json.brief(shape)}, which no array of {dtype} can have'
         )
     tensor = Tensor(file, name, tuple(shape), dtype, start + offsets[0])
     if offsets[1] - offsets[0] != tensor.size:
@@ -192,4 +192,4 @@ def byte_count(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 def in_message(name: str) -> str:
     """A name from a file, as messages show it."""
-    return name if name.isprintable() and len(name) <= _NAME else _json.brief(name)
+    return name if name.isprintable() and len(name) <= _NAME else strict_json.brief(name)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
+from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
 from scalax.checkpoint._target import require_distinct
 from scalax.errors import CheckpointError, shown
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 import orbax.checkpoint as ocp
 
-from scalax._threads import in_a_thread
+from scalax._trace.threads import in_a_thread
 from scalax.checkpoint import _agreed, _manifest
 from scalax.checkpoint._describe import LeafDescription
 from scalax.checkpoint._json_file import bytes_of, json_of, sync_folders, write_bytes, write_json

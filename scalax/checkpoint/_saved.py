@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from scalax._paths import canonical_dtype, path_string
+from scalax._tree.paths import canonical_dtype, path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._describe import Description, LeafDescription, decoded
 from scalax.checkpoint._json_file import bytes_of, json_of, require_size

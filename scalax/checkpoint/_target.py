@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._paths import NamedTree, canonical_dtype
+from scalax._tree.paths import NamedTree, canonical_dtype
 from scalax.errors import ArgumentError, CheckpointError, shown
 from scalax.rules._tree_path import checked_regex
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax._prefix import RuleLike
+    from scalax.rules._prefix import RuleLike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ import socket
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from scalax._html import visible
+from scalax._report.pages import visible
 from scalax.checkpoint._json_file import json_of, sync, write_bytes
 from scalax.checkpoint._orbax import Path, orbax
 from scalax.checkpoint._saved import ITEM, complete_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalax._topologies import SIZES
+from scalax._mesh.topologies import SIZES
 from scalax.explain._text import human_bytes
 from scalax.plan import HARDWARE, Hardware
 

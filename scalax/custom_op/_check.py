@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax import _context
-from scalax._context import MeshOwner
-from scalax._paths import describe_leaf
-from scalax._spec import MeshAxes, canonical, indivisible
+from scalax._trace import contexts
+from scalax._trace.contexts import MeshOwner
+from scalax._tree.paths import describe_leaf
+from scalax._tree.specs import MeshAxes, canonical, indivisible
 from scalax.errors import ArgumentError
 
 _RTOL = {'float64': 1e-12, 'complex128': 1e-12, 'float32': 1e-5, 'complex64': 1e-5, 'float16': 5e-3}
@@ -27,7 +27,7 @@ def chosen_mesh(name: str, mesh: Mesh | MeshOwner | None) -> Mesh:
     Raises:
         ArgumentError: there is none with devices.
     """
-    context = _context.current()
+    context = contexts.current()
     if mesh is None:
         mesh = jax.sharding.get_mesh() if context is None else context.helper.mesh
     mesh = mesh if isinstance(mesh, Mesh) else getattr(mesh, 'mesh', None)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._paths import describe_leaf
+from scalax._tree.paths import describe_leaf
 from scalax.custom_op._rule import Rule
 from scalax.errors import ArgumentError, RuleError
 from scalax.rules._pattern import Dimension, Pattern, as_text

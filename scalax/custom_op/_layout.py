@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from scalax._spec import canonical, entries, entry_axes
+from scalax._tree.specs import canonical, entries, entry_axes
 from scalax.custom_op._fit import Factors, Fit
 
 Axes = Mapping[str, tuple[str, ...]]

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._context import MeshOwner
-from scalax._recent import Recent, sort_of
+from scalax._trace.contexts import MeshOwner
+from scalax._util.lru_cache import Recent, sort_of
 from scalax.custom_op import _check
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real

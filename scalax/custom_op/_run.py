@@ -17,9 +17,9 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from scalax._constrain import reshard
-from scalax._shard_map import is_mapped
-from scalax._spec import canonical
+from scalax._trace.constraints import reshard
+from scalax._transforms.shard_map import is_mapped
+from scalax._tree.specs import canonical
 from scalax.custom_op._constants import Constants
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._fit import Fit

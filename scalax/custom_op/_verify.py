@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._paths import describe_leaf
+from scalax._tree.paths import describe_leaf
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._fit import Fit, fit_operands, shown_factor
 from scalax.custom_op._layout import Layout

@@ -6,12 +6,12 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from scalax import _html
-from scalax._fold import fold
-from scalax._spec import axis_sizes_text
+from scalax._report import pages
+from scalax._report.tables import table, wrapped
+from scalax._tree.specs import axis_sizes_text
+from scalax._util.folding import fold
 from scalax.errors import checked_flag
 from scalax.explain._rows import ReportRow
-from scalax.explain._table import table, wrapped
 from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
@@ -77,10 +77,10 @@ class ReportDiff:
 
     def _repr_html_(self) -> str:
         cells = _cells(_pairs(self), True)
-        shown = cells[: _html.MOST_LINES]
-        table = [_html.table(_HEADS, shown, right=[4])] if cells else []
+        shown = cells[: pages.MOST_LINES]
+        table = [pages.table(_HEADS, shown, right=[4])] if cells else []
         rest = [f'lines not shown: {len(cells) - len(shown)}'] if len(cells) > len(shown) else []
-        return '\n'.join([*table, _html.paragraphs([*rest, *_summary(self)])])
+        return '\n'.join([*table, pages.paragraphs([*rest, *_summary(self)])])
 
 
 def diff_rows(

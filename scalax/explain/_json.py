@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax import _json, _spec
+from scalax._tree import specs
+from scalax._util import strict_json
 from scalax.errors import ArgumentError, DataError
 from scalax.explain._rows import ReportRow
 
@@ -39,12 +40,12 @@ def plain_spec(spec: PartitionSpec) -> Any:
         [None, ['data', 'model']]
     """
     entries = [
-        list(entry) if isinstance(entry, tuple) else _UNCONSTRAINED if entry is _spec.UNCONSTRAINED else entry
-        for entry in _spec.entries(spec)
+        list(entry) if isinstance(entry, tuple) else _UNCONSTRAINED if entry is specs.UNCONSTRAINED else entry
+        for entry in specs.entries(spec)
     ]
     if not spec.unreduced and not spec.reduced:
         return entries
-    combined = _spec.sums_kind(spec)
+    combined = specs.sums_kind(spec)
     return {
         'entries': entries,
         'unreduced': sorted(spec.unreduced),
@@ -115,7 +116,7 @@ def loaded(
     if not text.strip():
         raise DataError(f'{name} is not the JSON of a {what}: it is empty')
     try:
-        values = _json.parse(text)
+        values = strict_json.parse(text)
     except ValueError as error:
         raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
     if not isinstance(values, dict) or 'version' not in values:
@@ -123,8 +124,8 @@ def loaded(
     written = values['version']
     if type(written) is not int or written != version:
         raise DataError(
-            f'{name} is a {what} of version {_json.brief(written)}, this scalax reads version {version}: '
-            f'write it anew with {what}.to_json()'
+            f'{name} is a {what} of version {strict_json.brief(written)}, this scalax reads version '
+            f'{version}: write it anew with {what}.to_json()'
         )
     return values, name
 
@@ -144,17 +145,17 @@ def _text_and_name(text_or_path: str | os.PathLike[str], what: str, owner: str) 
             return text_or_path, 'the text'
     name = repr(os.fspath(text_or_path))
     try:
-        return _json.read(text_or_path).decode('utf-8'), name
+        return strict_json.read(text_or_path).decode('utf-8'), name
     except FileNotFoundError:
         raise  # a golden file may be there or not
     except (OSError, ValueError) as error:
-        raise DataError(f'{name} is not the JSON of a {what}: {_json.reason(error)}') from error
+        raise DataError(f'{name} is not the JSON of a {what}: {strict_json.reason(error)}') from error
 
 
 def of(kind: type[T], value: object, what: str) -> T:
     """*value*, which is of that kind, or else no part of a report."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'{what} is not of type {kind.__name__}: {_json.brief(value)}')
+        raise ValueError(f'{what} is not of type {kind.__name__}: {strict_json.brief(value)}')
     return value
 
 
@@ -162,7 +163,7 @@ def count(value: object, what: str) -> int:
     """*value*, which is the number of something."""
     number = of(int, value, what)
     if not 0 <= number < _MOST:
-        raise ValueError(f'{what} is not a number from 0 to 2**63: {_json.brief(number)}')
+        raise ValueError(f'{what} is not a number from 0 to 2**63: {strict_json.brief(number)}')
     return number
 
 
@@ -179,7 +180,7 @@ def _texts(values: object, what: str) -> tuple[str, ...]:
 def _row(values: Mapping[str, Any], mesh: Container[str]) -> ReportRow:
     more = sorted(values.keys() - _ROW)
     if more:
-        raise ValueError(f'a row has what no row of this version has: {_json.brief(more)}')
+        raise ValueError(f'a row has what no row of this version has: {strict_json.brief(more)}')
     kind = values.get('memory_kind')
     spec = _item(values, 'spec')
     plain: dict[str, Any] = {
@@ -202,7 +203,7 @@ def _parsed_spec(spec: Any, mesh: Container[str]) -> PartitionSpec:
             kinds = getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
             name = of(str, spec['unreduced_kind'], 'unreduced_kind')
             if name not in kinds:
-                raise ValueError(f'unreduced_kind is none of this JAX: {_json.brief(name)}')
+                raise ValueError(f'unreduced_kind is none of this JAX: {strict_json.brief(name)}')
             sums['unreduced_kind'] = kinds[name]
         spec = _item(spec, 'entries')
     entries = [_parsed_entry(entry, mesh) for entry in of(list, spec, 'spec')]
@@ -216,5 +217,5 @@ def _parsed_entry(entry: Any, mesh: Container[str]) -> Any:
     if isinstance(entry, list):
         return tuple(of(str, axis, 'an axis of spec') for axis in entry)
     if entry is None or (entry == _UNCONSTRAINED and entry not in mesh):
-        return None if entry is None else _spec.UNCONSTRAINED
+        return None if entry is None else specs.UNCONSTRAINED
     return of(str, entry, 'an axis of spec')

@@ -11,14 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax import _spec
-from scalax._paths import dtype_on_devices
-from scalax._prefix import RuleLike, is_rule
-from scalax._resolve import Resolution
+from scalax._tree import specs
+from scalax._tree.paths import dtype_on_devices
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules import LogicalAxisShardingRule, OptimizerStateShardingRule, TreePathShardingRule, catalogue
-from scalax.rules._base import ONE_ELEMENT, Answer, ShardingRule
+from scalax.rules._answers import ONE_ELEMENT, Answer
+from scalax.rules._base import ShardingRule
+from scalax.rules._prefix import RuleLike, is_rule
+from scalax.rules._resolve import Resolution
 
 
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
@@ -32,7 +33,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
 
     @functools.cache
     def shards_of(spec: PartitionSpec) -> tuple[int, ...]:
-        return tuple(math.prod(mesh[a] for a in _spec.entry_axes(entry)) for entry in _spec.entries(spec))
+        return tuple(math.prod(mesh[a] for a in specs.entry_axes(entry)) for entry in specs.entries(spec))
 
     def row(
         path: str, leaf: Any, shape: tuple[int, ...], answer: Answer, spec: PartitionSpec | None
@@ -55,8 +56,8 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
             answer.memory_kind,
         )
 
-    specs = [None if sharding is None else sharding.spec for sharding in resolution.shardings]
-    rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.answers, specs))
+    placed = [None if sharding is None else sharding.spec for sharding in resolution.shardings]
+    rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.answers, placed))
     unused, shadowed = _idle_clauses(rules, resolution)
     return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
 
@@ -71,8 +72,8 @@ def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
     if spec is None:
         return 'left to the compiler'
     parts = [answer.reason]
-    if answer.spec is not None and answer.spec != spec and _spec.canonical(answer.spec) != spec:
-        parts.append(f'asked for {_spec.text(answer.spec)}, which does not divide')
+    if answer.spec is not None and answer.spec != spec and specs.canonical(answer.spec) != spec:
+        parts.append(f'asked for {specs.text(answer.spec)}, which does not divide')
     return '; '.join(part for part in (*parts, *answer.notes) if part)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
-from scalax import _html
-from scalax._fold import MOST_RUNS, Fold, runs
+from scalax._report import pages
+from scalax._util.folding import MOST_RUNS, Fold, runs
 from scalax.explain._text import (
     HEADS,
     Line,
@@ -19,12 +19,12 @@ from scalax.explain._text import (
 
 
 @functools.cache
-def widget() -> _html.Widget:
+def widget() -> pages.Widget:
     """The tree that folds, sorts and filters."""
     markup, style, model, view = (
-        _html.asset('scalax.explain', name) for name in ('report.html', 'report.css', 'tree.js', 'report.js')
+        pages.asset('scalax.explain', name) for name in ('report.html', 'report.css', 'tree.js', 'report.js')
     )
-    return _html.Widget(markup, style, f'{model}\n{view}')
+    return pages.Widget(markup, style, f'{model}\n{view}')
 
 
 def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
@@ -33,13 +33,13 @@ def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
     Of many lines, those that take the most of a device are shown, in the order of the tree.
     """
     by_size = sorted(range(len(lines)), key=lambda i: -lines[i][0].count * lines[i][1].bytes_per_device)
-    cells = [cells_of(*lines[i]) for i in sorted(by_size[: _html.MOST_LINES])]
-    rest = [lines[i] for i in by_size[_html.MOST_LINES :]]
+    cells = [cells_of(*lines[i]) for i in sorted(by_size[: pages.MOST_LINES])]
+    rest = [lines[i] for i in by_size[pages.MOST_LINES :]]
     if rest:
         count = sum(fold.count for fold, _ in rest)
         size = sum(fold.count * row.bytes_per_device for fold, row in rest)
         below = [f'smaller ones, not shown: {arrays(count)}, {human_bytes(size)} on each device', *below]
-    return f'{_html.table(HEADS, cells, right=[3])}\n{_html.paragraphs(below)}'
+    return f'{pages.table(HEADS, cells, right=[3])}\n{pages.paragraphs(below)}'
 
 
 def data(
@@ -54,7 +54,7 @@ def data(
     texts: dict[str, int] = {}
 
     def number_of(text: str) -> int:
-        return texts.setdefault(_html.visible(text), len(texts))
+        return texts.setdefault(pages.visible(text), len(texts))
 
     values = [
         [
@@ -67,10 +67,10 @@ def data(
         for fold, row in lines
     ]
     return {
-        'title': _html.visible(title),
-        'mesh': [(_html.visible(name), size) for name, size in mesh.items()],
-        'unused': [_html.visible(regex) for regex in unused],
-        'shadowed': [_html.visible(regex) for regex in shadowed],
+        'title': pages.visible(title),
+        'mesh': [(pages.visible(name), size) for name, size in mesh.items()],
+        'unused': [pages.visible(regex) for regex in unused],
+        'shadowed': [pages.visible(regex) for regex in shadowed],
         'unreduced': parts,
         'texts': list(texts),
         'lines': values,
@@ -80,8 +80,8 @@ def data(
 def _path(fold: Fold) -> list[object]:
     """The keys of a path; where it has several, how they print, their numbers, and what stands before."""
     return [
-        _html.visible(part)
+        pages.visible(part)
         if isinstance(part, str)
-        else (_html.visible(part.name(MOST_RUNS)), runs(part.numbers), _html.visible(part.stem))
+        else (pages.visible(part.name(MOST_RUNS)), runs(part.numbers), pages.visible(part.stem))
         for part in fold.parts
     ]

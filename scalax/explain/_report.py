@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from scalax._fold import fold
+from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from scalax._report.tables import GAP, fits, lay_out, plain, wrapped
 from scalax.explain._rows import ReportRow
-from scalax.explain._table import GAP, fits, lay_out, plain, wrapped
 from scalax.explain._text import (
     HEADS,
     Line,

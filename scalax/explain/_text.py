@@ -8,12 +8,12 @@ import operator
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
-from scalax._fold import MOST_RUNS, Fold, fold, times
-from scalax._html import visible
-from scalax._spec import axis_sizes_text, text
+from scalax._report.pages import visible
+from scalax._report.tables import fits, table, wrapped
+from scalax._tree.specs import axis_sizes_text, text
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import ArgumentError
 from scalax.explain._rows import ReportRow, replicated, unreduced
-from scalax.explain._table import fits, table, wrapped
 
 Line = tuple[Fold, ReportRow]
 """What a line of a table stands for, and the first of its rows."""

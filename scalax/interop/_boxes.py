@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._paths import NamedTree
+from scalax._tree.paths import NamedTree
 
 DimensionNames = tuple[str | tuple[str, ...] | None, ...]
 """One entry a dimension: its name, the names that it fuses, or None."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._paths import NamedTree
-from scalax._spec import entries, no_axis, spec_axes
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import entries, no_axis, spec_axes
 from scalax.errors import Problem
-from scalax.rules._base import Answer, AxisSizes, Said
+from scalax.rules._answers import Answer, AxisSizes, Said
 from scalax.rules._tree_path import TreePathShardingRule
 
 _STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"

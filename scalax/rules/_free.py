@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax import _spec
+from scalax._tree import specs
 
 
 def fill(
@@ -25,19 +25,19 @@ def fill(
         >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
         P('fsdp', 'tp')
     """
-    used = {*_spec.spec_axes(below), *below.unreduced, *below.reduced}
-    first, second = _spec.entries(below), _spec.entries(above)
+    used = {*specs.spec_axes(below), *below.unreduced, *below.reduced}
+    first, second = specs.entries(below), specs.entries(above)
     entries: list[Any] = []
     # A spec that is longer than the array stays so: validation names the leaf.
     for dim in range(max(rank, len(first), len(second))):
         entry = first[dim] if dim < len(first) else None
         if entry is None and dim < len(second) and dim not in closed:
             entry = second[dim]
-            if entry is not _spec.UNCONSTRAINED:
+            if entry is not specs.UNCONSTRAINED:
                 # An axis that `above` uses twice stays so too, and is reported as its mistake.
-                entry = tuple(axis for axis in _spec.entry_axes(entry) if axis not in used)
+                entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
         entries.append(entry)
-    filled = _spec.replaced(below, entries)
+    filled = specs.replaced(below, entries)
     unreduced, reduced = above.unreduced - used, above.reduced - used
     if unreduced or reduced:
         filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
@@ -51,15 +51,15 @@ def left_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSp
         >>> left_by(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
-    taken, used = _spec.entries(outer), _spec.spec_axes(outer)
+    taken, used = specs.entries(outer), specs.spec_axes(outer)
     left: list[Any] = []
-    for dim, entry in enumerate(_spec.entries(spec)):
+    for dim, entry in enumerate(specs.entries(spec)):
         if dim < min(rank, len(taken)) and taken[dim] is not None:
             entry = None
-        elif entry is not _spec.UNCONSTRAINED:
-            entry = tuple(axis for axis in _spec.entry_axes(entry) if axis not in used)
+        elif entry is not specs.UNCONSTRAINED:
+            entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
         left.append(entry)
-    return _spec.replaced(spec, left)
+    return specs.replaced(spec, left)
 
 
 def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
@@ -69,11 +69,11 @@ def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
         >>> close(PartitionSpec('a'), (0, 1))
         P('a', UNCONSTRAINED)
     """
-    entries = [*_spec.entries(spec), *[None] * (max(dims, default=-1) + 1)]
+    entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
     for dim in dims:
         # Nobody fills a dimension that the compiler was given.
-        entries[dim] = _spec.UNCONSTRAINED if entries[dim] is None else entries[dim]
-    return _spec.replaced(spec, entries)
+        entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
+    return specs.replaced(spec, entries)
 
 
 def taken_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
@@ -85,8 +85,8 @@ def taken_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionS
         >>> taken_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
         P('b', 'a', None)
     """
-    filled = _spec.entries(fill(outer, spec, rank))
-    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in _spec.entry_axes(entry))
+    filled = specs.entries(fill(outer, spec, rank))
+    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in specs.entry_axes(entry))
     beyond.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
     seen = [*filled, *[None] * rank][:rank]
     return PartitionSpec(*seen, tuple(beyond)) if beyond else PartitionSpec(*seen)

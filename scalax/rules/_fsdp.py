@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
-from scalax._paths import NamedTree
-from scalax._spec import entries, entry_axes, no_axis, spec_axes
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
 from scalax.errors import Problem, RuleError
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, BuiltinRule, Said
+from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
+from scalax.rules._base import BuiltinRule
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._paths import NamedTree
-from scalax._spec import Fault, OnIndivisible, checked_policy, entry_axes
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import Fault, OnIndivisible, checked_policy, entry_axes
 from scalax.errors import IndivisibleWarning, Problem, RuleError, checked_flag, did_you_mean, shown, warn
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
-from scalax.rules._base import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, BuiltinRule, Said
+from scalax.rules._answers import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Said
+from scalax.rules._base import BuiltinRule
 from scalax.rules._named_leaf import Named, NamedLeaf
 from scalax.rules._pattern import Pattern, as_text, names_in, parse, pattern_error
 from scalax.rules._tree_path import checked_regex, regex_text

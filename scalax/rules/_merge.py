@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax import _spec
-from scalax._paths import NamedTree
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree
 from scalax.errors import Problem
-from scalax.rules._base import REPLICATED, Answer, AxisSizes, Said
+from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
 from scalax.rules._free import close, fill, left_by
 
 
@@ -34,7 +34,7 @@ def left(
             key = id(said), outer, len(shape)
             if key not in memo:
                 spec = left_by(outer, said.spec, len(shape))
-                same = spec == _spec.canonical(said.spec)
+                same = spec == specs.canonical(said.spec)
                 memo[key] = said if same else _reduced(said, spec, outer)
             said = memo[key]
         kept.append(said)
@@ -62,7 +62,7 @@ def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Axi
     """What two answers with specs say together about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
     filled = fill(below.spec, above.spec, len(shape), below.stack)
-    is_same = filled == _spec.canonical(below.spec)
+    is_same = filled == specs.canonical(below.spec)
     # Who asked for something and got nothing did not decide.
     counts = not is_same or not _asks(above.spec) or (above.memory_kind and not below.memory_kind)
     both = dataclasses.replace(
@@ -76,10 +76,10 @@ def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Axi
     )
     if is_same:
         return both
-    own = _spec.entries(below.spec)
+    own = specs.entries(below.spec)
     added = [
         None if dim < len(own) and own[dim] is not None else entry
-        for dim, entry in enumerate(_spec.entries(filled))
+        for dim, entry in enumerate(specs.entries(filled))
     ]
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
@@ -107,11 +107,11 @@ def unanswered(below: Answer, default: Answer | Problem) -> Answer:
 def _lost(asked: Answer, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
     """What an answer asked for and did not get, and why, in a few words."""
     assert asked.spec is not None
-    kept, used = _spec.entries(placed), {*_spec.spec_axes(before), *before.unreduced, *before.reduced}
+    kept, used = specs.entries(placed), {*specs.spec_axes(before), *before.unreduced, *before.reduced}
     notes = []
-    for dim, entry in enumerate(_spec.entries(asked.spec)):
-        got = _spec.entry_axes(kept[dim]) if dim < len(kept) else ()
-        gone = [axis for axis in _spec.entry_axes(entry) if axis not in got]
+    for dim, entry in enumerate(specs.entries(asked.spec)):
+        got = specs.entry_axes(kept[dim]) if dim < len(kept) else ()
+        gone = [axis for axis in specs.entry_axes(entry) if axis not in got]
         if gone:
             why = 'in use' if used.issuperset(gone) else 'not free'
             notes.append(f'{asked.origin} asked for {", ".join(gone)} on dimension {dim}: {why}')
@@ -120,12 +120,12 @@ def _lost(asked: Answer, placed: PartitionSpec, before: PartitionSpec) -> tuple[
 
 def _asks(spec: PartitionSpec) -> bool:
     """Whether a spec says anything."""
-    return any(_spec.entries(spec)) or bool(spec.unreduced or spec.reduced)
+    return any(specs.entries(spec)) or bool(spec.unreduced or spec.reduced)
 
 
 def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSizes) -> bool:
     """Whether every dimension divides by its axes, as far as these are known."""
     return not any(
-        n % math.prod(axis_sizes.get(axis, 1) for axis in _spec.entry_axes(entry))
+        n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
         for n, entry in zip(shape, entries, strict=False)
     )

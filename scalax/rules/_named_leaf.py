@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
-from scalax._spec import Fault, entries, entry_axes, spec_axes
+from scalax._tree.specs import Fault, entries, entry_axes, spec_axes
 from scalax.errors import did_you_mean, near_names
-from scalax.rules._base import Answer, AxisSizes
+from scalax.rules._answers import Answer, AxisSizes
 from scalax.rules._pattern import Dimension, Part, Pattern, as_text
 from scalax.rules._tree_path import regex_text
 

@@ -19,19 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from scalax import _spec
-from scalax._paths import NamedTree
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree
 from scalax.errors import Problem, near_names
-from scalax.rules._base import (
-    REPLICATED,
-    Answer,
-    AxisSizes,
-    BuiltinRule,
-    Said,
-    ShardingRule,
-    ask,
-    is_pure,
-)
+from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
+from scalax.rules._base import BuiltinRule, ShardingRule, ask, is_pure
 from scalax.rules._kept_dimensions import Dimensions, kept_dimensions
 from scalax.rules._sections import Section, sections
 
@@ -137,7 +129,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         taken = {
             i: spec
             for i, spec in zip(indices, tree.taken or [REPLICATED] * len(tree), strict=True)
-            if any(_spec.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
+            if any(specs.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
         }
         params.ask((place.param, taken[i]) for i, place in enumerate(places) if place and i in taken)
         said = [params.answer(whole, i, place, taken.get(i)) for i, place in enumerate(places)]
@@ -354,13 +346,13 @@ def _derived(
         return None
     if said.spec is None:
         return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
-    entries = (*_spec.entries(said.spec), *[None] * len(own))
+    entries = (*specs.entries(said.spec), *[None] * len(own))
     # Where it is unsure which dimension is a stack of layers, each that may be one counts.
     stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
-    specs = dict.fromkeys(
-        _spec.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
+    distinct = dict.fromkeys(
+        specs.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
     )
-    if len(specs) > 1:  # any of them would be a guess
+    if len(distinct) > 1:  # any of them would be a guess
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
             said,
@@ -371,7 +363,7 @@ def _derived(
         )
     kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
     reason = f'{kept} of its parameter'
-    return dataclasses.replace(said, spec=next(iter(specs)), origin=origin, reason=reason, stack=stack)
+    return dataclasses.replace(said, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._paths import NamedTree
-from scalax._spec import OnIndivisible, checked_policy
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import RuleError
-from scalax.rules._base import Answer, AxisSizes, BuiltinRule, Said, ShardingRule, ask_each, not_a_spec
+from scalax.rules._answers import Answer, AxisSizes, Said, not_a_spec
+from scalax.rules._base import BuiltinRule, ShardingRule, ask_each
 
 Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
 

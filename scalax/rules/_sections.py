@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from scalax._paths import NamedTree, describe_leaf, has_foreign_dtype, leaf_shape, optional_path
+from scalax._tree.paths import NamedTree, describe_leaf, has_foreign_dtype, leaf_shape, optional_path
 from scalax.errors import RuleError, StructureError
-from scalax.rules._base import ShardingRule, short
-from scalax.rules._compose import as_rule
+from scalax.rules._answers import short
+from scalax.rules._base import ShardingRule, as_rule
 
 
 @dataclasses.dataclass(frozen=True)

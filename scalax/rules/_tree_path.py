@@ -9,21 +9,11 @@ from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._paths import NamedTree
-from scalax._spec import OnIndivisible, checked_policy
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names
-from scalax.rules._base import (
-    ONE_ELEMENT,
-    REPLICATED,
-    Answer,
-    AxisSizes,
-    BuiltinRule,
-    Said,
-    ShardingRule,
-    ask_each,
-    is_pure,
-    short,
-)
+from scalax.rules._answers import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Said, short
+from scalax.rules._base import BuiltinRule, ShardingRule, ask_each, is_pure
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
 

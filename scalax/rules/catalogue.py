@@ -55,9 +55,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._spec import OnIndivisible, entries, entry_axes
+from scalax._tree.specs import OnIndivisible, entries, entry_axes
 from scalax.errors import RuleError, did_you_mean, near_names
-from scalax.rules._base import REPLICATED
+from scalax.rules._answers import REPLICATED
 from scalax.rules._exact_rank import ExactRankRule
 from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
 

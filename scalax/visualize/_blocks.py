@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from scalax import _spec
-from scalax._spec import MeshAxes
+from scalax._tree import specs
+from scalax._tree.specs import MeshAxes
 
 Index = tuple[int, ...]
 
@@ -108,7 +108,7 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
     """From the spec: exact for shapes that do not divide, and for meshes without devices."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = MeshAxes.of(mesh)
-    entries = [*map(_spec.entry_axes, _spec.entries(spec)), *[()] * len(shape)][: len(shape)]
+    entries = [*map(specs.entry_axes, specs.entries(spec)), *[()] * len(shape)][: len(shape)]
     counts = [axes.size(names) for names in entries]
     dimensions = tuple(
         Dimension(size, _even(size, count), _axes_text(names, axes) if count > 1 else '')
@@ -120,7 +120,7 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
     numbers = _numbers(mesh).transpose([names_in_mesh.index(axis) for axis in order])
     rows = numbers.reshape(math.prod(counts), -1).tolist()
     holders = dict(zip(itertools.product(*map(range, counts)), map(tuple, rows), strict=True))
-    placement = f'{_spec.canonical(spec)}{_memory(sharding)}'
+    placement = f'{specs.canonical(spec)}{_memory(sharding)}'
     notes = tuple(_notes(spec, dimensions))
     devices = tuple(_numbers(mesh).ravel().tolist())
     return Blocks(dimensions, holders, devices, _numbering(mesh, axes), placement, notes)

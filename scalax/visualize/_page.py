@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from scalax._html import escape, still_page
-from scalax.explain._table import wrapped
+from scalax._report.pages import escape, still_page
+from scalax._report.tables import wrapped
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture
 from scalax.visualize._svg import FONT, MOST_LINE, Drawn, below, document, draw, text_lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from scalax._fold import runs
+from scalax._util.folding import runs
 from scalax.visualize._blocks import Blocks, Dimension, Index, range_text
 
 MOST_CUT = 3  # dimensions that a picture can show

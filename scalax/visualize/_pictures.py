@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from scalax import _spec
-from scalax._fold import Fold, fold
-from scalax._paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax._spec import MeshAxes
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._tree.specs import MeshAxes
+from scalax._util.folding import Fold, fold
 from scalax.errors import Problem, ShardingError, shown
 from scalax.explain._text import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
@@ -75,7 +75,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     problems = [
         Problem(fault.kind, tree.describe(number), fault.detail, hint=fault.hint)
         for number, fault in enumerate(shardings)
-        if isinstance(fault, _spec.Fault)
+        if isinstance(fault, specs.Fault)
     ]
     if problems:
         raise _error(problems)
@@ -110,26 +110,26 @@ def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) 
 def _layout(sharding: Hashable) -> Hashable:
     """What is equal for shardings that say the same: ``P('x')`` and ``P('x', None)``."""
     if isinstance(sharding, NamedSharding):
-        return sharding.mesh, _spec.canonical(sharding.spec), sharding.memory_kind
+        return sharding.mesh, specs.canonical(sharding.spec), sharding.memory_kind
     return sharding
 
 
-def _sharding(leaf: Any) -> Sharding | _spec.Fault:
+def _sharding(leaf: Any) -> Sharding | specs.Fault:
     """The sharding of a leaf, or why there is none to show."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
-        return _spec.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
+        return specs.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):
-        return _spec.Fault('traced', 'only the compiler will know where this traced value lies', _INSPECT)
+        return specs.Fault('traced', 'only the compiler will know where this traced value lies', _INSPECT)
     if not isinstance(sharding, Sharding):
-        return _spec.Fault('no-sharding', 'this has no sharding: it lies on no device yet', _RULES)
+        return specs.Fault('no-sharding', 'this has no sharding: it lies on no device yet', _RULES)
     if isinstance(sharding, NamedSharding):
         return _shown(sharding)
     try:
         sharding.devices_indices_map(leaf.shape)
     except ValueError as error:
-        return _spec.Fault('indivisible', f'JAX says: {error}', _RULES)
+        return specs.Fault('indivisible', f'JAX says: {error}', _RULES)
     return sharding
 
 
@@ -140,11 +140,11 @@ def _is_typed(sharding: Any) -> bool:
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
 
 
-def _shown(sharding: NamedSharding) -> NamedSharding | _spec.Fault:
-    if _spec.UNCONSTRAINED in _spec.entries(sharding.spec):
-        return _spec.Fault(
+def _shown(sharding: NamedSharding) -> NamedSharding | specs.Fault:
+    if specs.UNCONSTRAINED in specs.entries(sharding.spec):
+        return specs.Fault(
             'unconstrained',
-            f'{_spec.text(sharding.spec)} leaves a dimension to the compiler',
+            f'{specs.text(sharding.spec)} leaves a dimension to the compiler',
             'show the array that the compiler returns, or name mesh axes or None for that dimension.',
         )
     return sharding

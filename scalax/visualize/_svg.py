@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from scalax._html import escape
+from scalax._report.pages import escape
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._boxes import listed
 from scalax.visualize._colors import colors_of, ink

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scalax.explain._table import wrapped
+from scalax._report.tables import wrapped
 from scalax.explain._text import columns
 from scalax.visualize._boxes import drawing
 from scalax.visualize._panels import blocks_text

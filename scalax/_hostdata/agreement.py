@@ -1,0 +1,203 @@
+"""Do all processes mean the same call? What they agree on before anything of theirs is joined.
+
+Processes that disagree about a shape do not fail: they compile different programs, which wait for one
+another for ever. So each process makes a statement about its call, and a digest of it is gathered. Only
+where digests differ are words exchanged, so that every process can raise an error that says who differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from scalax._hostdata import collectives
+from scalax._tree.paths import canonical_dtype
+from scalax.errors import DataError, ScalaxError, shown
+
+Value = TypeVar('Value')
+
+_MOST = 400  # characters of one difference
+_SHOWN = 10  # differences of one process
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """What one process says about its call.
+
+    Attributes:
+        call: the options that must be the same everywhere, as text.
+        leaves: (leaf path, what must be the same about the leaf) for each leaf.
+        state: how far this process has come, in words, where that can differ.
+        trouble: why this process cannot take part, if it cannot.
+        order: where in the mesh each device is.
+    """
+
+    call: str
+    leaves: Sequence[tuple[str, str]] = ()
+    state: str = ''
+    trouble: str = ''
+    order: str = ''
+
+    def encoded(self) -> bytes:
+        """As bytes, the same for equal statements."""
+        return json.dumps([self.call, list(self.leaves), self.state, self.trouble, self.order]).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Statement:
+        """The inverse of `encoded`."""
+        call, leaves, *rest = json.loads(data)
+        return cls(call, [(path, text) for path, text in leaves], *rest)
+
+
+def agree(
+    mesh: Mesh,
+    statement: Statement,
+    what: str,
+    advice: str,
+    error: BaseException | None = None,
+    kind: type[ScalaxError] = DataError,
+    share: bytes = b'',
+) -> list[bytes]:
+    """Returns on every process if all make the same statement, and raises on every process if not.
+
+    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do.
+
+    Args:
+        mesh: whose processes have to agree.
+        statement: this process's.
+        what: the name of the call, for the message.
+        advice: what to do, for the message.
+        error: why this process cannot take part; raised here, and told to the others.
+        kind: the class of the error.
+        share: what is gathered besides and need not be the same; as many bytes everywhere, a multiple of 4.
+
+    Returns:
+        What each process shares, in their order.
+
+    Raises:
+        ScalaxError: names the processes and leaves that differ.
+    """
+    if error is not None:
+        statement = Statement(statement.call, trouble=f'{type(error).__name__}: {error}')
+    statement = dataclasses.replace(statement, order=collectives.processes_of(mesh).order)
+    encoded = statement.encoded()
+    digest = hashlib.blake2b(encoded, digest_size=16).digest()
+    said = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
+    mine = np.asarray([*said, *np.frombuffer(share, np.uint32)], np.uint32)
+    gathered = collectives.gather(mesh, mine)
+    rows = [tuple(row) for row in gathered[:, : len(said)].tolist()]
+    found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
+    if error is not None:
+        raise error
+    if found:
+        raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+    return [row.tobytes() for row in gathered[:, len(said) :]]
+
+
+def together(
+    mesh: Mesh,
+    what: str,
+    call: str,
+    advice: str,
+    prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
+) -> Value:
+    """What *prepare* makes of this process's arguments, once every process has made the same.
+
+    Args:
+        mesh: as for `agree`.
+        what: as for `agree`.
+        call: the options that must be the same everywhere, as text.
+        advice: as for `agree`.
+        prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
+            same about each leaf, as in `Statement`, and the value.
+
+    Raises:
+        ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
+    """
+    try:
+        leaves, value = prepare()
+    except Exception as error:
+        agree(mesh, Statement(call), what, advice, error)
+        raise
+    agree(mesh, Statement(call, leaves), what, advice)
+    return value
+
+
+def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:
+    """Who differs and how, the same list on every process.
+
+    Each process compares itself with what most say, among those that can take part, so that only short
+    texts have to be gathered, however large the trees.
+    """
+    processes = collectives.processes_of(mesh)
+    lines = [statement.trouble] if statement.trouble else []
+    able = [row for row in rows if not row[-1]]
+    if able:
+        position = rows.index(Counter(able).most_common(1)[0][0])
+        theirs = Statement.decoded(collectives.broadcast_bytes(mesh, position, encoded))
+        if not statement.trouble:
+            lines = list(_differences(statement, theirs, f'process {processes.indices[position]}'))
+    texts = [line if len(line) <= _MOST else f'{line[:_MOST]} ...' for line in lines]
+    if len(texts) > _SHOWN:
+        texts[_SHOWN:] = [f'... and {len(texts) - _SHOWN} more differences']
+    gathered = collectives.gather_bytes(mesh, json.dumps(texts).encode())
+    return [
+        f'process {index}: {line}'.replace('\n', '\n    ')
+        for index, data in zip(processes.indices, gathered, strict=True)
+        for line in json.loads(data)
+    ]
+
+
+def scalar_text(leaf: Any, dtype: Any) -> str:
+    """A scalar with its value, every bit of which counts: what must agree where nothing else is said."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
+    return f'{dtype} {np.asarray(leaf).astype(dtype)!s}'
+
+
+def placed_text(leaf: Any) -> str:
+    """An array or a number, without its values, and how it is placed where processes share it."""
+    text = (
+        array_text(np.shape(leaf), leaf.dtype) if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
+    )
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            text += f' {getattr(leaf.sharding, "spec", leaf.sharding)}'
+        if leaf.is_deleted():
+            text += ', deleted'
+    return text
+
+
+def array_text(shape: Sequence[int], dtype: Any) -> str:
+    """An array without its values."""
+    return f'{canonical_dtype(dtype)}{list(shape)}'
+
+
+def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:
+    """How one statement differs from that of the process named *other*."""
+    if mine.call != theirs.call:
+        yield f'calls it with {mine.call}, and {other} with {theirs.call}'
+    if mine.order != theirs.order:
+        yield f'has the devices of the mesh in another order than {other}'
+    if mine.state != theirs.state:
+        yield f'{mine.state}, and {other} {theirs.state}'
+        return
+    mine_by_path, by_path = dict(mine.leaves), dict(theirs.leaves)
+    for path in dict.fromkeys([*by_path, *mine_by_path]):
+        name = path or '(the leaf itself)'
+        if path not in mine_by_path:
+            yield f'{name} is missing, and {by_path[path]} on {other}'
+        elif path not in by_path:
+            yield f'{name} is {mine_by_path[path]}, and missing on {other}'
+        elif mine_by_path[path] != by_path[path]:
+            yield f'{name} is {mine_by_path[path]}, and {by_path[path]} on {other}'
+    if mine_by_path == by_path and list(mine.leaves) != list(theirs.leaves):
+        yield f'has its leaves in another order than {other}'

@@ -1,0 +1,110 @@
+"""Which rows of a batch does each process need? How a mesh lays a batch over its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalax._hostdata import collectives
+from scalax._mesh import meshes
+from scalax.errors import DataError, MeshError
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a mesh lays a batch over its devices: cut into equal tiles, one for each device.
+
+    Attributes:
+        mesh: the mesh.
+        axes: the mesh axes that cut the batch.
+        count: the number of tiles.
+        tiles: for each device, in the order of `Processes`, the number of its tile.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    count: int
+    tiles: tuple[int, ...]
+
+    @functools.cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """For each process the numbers of the tiles that its devices hold, in ascending order."""
+        processes = collectives.processes_of(self.mesh)
+        held: list[set[int]] = [set() for _ in processes.indices]
+        for tile, owner in zip(self.tiles, processes.owners, strict=True):
+            held[owner].add(tile)
+        return tuple(tuple(sorted(tiles)) for tiles in held)
+
+    @functools.cached_property
+    def here(self) -> tuple[int, ...]:
+        """The tiles that this process's devices hold."""
+        return self.held[collectives.processes_of(self.mesh).here]
+
+    def intervals(self, global_batch: int) -> tuple[tuple[int, int], ...]:
+        """For each device the first of its rows and the one after the last."""
+        size = global_batch // self.count
+        return tuple((tile * size, (tile + 1) * size) for tile in self.tiles)
+
+
+def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layout:
+    """The layout of batches over some mesh axes, or over all of them.
+
+    Raises:
+        MeshError: an axis that the mesh does not have, or axes of several types.
+    """
+    names = tuple(mesh.axis_names)
+    axes = names if mesh_axis_subset is None else meshes.axis_subset(mesh_axis_subset, names)
+    types = dict(zip(names, mesh.axis_types, strict=True))
+    if len({types[axis] for axis in axes}) > 1:
+        listed = ', '.join(f'{axis} is {types[axis].name}' for axis in axes)
+        raise MeshError(
+            f'the batch cannot be sharded over mesh axes of different types together ({listed}): choose '
+            'axes of one type with mesh_axis_subset'
+        )
+    return _layout(mesh, axes)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+    count = math.prod(mesh.shape[name] for name in axes)
+    spec = PartitionSpec(axes) if axes else PartitionSpec()
+    # A batch of one row for each tile, so that the row is the number of the tile.
+    placed: Mapping[Any, Any] = NamedSharding(mesh, spec).devices_indices_map((count,))
+    devices = collectives.processes_of(mesh).devices
+    tiles = tuple((placed[device][0].start or 0) if axes else 0 for device in devices)
+    return Layout(mesh, axes, count, tiles)
+
+
+def process_rows(mesh: Mesh, global_batch: int, layout: Layout) -> slice | np.ndarray:
+    """See `MeshShardingHelper.process_rows`, which is documented for users."""
+    if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
+        raise DataError(f'global_batch is the number of rows of the whole batch, got {global_batch!r}')
+    if global_batch % layout.count:
+        raise DataError(
+            f'the global batch of {global_batch} rows does not divide by {layout.count} shards, over mesh '
+            f'axes {layout.axes}: choose a batch that does, or fewer axes with mesh_axis_subset'
+        )
+    size = int(global_batch) // layout.count
+    tiles = layout.here
+    if tiles == tuple(range(tiles[0], tiles[0] + len(tiles))):
+        return slice(tiles[0] * size, (tiles[-1] + 1) * size)
+    return np.concatenate([np.arange(tile * size, (tile + 1) * size) for tile in tiles])
+
+
+def checked_axis(batch_axis: Any) -> int:
+    """The batch axis as an int.
+
+    Raises:
+        DataError: it is no whole number.
+    """
+    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int | np.integer):
+        raise DataError(
+            f'batch_axis is a whole number, got {batch_axis!r} (mesh axes go to mesh_axis_subset)'
+        )
+    return int(batch_axis)

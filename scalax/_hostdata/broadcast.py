@@ -1,0 +1,125 @@
+"""How does every process get the values of one of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from scalax._hostdata import agreement, collectives
+from scalax._hostdata.prng_keys import is_key
+from scalax._hostdata.transfer import reject_tracers
+from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._tree.specs import MeshAxes
+from scalax.errors import DataError, shown
+
+_CHUNK = 2**26  # bytes in device memory at a time
+
+
+def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
+    """See `MeshShardingHelper.broadcast_from`, which is documented for users."""
+    processes = collectives.processes_of(mesh)
+    here = processes.here
+
+    def prepare() -> tuple[list[tuple[str, str]], tuple[NamedTree, list[np.ndarray]]]:
+        reject_tracers(jax.tree.leaves(pytree), 'broadcast_from')
+        tree = NamedTree.of(pytree)
+        _check(tree, process, processes.indices)
+        source = processes.indices.index(process) == here
+        values = [_value(leaf, source) for leaf in tree.leaves]
+        return [(path, _text(leaf)) for path, leaf in zip(tree.paths, tree.leaves, strict=True)], (
+            tree,
+            values,
+        )
+
+    if processes.several:
+        advice = (
+            'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
+            f'values matter on process {process} only.'
+        )
+        call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
+        tree, values = agreement.together(mesh, 'broadcast_from', call, advice, prepare)
+        _overwrite(
+            mesh, processes.indices.index(process), [value.reshape(-1).view(np.uint8) for value in values]
+        )
+    else:
+        _, (tree, values) = prepare()
+    return tree.treedef.unflatten(
+        [_like(leaf, value) for leaf, value in zip(tree.leaves, values, strict=True)]
+    )
+
+
+def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
+    """Raises DataError if this process cannot take part."""
+    if isinstance(process, bool) or process not in indices:
+        raise DataError(
+            f'broadcast_from takes the index of a process that holds devices of the mesh '
+            f'({", ".join(map(str, indices))}), got {process!r}'
+        )
+    faults = [_fault(tree, i, process == jax.process_index()) for i in range(len(tree))]
+    if any(faults):
+        raise DataError(f'these leaves cannot be sent to other processes:\n{shown(filter(None, faults))}')
+
+
+def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
+    leaf = tree.leaves[index]
+    abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    if leaf_shape(leaf) is None or (sends and abstract):
+        return f'{tree.describe(index)} is not an array'
+    if has_foreign_dtype(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return f'{tree.describe(index)} has more than 64 bits'
+    if sends and isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return (
+            f'{tree.describe(index)} is a global array, the same on every process: helper.gather fetches it'
+        )
+    return None
+
+
+def _text(leaf: Any) -> str:
+    """What must be the same everywhere. Dtypes count as they are: no device sees the values."""
+    return f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
+
+
+def _value(leaf: Any, source: bool) -> np.ndarray:
+    """A leaf in memory of its own, to be sent or overwritten."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    elif jax.dtypes.issubdtype(getattr(leaf, 'dtype', np.int8), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    if not source and hasattr(leaf, 'dtype'):
+        return np.empty(leaf.shape, leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+    return np.array(leaf, order='C')
+
+
+def _overwrite(mesh: Mesh, position: int, views: list[np.ndarray]) -> None:
+    """Overwrites bytes with those of the process at *position*, a bounded number of them at a time."""
+    ends = np.cumsum([0, *(view.size for view in views)])
+    for begin in range(0, int(ends[-1]), _CHUNK):
+        chunk = np.empty(min(_CHUNK, int(ends[-1]) - begin), np.uint8)
+        spans = []
+        for view, start in zip(views, ends.tolist(), strict=False):
+            first, last = max(begin, start), min(begin + chunk.size, start + view.size)
+            if first < last:
+                spans.append((view[first - start : last - start], slice(first - begin, last - begin)))
+        for mine, span in spans:
+            chunk[span] = mine
+        received = collectives.broadcast(mesh, position, chunk)
+        for mine, span in spans:
+            mine[:] = received[span]
+
+
+def _like(leaf: Any, value: np.ndarray) -> Any:
+    """A value as the leaf is: a Python number, an array, or keys."""
+    if not hasattr(leaf, 'dtype'):
+        return type(leaf)(value.item())
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(leaf))
+    return value

@@ -1,0 +1,241 @@
+"""How is the next batch loaded while the step runs? A thread that does the host's work, and no other.
+
+The thread asks the iterable for batches and puts each on this process's own devices. What all processes do
+together happens in the consumer's ``next``: a collective started by a thread, beside those of the step, comes
+in another order on another process, and all of them wait for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from scalax._hostdata import collectives, to_global
+from scalax._trace.threads import ThreadState
+from scalax.errors import DataError
+
+_PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """What the thread hands over: a batch, what is wrong with it, or, with neither, the end."""
+
+    part: to_global.Part | None = None
+    finish: to_global.Finish | None = None
+    error: BaseException | None = None
+    state: Any = None  # of the iterator, once it had given this batch
+
+
+class _Shared:
+    """What the thread and the consumer share; the thread knows nothing else of the consumer.
+
+    Only such queues as may be used while they are in use: `stop` is also called when garbage is collected,
+    which happens anywhere.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stopped = False
+        for _ in range(size):
+            self.room.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread once it is done with its batch; wakes it, and whoever waits for a batch."""
+        self.stopped = True
+        self.room.put(None)
+        self.items.put(_Item())
+
+
+# What the interpreter must not leave behind: it ends in an abort where a thread still runs inside JAX.
+_running: dict[threading.Thread, _Shared] = {}
+
+
+@atexit.register
+def _stop_all() -> None:
+    left = list(_running.items())
+    for _, shared in left:
+        shared.stop()
+    for thread, _ in left:
+        thread.join(_PATIENCE)
+
+
+class Prefetch(Iterator[Any]):
+    """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
+
+    Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
+    the iterator any more.
+
+    Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
+    An error is raised in one of them, and is the end for the others.
+
+    The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
+    (``get_state``, as Grain's have), `get_state` is the state behind the batch that the loop was given last:
+    what belongs into a checkpoint.
+    """
+
+    def __init__(self, iterable: Iterable[Any], options: to_global.Options, size: int, check: bool) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
+        collectives.require_this_process(options.mesh)
+        self._together = check and collectives.processes_of(options.mesh).several
+        self._options = options
+        # What processes do together has one order on all of them, whichever threads ask for batches.
+        self._turn = threading.Lock()
+        self._shared = _Shared(size)
+        self._count = 0
+        self._done = False
+        # The iterable is asked for its iterator here, so that what is none is an error here.
+        iterator = iter(iterable)
+        self._stateful = hasattr(iterator, 'get_state')
+        self._state = _state_of(iterator)
+        arguments = (iterator, options, self._shared, ThreadState(in_contexts=True))
+        self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
+        _running[self._thread] = self._shared
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._shared.stop)
+        self._finalizer.atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        with self._turn:
+            if self._done:
+                raise StopIteration
+            item = self._shared.items.get()
+            try:
+                return self._completed(item)
+            except BaseException:
+                self._done = True
+                self._finalizer()
+                raise
+
+    def _completed(self, item: _Item) -> Any:
+        """The batch, once all processes have one."""
+        if self._shared.stopped:
+            raise StopIteration
+        error = item.error
+        if self._together:
+            state = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
+            to_global.agree(self._options, 'prefetch', item.part, error, state)
+        else:
+            collectives.bound_queue(self._options.mesh)
+        if error is not None:
+            raise error
+        if item.finish is None:
+            raise StopIteration
+        batch = item.finish()
+        self._state = item.state
+        self._count += 1
+        self._shared.room.put(None)
+        return batch
+
+    def get_state(self) -> Any:
+        """The state of the iterator behind the batch that was given last, whatever is loaded ahead.
+
+        Raises:
+            DataError: the iterator has no state.
+
+        Example:
+            >>> import numpy as np
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> class Counter:
+            ...     def __init__(self, start):
+            ...         self.next = start
+            ...
+            ...     def __iter__(self):
+            ...         return self
+            ...
+            ...     def __next__(self):
+            ...         self.next += 1
+            ...         return np.full(8, self.next - 1)
+            ...
+            ...     def get_state(self):
+            ...         return {'next': self.next}
+            >>> with MeshShardingHelper([-1], ['data']).prefetch(Counter(5), size=3) as batches:
+            ...     print(next(batches).sum(), batches.get_state())
+            40 {'next': 6}
+        """
+        if not self._stateful:
+            raise DataError(
+                'the iterator that is loaded ahead has no get_state. Give an iterator with a state, such as '
+                'one of Grain, or count batches and start from that number'
+            )
+        return copy.deepcopy(self._state)
+
+    def set_state(self, state: Any) -> None:
+        """Not possible: batches behind another state are loaded already.
+
+        Raises:
+            DataError: always; it says what to do.
+        """
+        raise DataError(
+            'batches are loaded ahead already: set the state of the iterator itself (or restore it from the '
+            'checkpoint), and call helper.prefetch then'
+        )
+
+    def close(self) -> None:
+        """Stops loading, and lets go of what is loaded. Later ``next`` calls end the iteration."""
+        self._done = True
+        self._finalizer()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _load(iterator: Iterator[Any], options: to_global.Options, shared: _Shared, state: ThreadState) -> None:
+    """What the thread does: the loader sees what it would see in the thread that called `prefetch`."""
+    try:
+        state.run(lambda: _load_all(iterator, options, shared))
+    except BaseException as error:
+        shared.items.put(_Item(error=error))
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shared) -> None:
+    """Until the data ends or nobody wants any more."""
+    while True:
+        shared.room.get()
+        if shared.stopped:
+            return
+        item = _next_item(iterator, options)
+        shared.items.put(item)
+        if item.finish is None:
+            return
+        del item  # the consumer's alone now
+
+
+def _next_item(iterator: Iterator[Any], options: to_global.Options) -> _Item:
+    try:
+        try:
+            tree = next(iterator)
+        except StopIteration:
+            return _Item()
+        part = to_global.read(options, tree)
+        # Loaders fill the same memory again and again.
+        return _Item(part, to_global.place(part, keep=False), state=_state_of(iterator))
+    except BaseException as error:
+        return _Item(error=error)
+
+
+def _state_of(iterator: Iterator[Any]) -> Any:
+    """A copy of its state, if it has one."""
+    get_state = getattr(iterator, 'get_state', None)
+    return None if get_state is None else copy.deepcopy(get_state())

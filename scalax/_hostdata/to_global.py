@@ -1,0 +1,349 @@
+"""How does the batch that each process loads become one global array?
+
+In three steps, so that loading ahead can do the first two in another thread:
+
+- `read` checks one process's part and knows the global arrays that it is for;
+- `place` puts it on this process's own devices: host work, nothing is communicated;
+- `finish` is what all processes do together: they agree, and rows move where they have to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalax._hostdata import agreement, collectives, replicas
+from scalax._hostdata.batch_layout import Layout, checked_axis, layout_of
+from scalax._hostdata.exchange import Exchange, exchange_for
+from scalax._hostdata.prng_keys import is_key, keys_of
+from scalax._hostdata.transfer import reject_tracers
+from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype, leaf_shape, overflowed_dtype
+from scalax._tree.specs import MeshAxes
+from scalax._util.host_memory import aligned
+from scalax.errors import DataError, ScalaxError, shown
+from scalax.rules._resolve import named_sharding
+
+Rows = Literal['all', 'needed']
+ADVICE = (
+    'What to do: bring parts of one structure, shape and dtype on every process, with scalars of one value; '
+    'drop or pad what is left over at the end of the data.'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How parts are joined: the same on every process."""
+
+    mesh: Mesh
+    batch_axis: int = 0
+    mesh_axis_subset: Sequence[str] | str | None = None
+    rows: Rows = 'all'
+
+    @functools.cached_property
+    def call(self) -> str:
+        """The options as text, in which processes have to agree."""
+        over = 'all mesh axes' if self.mesh_axis_subset is None else f'mesh axes {self.mesh_axis_subset!r}'
+        return (
+            f'mesh ({MeshAxes.of(self.mesh)}), batch on axis {self.batch_axis!r} over {over}, '
+            f'rows={self.rows!r}'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """This process's part of a batch, checked.
+
+    Attributes:
+        options: how it is joined.
+        layout: which rows lie where.
+        tree: its leaves; Python numbers and keys as they came.
+        axes: the batch axis of each leaf, None for scalars.
+        shapes: the shapes of the global arrays.
+        shardings: and their shardings.
+    """
+
+    options: Options
+    layout: Layout
+    tree: NamedTree
+    axes: Sequence[int | None]
+    shapes: Sequence[tuple[int, ...]]
+    shardings: Sequence[NamedSharding]
+
+
+Finish = Callable[[], Any]
+
+
+def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
+    """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
+    collectives.require_this_process(options.mesh)
+    several = collectives.processes_of(options.mesh).several
+    if not several:
+        leaves, treedef = jax.tree.flatten(pytree)
+        if shardings := _known_shardings(options, leaves):
+            return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+
+    def prepare() -> tuple[list[tuple[str, str]], tuple[Part, Finish]]:
+        reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
+        part = read(options, pytree)
+        finish = place(part)
+        return _said(part) if several else [], (part, finish)
+
+    if check and several:
+        part, finish = agreement.together(
+            options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
+        )
+    else:
+        _, (part, finish) = prepare()
+        if several:
+            collectives.bound_queue(options.mesh)
+    if check_replicas and several:
+        replicas.compare(part.tree, part.axes, part.layout, options.rows, options.call)
+    return finish()
+
+
+def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
+    """Where all leaves are numpy arrays that fit, what `read` would find of them; None if they are not."""
+    if set(map(type, leaves)) != {np.ndarray}:
+        return None
+    subset = options.mesh_axis_subset
+    shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+    try:
+        axes = tuple(subset) if isinstance(subset, list) else subset
+        return _shardings_of(options.mesh, options.batch_axis, axes, options.rows, shapes)
+    except (TypeError, ScalaxError):  # cannot be hashed, or is wrong: `read` names the leaves
+        return None
+
+
+# Typed, as 1 is a batch axis and True is none.
+@functools.lru_cache(maxsize=256, typed=True)
+def _shardings_of(
+    mesh: Mesh, batch_axis: int, axes: Any, rows: Rows, shapes: Sequence[tuple[tuple[int, ...], Any]]
+) -> list[NamedSharding]:
+    """Of arrays on one process: nothing of it depends on their values or their paths."""
+    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
+    return list(read(Options(mesh, batch_axis, axes, rows), arrays).shardings)
+
+
+def agree(
+    options: Options, what: str, part: Part | None, error: BaseException | None, state: str = ''
+) -> None:
+    """Returns if all processes bring parts that fit together; raises on every process if not."""
+    leaves = [] if part is None else _said(part)
+    agreement.agree(options.mesh, agreement.Statement(options.call, leaves, state), what, ADVICE, error)
+
+
+def _said(part: Part) -> list[tuple[str, str]]:
+    """What the processes have to agree on, leaf by leaf."""
+    # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
+    shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
+    return [
+        (
+            path,
+            agreement.scalar_text(leaf, _dtype(leaf))
+            if not shape
+            else agreement.array_text(shape, _dtype(leaf)),
+        )
+        for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
+    ]
+
+
+def _dtype(leaf: Any) -> Any:
+    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
+
+
+def read(options: Options, pytree: Any) -> Part:
+    """Checks this process's part, and works out what it is a part of.
+
+    Raises:
+        DataError: it does not fit; all leaves that do not are named.
+        MeshError: the options name axes that the mesh does not have.
+    """
+    layout = layout_of(options.mesh, options.mesh_axis_subset)
+    batch_axis = checked_axis(options.batch_axis)
+    if options.rows not in ('all', 'needed'):
+        raise DataError(f"rows is 'all' or 'needed', got {options.rows!r}")
+    tree = NamedTree.of(pytree)
+    reject_tracers(tree.leaves, 'local_data_to_global_array')
+    faults = [_fault(tree, i, batch_axis, layout, options.rows) for i in range(len(tree))]
+    if any(faults):
+        raise DataError(
+            f'local data does not fit the mesh ({MeshAxes.of(options.mesh)}), with the batch on axis '
+            f'{batch_axis} over mesh axes {layout.axes}:\n{shown(filter(None, faults))}\n'
+            'What to do: give arrays whose batch divides, or shard it over fewer axes with '
+            'mesh_axis_subset.'
+        )
+    axes = [batch_axis % len(shape) if shape else None for shape in tree.shapes]
+    shapes = [
+        shape
+        if axis is None
+        else (*shape[:axis], _global_rows(shape[axis], layout, options.rows), *shape[axis + 1 :])
+        for shape, axis in zip(tree.shapes, axes, strict=True)
+    ]
+    shardings = [
+        named_sharding(
+            options.mesh,
+            PartitionSpec()
+            if axis is None or not layout.axes
+            else PartitionSpec(*[None] * axis, layout.axes),
+        )
+        for axis in axes
+    ]
+    return Part(options, layout, tree, axes, shapes, shardings)
+
+
+def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: Rows) -> str | None:
+    """What is wrong with one leaf, or None."""
+    leaf = tree.leaves[index]
+    shape = leaf_shape(leaf)
+    if shape is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return f'{tree.describe(index)} is not an array'
+    if has_foreign_dtype(leaf):
+        return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
+    if dtype := overflowed_dtype(leaf):
+        return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return f'{tree.describe(index)} is a global array already, with rows on other processes'
+    if not shape:
+        return None
+    if not -len(shape) <= batch_axis < len(shape):
+        return f'{tree.describe(index)} has no axis {batch_axis}'
+    brought = shape[batch_axis]
+    if rows == 'needed':
+        tiles = len(layout.here)
+        if brought % tiles:
+            return (
+                f'{tree.describe(index)}: {brought} rows do not divide by the {tiles} shards that this '
+                "process's devices need"
+            )
+        return None
+    whole = _global_rows(brought, layout, rows)
+    if whole % layout.count:
+        return (
+            f'{tree.describe(index)}: the global batch of {whole} rows does not divide by '
+            f'{layout.count} shards'
+        )
+    return None
+
+
+def _global_rows(brought: int, layout: Layout, rows: Rows) -> int:
+    """The rows of the whole batch, of which this process brings so many."""
+    if rows == 'needed':
+        return brought // len(layout.here) * layout.count
+    return brought * len(collectives.processes_of(layout.mesh).indices)
+
+
+def place(part: Part, *, keep: bool = True) -> Finish:
+    """Puts a part on this process's devices; returns what completes the global arrays.
+
+    Only what is returned communicates, and only if rows have to move.
+
+    Args:
+        part: the part.
+        keep: that the memory of the part will not change while the arrays exist, so that they may share it
+            (as they do on CPU), or copy from it later.
+    """
+    tree, mesh = part.tree, part.options.mesh
+    copy = not keep and mesh.devices.flat[0].platform == 'cpu'
+    if collectives.processes_of(mesh).several:
+        placed = [_place_leaf(part, i, copy) for i in range(len(tree))]
+        if not keep:
+            jax.block_until_ready([leaf.array for leaf in placed])
+        return lambda: tree.treedef.unflatten(_finish(part, placed))
+    # All rows are here, so this is a plain transfer: one for all leaves.
+    leaves = [
+        leaf if isinstance(leaf, jax.Array) or (hasattr(leaf, 'dtype') and not copy) else _host(leaf, copy)
+        for leaf in tree.leaves
+    ]
+    arrays = jax.device_put(leaves, list(part.shardings))
+    if not keep:
+        jax.block_until_ready(arrays)
+    return lambda: tree.treedef.unflatten(arrays)
+
+
+def _host(leaf: Any, copy: bool) -> np.ndarray:
+    """A leaf as numpy has it, with the dtype that it has on devices (keys: their data)."""
+    if isinstance(leaf, jax.Array):
+        return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+    if not hasattr(leaf, 'dtype'):
+        return np.asarray(leaf).astype(_dtype(leaf))
+    return _copied(np.asarray(leaf)) if copy else np.asarray(leaf)
+
+
+def _copied(host: np.ndarray) -> np.ndarray:
+    """The same in memory of its own, which JAX does not copy once more."""
+    memory = aligned(host.shape, host.dtype)
+    memory[...] = host
+    return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """A leaf on this process's devices: the global array, or buffers from which rows have to move."""
+
+    array: jax.Array
+    exchange: Exchange | None
+
+
+def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
+    layout, axis, sharding = part.layout, part.axes[index], part.shardings[index]
+    host = _host(part.tree.leaves[index], copy)
+    if axis is None:
+        return _Placed(jax.make_array_from_callback(host.shape, sharding, lambda _: host), None)
+    # The data of keys have dimensions of their own, behind those of the keys.
+    shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
+    if not host.size:
+        # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
+        nothing = np.empty(sharding.shard_shape(shape), host.dtype)
+        return _Placed(jax.make_array_from_callback(shape, sharding, lambda _: nothing), None)
+    exchange = None
+    if part.options.rows == 'all':
+        exchange = exchange_for(layout.mesh, layout.intervals(shape[axis]), host.shape[axis])
+    if exchange is not None:
+        return _Placed(exchange.stage(host, axis), exchange)
+    return _Placed(jax.make_array_from_callback(shape, sharding, _rows_of(part, host, axis, shape)), None)
+
+
+def _rows_of(
+    part: Part, host: np.ndarray, axis: int, shape: tuple[int, ...]
+) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    """Finds the rows of a device in this process's part."""
+    layout = part.layout
+    size = shape[axis] // layout.count
+    first = 0
+    if part.options.rows == 'all':
+        first = collectives.processes_of(layout.mesh).here * host.shape[axis]
+    place_of = {tile: position for position, tile in enumerate(layout.here)}
+
+    def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+        start = cast(tuple[slice, ...], index)[axis].start or 0
+        begin = start - first
+        if part.options.rows == 'needed' and size:
+            begin = place_of[start // size] * size
+        return host[(*[slice(None)] * axis, slice(begin, begin + size))]
+
+    return rows
+
+
+def _finish(part: Part, placed: Sequence[_Placed]) -> list[jax.Array]:
+    """The global arrays; all that move in one way move in one program."""
+    arrays = [leaf.array for leaf in placed]
+    for exchange in dict.fromkeys(leaf.exchange for leaf in placed):
+        if exchange is None:
+            continue
+        moving = [i for i, leaf in enumerate(placed) if leaf.exchange is exchange]
+        axes = [cast(int, part.axes[i]) for i in moving]
+        tiles = exchange.run([arrays[i] for i in moving], axes)
+        for i, axis, mine in zip(moving, axes, tiles, strict=True):
+            shape = list(arrays[i].shape)
+            shape[axis] = part.shapes[i][axis]
+            arrays[i] = jax.make_array_from_single_device_arrays(tuple(shape), part.shardings[i], mine)
+    return [
+        keys_of(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
+        for i, leaf in enumerate(part.tree.leaves)
+    ]

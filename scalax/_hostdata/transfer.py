@@ -1,0 +1,203 @@
+"""How do whole trees move between the host and a mesh? Sharding and gathering, one dispatch a tree."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from scalax._hostdata import agreement, collectives
+from scalax._hostdata.collectives import without_context
+from scalax._hostdata.prng_keys import is_key, keys_of
+from scalax._trace import unreduced
+from scalax._tree.paths import NamedTree, overflowed_dtype
+from scalax._tree.specs import MeshAxes
+from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
+
+_ADVICE = (
+    'What to do: call it on every process, with trees of one structure, shape and dtype, whose global arrays '
+    'are placed alike.'
+)
+
+
+def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
+    """`put` onto a mesh, on all of its processes or on none: JAX compares what they place.
+
+    Args:
+        mesh: the mesh of the shardings.
+        pytree: the tree.
+        shardings: makes those of the leaves; where it fails on one process, the others are told.
+    """
+    if not collectives.processes_of(mesh).several:
+        return put(pytree, shardings())
+
+    def prepare() -> tuple[list[tuple[str, str]], Sequence[Any]]:
+        made = shardings()
+        tree = NamedTree.of(pytree)
+        leaves = zip(tree.paths, tree.leaves, made, strict=True)
+        return [(path, f'{agreement.placed_text(leaf)} for {to.spec}') for path, leaf, to in leaves], made
+
+    call = f'mesh ({MeshAxes.of(mesh)})'
+    return put(pytree, agreement.together(mesh, 'shard', call, _ADVICE, prepare))
+
+
+def agree_to_fetch(what: str, tree: NamedTree, fetched: Sequence[int]) -> None:
+    """Returns if all processes fetch the same leaves, by number; raises on every process if not.
+
+    It is done on the mesh of the first of them; a process that fetches nothing takes no part.
+    """
+    mesh = next((mesh for i in fetched if (mesh := getattr(tree.leaves[i].sharding, 'mesh', None))), None)
+    if mesh is not None:
+        leaves = [(tree.paths[i], agreement.placed_text(tree.leaves[i])) for i in fetched]
+        agreement.agree(mesh, agreement.Statement(f'mesh ({MeshAxes.of(mesh)})', leaves), what, _ADVICE)
+
+
+def put(pytree: Any, shardings: Sequence[Any]) -> Any:
+    """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
+
+    Raises:
+        ShardingError: some leaves are abstract, or integers that are too large; all are named.
+    """
+    leaves, treedef = jax.tree.flatten(pytree)
+    reject_tracers(leaves, 'shard')
+    if jax.ShapeDtypeStruct in set(map(type, leaves)):
+        tree = NamedTree.of(pytree)
+        raise ShardingError(
+            [
+                Problem(
+                    'no-value',
+                    tree.describe(index),
+                    'a ShapeDtypeStruct has no value that could be placed',
+                    hint='shard arrays; for shapes with shardings use abstract(tree, rules), and to create '
+                    'the arrays where they belong use sjit(init, out_shardings=rules).',
+                )
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, jax.ShapeDtypeStruct)
+            ]
+        )
+    with naming(pytree):
+        return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
+
+
+def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Like ``jax.device_put``; typed keys, which it does not send to other processes, go as their data."""
+    keys = [
+        i
+        for i, sharding in enumerate(shardings)
+        if not sharding.is_fully_addressable and is_key(leaves[i]) and leaves[i].sharding != sharding
+    ]
+    sent = list(leaves)
+    for i in keys:
+        sent[i] = without_context(jax.random.key_data, leaves[i])
+    placed = unreduced.device_put(sent, shardings)
+    for i in keys:
+        placed[i] = keys_of(placed[i], leaves[i], shardings[i])
+    return placed
+
+
+@contextlib.contextmanager
+def naming(pytree: Any) -> Iterator[None]:
+    """Names the leaves that JAX cannot take: integers of more bits than it has.
+
+    Raises:
+        ShardingError: in place of what JAX says, where there are such leaves.
+    """
+    try:
+        yield
+    except Exception:  # OverflowError, or what the runtime says
+        if problems := list(_too_large(NamedTree.of(pytree))):
+            raise ShardingError(problems) from None
+        raise
+
+
+def _too_large(tree: NamedTree) -> Iterator[Problem]:
+    for index, leaf in enumerate(tree.leaves):
+        if dtype := overflowed_dtype(leaf):
+            yield Problem(
+                'too-large',
+                tree.describe(index),
+                f'{leaf} does not fit in {dtype}, which JAX makes of a Python int',
+                hint='keep such a number out of the tree, or split it into several; jax_enable_x64 '
+                'allows 64 bits.',
+            )
+
+
+def reject_tracers(leaves: Sequence[Any], what: str) -> None:
+    """Raises ArgumentError inside a traced function, where a transfer binds the compiler to nothing."""
+    if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
+        raise ArgumentError(
+            f'{what} moves arrays, and this is a value inside a function that JAX traces, where the '
+            'compiler may ignore such a move: use with_sharding_constraint there'
+        )
+
+
+def to_host(pytree: Any) -> Any:
+    """Every leaf as a numpy array of its global value, on every process; other leaves stay.
+
+    Leaves that other processes hold a part of are gathered one at a time, so that at most one of them
+    is in device memory whole. Typed PRNG keys, which numpy does not know, stay jax.Arrays.
+    """
+    leaves, treedef = jax.tree.flatten(pytree)
+    # Asked once a type: isinstance() costs much for a class with registered subclasses.
+    array_types = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+    arrays = [
+        i for i, leaf in enumerate(leaves) if type(leaf) in array_types and isinstance(leaf.dtype, np.dtype)
+    ]
+    alone = jax.process_count() == 1
+    if not alone and (fetched := [i for i in arrays if is_fetched(leaves[i])]):
+        agree_to_fetch('gather', NamedTree.of(pytree), fetched)
+    for i in arrays:
+        leaves[i] = unreduced.reduced(leaves[i])
+    here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
+    with naming(pytree):
+        values = jax.device_get([leaves[i] for i in here])
+    for i, value in zip(here, values, strict=True):
+        leaves[i] = value
+    for i in arrays if not alone else ():
+        if isinstance(leaves[i], jax.Array):
+            leaves[i] = fetch(leaves[i])
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def is_fetched(leaf: jax.Array) -> bool:
+    """Whether a leaf is to be had from other processes only."""
+    return not leaf.is_fully_addressable and bool(not leaf.is_fully_replicated or unreduced.axes_of(leaf))
+
+
+def fetch(leaf: jax.Array) -> np.ndarray:
+    """The global value of an array of which other processes hold a part."""
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(without_context(functools.partial(multihost_utils.process_allgather, tiled=True), leaf))
+
+
+def shard_functions(shardings: Any) -> Any:
+    """For each sharding of a tree a function that places an array so."""
+
+    def shard_function(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+        return lambda leaf: put(leaf, [sharding])
+
+    return jax.tree.map(shard_function, shardings)
+
+
+def gather_functions(shardings: Any) -> Any:
+    """For each sharding of a tree a function that fetches an array to the host."""
+    return jax.tree.map(lambda _: to_host, shardings)
+
+
+def apply_functions(functions: Any, pytree: Any) -> Any:
+    """Applies a tree of functions to a tree of the same structure."""
+    mine: Any = jax.tree.structure(functions)
+    theirs: Any = jax.tree.structure(pytree)
+    if mine != theirs:
+        raise StructureError(
+            f'the functions have the structure {mine}, the tree has {theirs}: make the functions from '
+            'a tree of the same structure'
+        )
+    return jax.tree.map(lambda function, leaf: function(leaf), functions, pytree)

@@ -1,0 +1,1 @@
+"""Meshes from axis dimensions and names, of devices that are here or of TPU topologies."""

@@ -1,0 +1,383 @@
+"""WHERE: how do axis dimensions and names become a mesh of devices?
+
+Everything about physical layout is left to ``jax.experimental.mesh_utils``, which knows the topologies;
+this module checks what the user asked for, fills in -1, and says what would fit when it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from scalax._mesh.libtpu import quiet_libtpu
+from scalax._mesh.topologies import meant
+from scalax.errors import MeshError, MissingDependencyError, did_you_mean
+
+
+def build_mesh(
+    axis_dims: Sequence[int],
+    axis_names: Sequence[str],
+    *,
+    split_physical_axes: bool = False,
+    dcn_axis_dims: Sequence[int] | None = None,
+    devices: Sequence[Any] | None = None,
+    axis_types: AxisType | Sequence[AxisType] | None = None,
+) -> Mesh:
+    """Builds the mesh that `MeshShardingHelper` describes.
+
+    Raises:
+        MeshError: dimensions, names, types or devices do not fit together.
+    """
+    dims, names = checked_axes(axis_dims, axis_names)
+    types = checked_types(axis_types, names)
+    at_hand = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
+    if not at_hand:
+        raise MeshError('devices is empty: a mesh needs at least one device')
+    if len(set(at_hand)) != len(at_hand):
+        raise MeshError('devices holds a device more than once')
+    sizes = _inferred(dims, names, len(at_hand), subset=devices is None)
+    if dcn_axis_dims is None:
+        _reject_several_slices(at_hand, names, split_physical_axes)
+        array = _one_slice(sizes, at_hand, split_physical_axes)
+    else:
+        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
+    return Mesh(array, names, axis_types=types)
+
+
+def topology_devices(topology: str, num_slices: int) -> list[Any]:
+    """The devices of TPU hardware that is not here, such as ``'v5p:4x4x4'``, for compiling only.
+
+    Raises:
+        MissingDependencyError: libtpu is not installed.
+        MeshError: libtpu does not know the topology.
+    """
+    if importlib.util.find_spec('libtpu') is None:
+        raise MissingDependencyError(
+            'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
+        )
+    if not topology or not isinstance(topology, str):
+        # For none the compiler would take one of its own.
+        raise MeshError(
+            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
+            'lists them'
+        )
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
+    quiet_libtpu()
+    # The optional module is imported where it is used: it loads libtpu.
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+    if small := _LESS_THAN_A_HOST.fullmatch(topology):
+        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
+        options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
+    try:
+        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
+            raise ValueError('a side of 0 chips')
+        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
+    # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
+    except (RuntimeError, ValueError) as error:
+        if _is_wrong_version(error):
+            raise MissingDependencyError(
+                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
+                'can use: pip install "jax[tpu]" brings the one that fits'
+            ) from error
+        raise MeshError(
+            f'the TPU compiler describes no topology {topology!r}: {error}\n{meant(topology)}\n'
+            '`python -m scalax topologies` lists those that are known'
+        ) from error
+    return list(described.devices)
+
+
+_LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
+_WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
+
+
+def _is_wrong_version(error: Exception) -> bool:
+    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
+
+
+def checked_axes(
+    axis_dims: Sequence[int], axis_names: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Dimensions and names as tuples, checked against each other but not against devices."""
+    if isinstance(axis_names, str):
+        raise MeshError(
+            f'axis_names is a sequence of names, got the string {axis_names!r}: write [{axis_names!r}]'
+        )
+    if not isinstance(axis_names, Iterable):
+        raise MeshError(f'axis_names is a sequence of names, got {axis_names!r}')
+    if not isinstance(axis_dims, Iterable):
+        form = f': write [{axis_dims!r}]' if isinstance(axis_dims, int) else ''
+        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}{form}')
+    names = tuple(axis_names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise MeshError(f'axis names are non-empty strings, got {names!r}')
+    dims = []
+    for dim in axis_dims:
+        if isinstance(dim, bool) or not isinstance(dim, int | np.integer):
+            raise MeshError(f'axis dimensions are integers, got {dim!r} in {tuple(axis_dims)!r}')
+        dims.append(int(dim))
+    if len(dims) != len(names):
+        raise MeshError(
+            f'axis_dims {tuple(dims)} and axis_names {names} differ in length: every axis has one '
+            'dimension and one name'
+        )
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if repeated:
+        raise MeshError(f'axis names must differ, but {names} repeats {", ".join(map(repr, repeated))}')
+    if dims.count(-1) > 1:
+        raise MeshError(f'only one axis dimension may be -1, got {tuple(dims)}')
+    if any(dim < 1 and dim != -1 for dim in dims):
+        raise MeshError(f'axis dimensions are positive, or -1 once, got {tuple(dims)}')
+    return tuple(dims), names
+
+
+def checked_types(
+    axis_types: AxisType | Sequence[AxisType] | None, names: tuple[str, ...]
+) -> tuple[AxisType, ...]:
+    """One axis type for every axis; Auto unless said otherwise, whatever JAX's default is."""
+    if axis_types is None:
+        return (AxisType.Auto,) * len(names)
+    if isinstance(axis_types, AxisType):
+        axis_types = (axis_types,) * len(names)
+    types = tuple(axis_types) if isinstance(axis_types, Iterable) else ()
+    if AxisType.Manual in types:
+        raise MeshError('axes of type Manual exist inside shard_map only: use Auto or Explicit')
+    if len(types) != len(names) or not all(isinstance(kind, AxisType) for kind in types):
+        raise MeshError(
+            f'axis_types is one jax.sharding.AxisType for all axes or one for each of {names}, '
+            f'got {axis_types!r}'
+        )
+    return types
+
+
+def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
+    """The dimensions with -1 filled in; their product is *count*. *subset*: fewer devices may be advised."""
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
+    if -1 in dims:
+        if count % fixed:
+            raise MeshError(
+                f'mesh ({asked}): {count} devices do not divide by {fixed}, the product of the '
+                f'given dimensions; it may be {_listed(_divisors(count))}'
+            )
+        return tuple(count // fixed if dim == -1 else dim for dim in dims)
+    if fixed != count:
+        raise MeshError(
+            f'mesh ({asked}) needs {fixed} {"device" if fixed == 1 else "devices"}, there '
+            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
+        )
+    return dims
+
+
+def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
+    """Which single change would make the dimensions fit."""
+    if not dims:
+        return 'a mesh without axes holds one device'
+    fixes = []
+    for axis, name in enumerate(names):
+        others = math.prod(dim for i, dim in enumerate(dims) if i != axis)
+        if count % others == 0:
+            fitted = [str(count // others if i == axis else dim) for i, dim in enumerate(dims)]
+            listed = ', '.join(fitted) + (',' if len(fitted) == 1 else '')
+            fixes.append(f'({listed}), with {name!r} changed')
+    needed = math.prod(dims)
+    if subset and needed < count:
+        fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
+    return (
+        f'what would fit: {"; or ".join(fixes)}'
+        if fixes
+        else (f'the dimensions must multiply to {count}: each divides it ({_listed(_divisors(count))})')
+    )
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ', '.join(map(str, numbers[:16])) + (', ...' if len(numbers) > 16 else '')
+
+
+def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
+    """Raises if TPU devices of several slices would be laid out as if they were of one."""
+    slices = {getattr(device, 'slice_index', 0) for device in devices}
+    if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
+        raise MeshError(
+            f'these devices lie in {len(slices)} slices: say with dcn_axis_dims how many slices lie along '
+            f'each of the axes ({", ".join(names)}), so that only those axes communicate between slices; '
+            'or pass mesh_axis_splitting=True to use the devices in the order given'
+        )
+
+
+def _one_slice(
+    sizes: tuple[int, ...], devices: list[Any], split: bool, where: str = 'of these devices'
+) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
+    except NotImplementedError as error:
+        raise MeshError(
+            f'mesh {sizes} does not map onto whole physical axes {where}; '
+            f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
+            f'(it may cost bandwidth). JAX says: {error}'
+        ) from error
+    except AssertionError:
+        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
+        # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
+        # describes them. The given order is then the only one there is.
+        return np.asarray(devices, dtype=object).reshape(sizes)
+
+
+def _many_slices(
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    dcn_axis_dims: Sequence[int],
+    devices: list[Any],
+    split: bool,
+) -> np.ndarray:
+    given = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
+    if not isinstance(given, tuple) or len(given) != len(names):
+        raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
+    dcn, _ = checked_axes(given, names)
+    # CPU devices say that they are all of slice 0, on several hosts too.
+    slices = {getattr(device, 'slice_index', None) for device in devices}
+    by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
+    attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
+    granules: dict[int, list[Any]] = {}
+    for device in devices:
+        granules.setdefault(getattr(device, attribute), []).append(device)
+    dcn = _inferred_dcn(dcn, names, len(granules), what)
+    for name, total, across in zip(names, sizes, dcn, strict=True):
+        if total % across:
+            raise MeshError(
+                f'axis {name!r} has {total} devices over {across} {what}: each total of axis_dims '
+                f'is a multiple of its entry in dcn_axis_dims'
+            )
+    inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
+    counts = [len(granules[number]) for number in sorted(granules)]
+    if set(counts) != {math.prod(inside)}:
+        raise MeshError(
+            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
+            f'{math.prod(inside)} devices of each, which have {_listed(counts)}'
+        )
+    laid = [
+        _one_slice(inside, granules[number], split, f'inside each of the {what}')
+        for number in sorted(granules)
+    ]
+    # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> their products
+    count = len(sizes)
+    order = [part + axis for axis in range(count) for part in (0, count)]
+    return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
+
+
+def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:
+    fixed = math.prod(dim for dim in dcn if dim != -1)
+    if -1 in dcn and granules % fixed == 0:
+        dcn = tuple(granules // fixed if dim == -1 else dim for dim in dcn)
+    if math.prod(dcn) != granules:
+        asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dcn, strict=True))
+        raise MeshError(f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {granules}')
+    return dcn
+
+
+def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
+    """A mesh that a helper can be made of.
+
+    Raises:
+        MeshError: it is no mesh, is empty, or has axes of type Manual.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
+    if mesh.empty:
+        raise MeshError('from_mesh got the empty mesh, which JAX has where no mesh is set')
+    checked_types(tuple(mesh.axis_types), tuple(mesh.axis_names))
+    return mesh
+
+
+def pickled(mesh: Mesh | AbstractMesh) -> Any:
+    """What can be pickled of a mesh: JAX's devices cannot, so their platform and ids stand for them."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return mesh.devices.flat[0].platform, ids, mesh.axis_names, mesh.axis_types
+
+
+def unpickled(parts: Any) -> Mesh | AbstractMesh:
+    """The mesh of what `pickled` gave, of the devices of this program.
+
+    Raises:
+        MeshError: it has no such devices.
+    """
+    if isinstance(parts, AbstractMesh):
+        return parts
+    platform, ids, names, types = parts
+    try:
+        here = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # JAX has no such platform here
+        here = {}
+    missing = [number for number in ids.flat if number not in here]
+    if missing:
+        raise MeshError(
+            f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
+            f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
+            "jax.config.update('jax_num_cpu_devices', n)), or make a helper there"
+        )
+    devices = np.array([here[number] for number in ids.flat], dtype=object)
+    return Mesh(devices.reshape(ids.shape), names, axis_types=types)
+
+
+def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Checks a selection of mesh axes and returns it as a tuple, in the order given.
+
+    Raises:
+        MeshError: a name that the mesh does not have, or a repeated one.
+    """
+    if not isinstance(names, Iterable):
+        raise MeshError(f'mesh axes are named by a string or a sequence of them, got {names!r}')
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    for name in chosen:
+        if name not in known:
+            raise MeshError(f'the mesh has no axis {name!r} ({did_you_mean(str(name), known)})')
+    if len(set(chosen)) != len(chosen):
+        raise MeshError(f'mesh axes are named once each, got {chosen}')
+    return chosen
+
+
+def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises MeshError if nothing can run on the mesh.
+
+    Args:
+        mesh: the mesh.
+        what: what needs the devices, for the message.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise MeshError(
+            f'{what} needs devices to run on, and this helper was made from an AbstractMesh, which has '
+            'none: use a helper over a Mesh'
+        )
+    device = mesh.devices.flat[0]
+    if not _is_here(device):
+        raise MeshError(
+            f'{what} needs devices to run on, and this helper has {device.device_kind} devices that are '
+            'not here: they serve for compiling (.lower(...).compile()) and planning only'
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _is_here(device: Any) -> bool:
+    """Whether a device is one that JAX runs on, rather than one of a topology described for compiling."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # JAX has no such platform here
+        return False

@@ -1,0 +1,202 @@
+"""How does a function become a plan? Compiled for the mesh of a helper, and read; nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from scalax._mesh.meshes import require_devices
+from scalax._plan.collectives import collectives
+from scalax._plan.compilation import Compiled, compile_lowered
+from scalax._plan.device_coords import places_of
+from scalax._plan.flops import count_flops
+from scalax._plan.hardware import hardware_of
+from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import work_of
+from scalax._plan.lowered_shardings import lowered_shardings
+from scalax._plan.memory import constants
+from scalax._plan.plan import Plan
+from scalax._trace.contexts import MeshOwner
+from scalax._transforms.sjit import name_of, names_of_arguments, sjit
+from scalax._tree.paths import join
+from scalax._tree.specs import axis_sizes_text
+from scalax.errors import ArgumentError, PlanError
+from scalax.explain import ShardingReport, make_report
+from scalax.rules._resolve import Use, resolve
+
+
+def make_plan(
+    helper: MeshOwner,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    quick: bool = False,
+) -> Plan:
+    """What `MeshShardingHelper.plan` calls, with the arguments of the function as they are.
+
+    Args:
+        helper: whose mesh it is for.
+        fun: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        quick: as there.
+
+    Raises:
+        PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+        MeshError: the helper was made from an AbstractMesh.
+        ArgumentError: *fun* is no function, or nothing says that it runs on devices that are not here.
+    """
+    if not callable(fun):
+        raise ArgumentError(
+            f'plan takes a function first, got {type(fun).__name__}: helper.plan(step, *arguments)'
+        )
+    mesh = helper.mesh
+    if isinstance(mesh, AbstractMesh):
+        require_devices(mesh, 'plan')
+    if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
+        # Attributes of a bound method are those of the function: they know nothing of what it is bound to.
+        bound: types.MethodType = fun
+        fun, args = bound.__func__, (bound.__self__, *args)
+    function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
+    name = name_of(fun)
+    try:
+        traced = function.trace(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f'Thus there is no plan of {name!r}: a plan is made without values. Make what decides a static '
+            'argument (static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+        )
+        raise
+    lowered = traced.lower()
+    device = mesh.devices.flat[0]
+    hardware = hardware_of(device.device_kind)
+    limit = hardware.hbm_bytes if hardware else None
+    try:
+        compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+    except jax.errors.JaxRuntimeError as error:
+        # JAX asked the compiler of the devices at hand, which does not know the options of the other.
+        if device.platform == 'tpu' and 'No such compile option' in str(error):
+            raise ArgumentError(
+                f'nothing says that {name!r} runs on this mesh, whose devices are not here: say where '
+                'its arguments or outputs lie: helper.sjit(fun, in_shardings=...), or '
+                'helper.abstract(tree, rules)'
+            ) from error
+        raise PlanError(
+            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
+            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
+        ) from error
+    # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
+    # write out every constant.)
+    module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    memory = dataclasses.replace(compiled.memory, limit=limit)
+    if memory.estimated:
+        # XLA for CPUs keeps them with its code, and counts them nowhere.
+        baked = constants(module)
+        memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
+    flops = count_flops(traced.jaxpr)
+    places = places_of(mesh.devices.flat)
+    sizes = dict(mesh.shape)
+    given, returned = _laid(compiled, lowered, traced, mesh)
+    positional, by_name = lowered.args_info
+    names = names_of_arguments(function, args)
+    if names is None:
+        names = [*_positions(function, len(args), len(positional))]
+    return Plan(
+        name=name,
+        mesh=sizes,
+        devices=compiled.devices,
+        platform=device.platform,
+        memory=memory,
+        inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
+        outputs=_report(lowered.out_info, returned, mesh),
+        collectives=collectives(module, sizes, places) if compiled.text else (),
+        flops=flops.count,
+        flops_counted=flops.counted,
+        work=work_of(module),
+        device_kind=device.device_kind,
+        places=places,
+        quick=quick and device.platform == 'tpu',
+        refusal=compiled.refusal,
+        buffers=compiled.buffers,
+    )
+
+
+def reject_own_argument(fun: Any, name: str) -> None:
+    """Refuses an option that is also an argument of the user's function: whose would it be?"""
+    if any(name == own for own, _ in _parameters(fun)):
+        raise ArgumentError(
+            f'{name!r} is an option of plan, and an argument of {name_of(fun)!r}: '
+            f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
+        )
+
+
+def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """The shardings of arguments and outputs; those that a refused program was asked to have."""
+    if compiled.executable is not None:
+        positional, by_name = compiled.executable.input_shardings
+        inputs: Any = jax.tree.structure(lowered.args_info)
+        outputs: Any = jax.tree.structure(lowered.out_info)
+        given = inputs.flatten_up_to((tuple(positional), by_name))
+        return given, outputs.flatten_up_to(compiled.executable.output_shardings)
+    given, returned = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
+    return given[: len(jax.tree.leaves(lowered.args_info))], returned
+
+
+def _is_jitted(fun: Any) -> bool:
+    return hasattr(fun, 'trace') and hasattr(fun, 'lower')
+
+
+def _positions(function: Any, given: int, count: int) -> list[str]:
+    """What the positional arguments of a jitted function are called; static ones are not among *count*."""
+    names = [name for name, kind in _parameters(function) if kind in _POSITIONAL]
+    return names[:count] if given == count <= len(names) else [f'args[{i}]' for i in range(count)]
+
+
+def _parameters(function: Any) -> list[tuple[str, Any]]:
+    try:
+        return [(name, parameter.kind) for name, parameter in inspect.signature(function).parameters.items()]
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return []
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
+    """What lies how, leaf by leaf. Shardings that are none of this mesh are shown as the compiler's own."""
+    laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
+    leaves, treedef = laid_flat
+    structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+    known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
+    resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
+    report = make_report(known, resolution, dict(mesh.shape))
+    return dataclasses.replace(
+        report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
+    )
+
+
+def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
+    """The sharding of a leaf, if it is one of the mesh."""
+    if not isinstance(own, NamedSharding):
+        return None
+    if len(own.spec) <= len(leaf.shape):
+        return own
+    # To the compiler a typed key has a dimension more: the numbers that it is made of.
+    return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
+
+
+def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+    """The arguments by name: the first key of each path is a position."""
+    rows = []
+    for row in report.rows:
+        position, below, path = row.path.partition('/')
+        name = join(names[int(position)], path if below else None)
+        rows.append(dataclasses.replace(row, path=name or ''))
+    return dataclasses.replace(report, rows=tuple(rows))

@@ -1,0 +1,182 @@
+"""How does a plan look as HTML? Bars of memory and seconds, the collectives, and the torus; no script."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scalax._plan.bars import Bar, memory_bars, time_bars
+from scalax._plan.text import HEADS, MOST_BUFFERS, cells_of, head, verdict
+from scalax._plan.torus_pictures import NOBODY, Chips, chips_of
+from scalax._report.pages import escape, paragraphs, still_page, table
+from scalax.errors import PlanError
+from scalax.explain._text import human_bytes
+from scalax.visualize._colors import told_apart
+from scalax.visualize._svg import Drawn, below, document, text_lines
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
+
+MOST_ROWS = 100
+_MOST_LAYERS = 32
+_MOST_SQUARES = 8  # in a row
+_PANEL = 132  # pixels that a layer of chips takes at most
+_TRACK = 'background: rgba(128, 128, 128, 0.22); border-radius: 4px; overflow: hidden; display: flex'
+_HEADING = 'font-size: 15px; font-weight: 650; margin: 26px 0 8px'
+_NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums'
+
+
+def render_fragment(plan: Plan) -> str:
+    """A plan as HTML to put into a page; it takes the colours and the fonts of that page."""
+    parts = [
+        _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
+        _section('Memory of each device', _memory(plan)),
+        _section('Seconds of one call', _times(plan)),
+        _section('Collectives of one call', _collectives(plan)),
+        _section('Where mesh axes lie on the torus', _torus(plan)),
+    ]
+    return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
+
+
+def render_page(plan: Plan, title: str) -> str:
+    """A plan as a page of HTML that loads nothing and runs no script."""
+    return still_page(title, f'<h1 style="font-size: 21px">{escape(title)}</h1>{render_fragment(plan)}')
+
+
+def _section(heading: str, body: str) -> str:
+    return f'<section><h2 style="{_HEADING}">{escape(heading)}</h2>{body}</section>' if body else ''
+
+
+def _texts(lines: Sequence[str]) -> str:
+    return f'<div style="overflow-wrap: anywhere">{paragraphs(lines)}</div>'
+
+
+def _memory(plan: Plan) -> str:
+    whole, bars = memory_bars(plan)
+    parts = ''.join(
+        f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
+        f'background: {bar.color}"></div>'
+        for bar in bars
+    )
+    shown = ''.join(
+        '<span style="white-space: nowrap; margin-right: 18px; display: inline-block">'
+        f'<span style="display: inline-block; width: 11px; height: 11px; border-radius: 3px; '
+        f'background: {bar.color}; margin-right: 6px"></span>'
+        f'{escape(bar.label)} {human_bytes(round(bar.value))}</span>'
+        for bar in bars
+    )
+    largest = ''
+    if plan.buffers:
+        rows = [(human_bytes(row.bytes), row.array, str(row.source)) for row in plan.buffers[:MOST_BUFFERS]]
+        largest = _texts(['The largest, when most is held:']) + _wide(
+            table(('bytes', 'array', 'what it is'), rows, right=[0])
+        )
+    return (
+        f'{_texts([verdict(plan)])}<div style="{_TRACK}; height: 26px; position: relative">{parts}'
+        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{largest}'
+    )
+
+
+def _limit(plan: Plan, whole: float) -> str:
+    """A line where the memory ends, if the program is larger."""
+    limit = plan.memory.limit
+    if limit is None or limit >= whole:
+        return ''
+    return (
+        f'<div title="limit" style="position: absolute; left: {_percent(limit, whole)}; top: 0; bottom: 0; '
+        'border-left: 3px dashed currentColor"></div>'
+    )
+
+
+def _times(plan: Plan) -> str:
+    try:
+        roofline = plan.roofline()
+    except PlanError as error:
+        return _texts([f'Not known: {error}'])
+    bars = time_bars(roofline)
+    longest = max(bar.value for bar in bars) or 1
+    rows = ''.join(_time_row(bar, longest) for bar in bars)
+    # The summary of the roofline, without its table, which the bars are.
+    said = str(roofline).splitlines()[:2]
+    return (
+        f'{_texts(said)}<div style="display: grid; grid-template-columns: max-content 1fr max-content; '
+        f'gap: 5px 12px; align-items: center">{rows}</div>'
+    )
+
+
+def _time_row(bar: Bar, longest: float) -> str:
+    weight = 'font-weight: 650' if bar.marked else ''
+    return (
+        f'<span style="{weight}">{escape(bar.label)}</span><span style="{_TRACK}; height: 16px">'
+        f'<span style="width: {_percent(bar.value, longest)}; background: {bar.color}"></span></span>'
+        f'<span style="{_NUMBER}; {weight}">{1e3 * bar.value:,.3f} ms</span>'
+    )
+
+
+def _collectives(plan: Plan) -> str:
+    if not plan.collectives:
+        return _texts(['none'])
+    shown = table(HEADS, map(cells_of, plan.collectives[:MOST_ROWS]), right=[2, 3])
+    rest = plan.collectives[MOST_ROWS:]
+    moved = human_bytes(sum(row.count * row.bytes for row in rest))
+    more = [f'... and {len(rest)} more, {moved} together'] if rest else []
+    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *more])
+
+
+def _wide(body: str) -> str:
+    """What may be wider than a narrow screen."""
+    return f'<div style="overflow-x: auto">{body}</div>'
+
+
+def _torus(plan: Plan) -> str:
+    shown = chips_of(plan)
+    if not shown:
+        return ''
+    slices = shown[0].slices
+    notes = ['Devices as they lie: columns along x, rows along y, a panel for each z.']
+    if slices > 1:
+        notes.append(f'This is the first of {slices} slices.')
+    return _texts(notes) + ''.join(map(_axis, shown))
+
+
+def _axis(chips: Chips) -> str:
+    label = f'{chips.axis}={chips.size}: a colour for each place along it'
+    if chips.across:
+        return _texts([f'{chips.axis}={chips.size}: from slice to slice'])
+    colors = told_apart(chips.size)
+    layers = chips.layers[:_MOST_LAYERS]
+    most = max(*layers[0].shape, 4)
+    cell = min(24.0, max(4.0, _PANEL / most))
+    drawn = [
+        below([*([text_lines([f'z={z}'])] if len(layers) > 1 else []), _layer(layer, cell, colors)], 2)
+        for z, layer in enumerate(layers)
+    ]
+    figures = ''.join(
+        '<span style="display: inline-block; margin: 0 14px 10px 0">'
+        f'{document(part, f"{label}, z={z}", "")}</span>'
+        for z, part in enumerate(drawn)
+    )
+    return f'<figure style="margin: 0 0 16px"><figcaption>{escape(label)}</figcaption>{figures}</figure>'
+
+
+def _layer(layer: np.ndarray, cell: float, colors: Sequence[str]) -> Drawn:
+    """A square for each device; of thousands, neighbours of one colour are one rectangle."""
+    body = []
+    high, wide = layer.shape
+    for y, row in enumerate(layer):
+        joins = wide > _MOST_SQUARES
+        starts = [0, *(np.flatnonzero(np.diff(row)) + 1 if joins else range(1, wide)), wide]
+        for start, end in itertools.pairwise(starts):
+            if row[start] != NOBODY:
+                body.append(
+                    f'<rect x="{start * cell:.1f}" y="{y * cell:.1f}" width="{(end - start) * cell - 1:.1f}" '
+                    f'height="{cell - 1:.1f}" fill="{colors[row[start]]}"/>'
+                )
+    return Drawn(''.join(body), wide * cell, high * cell)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f'{100 * part / whole:.2f}%'

@@ -1,0 +1,95 @@
+"""What in the user's program caused an instruction? Its annotation, and its line of Python."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from scalax._plan.hlo import Computation, Frame, Instruction, Module
+
+_ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
+# What only carries a value on to where it is used.
+_CARRIES = {
+    *('bitcast', 'bitcast-convert', 'broadcast', 'convert', 'copy', 'dynamic-slice', 'get-tuple-element'),
+    *('reshape', 'slice', 'transpose', 'tuple'),
+}
+_FAR = 4
+_MOVED = 'is_spmd_generated="true"'
+_COMPUTES = ('all-reduce', 'reduce-scatter')
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class Source(NamedTuple):
+    """A place in the user's program; empty where it is not known.
+
+    Attributes:
+        annotation: the name of the `with_sharding_annotation` behind it.
+        file: the path of the file.
+        line: the line, from 1.
+        function: the function.
+        operand: the argument that is moved before anything is computed with it.
+    """
+
+    annotation: str = ''
+    file: str = ''
+    line: int = 0
+    function: str = ''
+    operand: str = ''
+
+    def __str__(self) -> str:
+        function = self.function.rpartition('<locals>.')[2]
+        place = f'{os.path.basename(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
+        named = f'annotation {self.annotation!r}' if self.annotation else ''
+        moved = f'argument {self.operand}' if self.operand else ''
+        return ', '.join(part for part in (named, place or moved) if part) or 'not known'
+
+
+def source_of(module: Module, computation: Computation, instruction: Instruction) -> Source:
+    """Where an instruction comes from.
+
+    The partitioner puts a collective where a value is made or where it is used. An annotation is looked for
+    in both. The line is that of the instruction itself, or, of a value that the partitioner moves for those
+    who use it, that of the first of them; else of the nearest one that has any.
+    """
+    users = list(_users(computation, instruction))
+    near = [instruction, *users, *_operands(computation, instruction)]
+    if _MOVED in instruction.attributes and instruction.opcode not in _COMPUTES:
+        near = [*users, instruction, *near]
+    annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
+    for item in near:
+        frame = _users_own(module.stack(item.frame))
+        if frame is not None:
+            return Source(annotation, frame.file, frame.line, frame.function)
+    # An argument has no line; its name stands where other instructions have their place in the trace.
+    given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
+    return Source(annotation, operand=given.replace("\\'", "'"))
+
+
+def _users_own(stack: Iterable[Frame]) -> Frame | None:
+    """The innermost frame that is neither ours nor made up, and of no installed library if there is one."""
+    frames = [frame for frame in stack if not frame.file.startswith(('<', _OWN))]
+    for frame in frames:
+        if not any(part in ('site-packages', 'dist-packages') for part in frame.file.split(os.sep)):
+            return frame
+    return frames[0] if frames else None
+
+
+def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """What uses a value, and what uses what merely carries it on."""
+    level = [instruction]
+    for _ in range(_FAR):
+        level = [user for item in level for user in computation.users.get(item.name, [])]
+        yield from level
+        level = [user for user in level if user.opcode in _CARRIES]
+
+
+def _operands(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """What a value is made of."""
+    level = [instruction]
+    for _ in range(_FAR):
+        names = [operand.partition('#')[0] for item in level for operand in item.operands]
+        level = [computation.instructions[name] for name in names if name in computation.instructions]
+        yield from level
+        level = [item for item in level if item.opcode in _CARRIES]

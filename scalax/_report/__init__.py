@@ -1,0 +1,1 @@
+"""Building blocks of everything that is shown: tables of text, self-contained pages, assets."""

@@ -1,0 +1,173 @@
+"""How is one self-contained page made? Escaping, tables, pieces that a script brings to life, the shell.
+
+A piece of HTML is a plain table first: that is all there is where scripts do not run, as in a notebook that
+is not trusted. Its script, where it may run, replaces the table inside a shadow root, so that no style of
+ours touches the page around it, and none of the page's touches ours. Nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import html
+import json
+import zlib
+from collections.abc import Container, Iterable, Sequence
+from importlib import resources
+
+MOST_LINES = 300
+"""Of a plain table: whoever has more wants to search them."""
+
+_NOWHERE = "base-uri 'none'; form-action 'none'"
+_LEFT = ' style="text-align:left"'  # notebooks align the cells of tables to the right
+
+
+def visible(text: str) -> str:
+    r"""The text with what cannot be printed, or turns the direction of writing, as an escape.
+
+    Example:
+        >>> visible('a\nb \u202e é')
+        'a\\nb \\u202e é'
+    """
+    if text.isprintable():
+        return text
+    return ''.join(
+        char if char.isprintable() else char.encode('unicode_escape').decode('ascii') for char in text
+    )
+
+
+def escape(text: str) -> str:
+    """The text as it may stand in HTML, also between quotes.
+
+    Example:
+        >>> escape('</script> & "co"')
+        '&lt;/script&gt; &amp; &quot;co&quot;'
+    """
+    return html.escape(visible(text))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[int] = ()) -> str:
+    """A table of text without a style of its own.
+
+    Args:
+        heads: the heads of the columns.
+        rows: the cells, as plain text.
+        right: the columns to align to the right.
+    """
+
+    def line(start: str, end: str, texts: Sequence[str]) -> str:
+        cells = (
+            f'<{start}{"" if column in right else _LEFT}>{escape(text)}</{end}>'
+            for column, text in enumerate(texts)
+        )
+        return f'<tr>{"".join(cells)}</tr>'
+
+    body = '\n'.join(line('td', 'td', row) for row in rows)
+    head = line('th scope="col"', 'th', heads)
+    return f'<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+
+
+def paragraphs(lines: Iterable[str]) -> str:
+    """Lines of text, a paragraph each."""
+    return '\n'.join(f'<p>{escape(line)}</p>' for line in lines)
+
+
+def still_page(title: str, body: str) -> str:
+    """A whole document without scripts, which may load nothing.
+
+    Args:
+        title: plain text.
+        body: HTML, well-formed as XML is.
+    """
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {_NOWHERE}"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
+        f'<style>\n{_shared("palette.css")}{_shared("page.css")}</style>\n</head>\n'
+        f'<body>\n{body}\n</body>\n</html>\n'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Widget:
+    """A piece of HTML that a script brings to life.
+
+    Attributes:
+        markup: the HTML inside the shadow root, before the script has run.
+        style: the CSS of the shadow root.
+        script: defines ``start(root, data)``, which is called with the shadow root and the data.
+    """
+
+    markup: str
+    style: str
+    script: str
+
+    @functools.cached_property
+    def _name_and_script(self) -> tuple[str, str]:
+        inside = f'<style>\n{_shared("palette.css")}{self.style}</style>\n{self.markup}'
+        # All of it is in the script: what cleans a notebook that is not trusted drops scripts with all
+        # that is in them, but keeps the text of other elements.
+        markup = json.dumps(inside).replace('<', r'\u003c')
+        script = f'const MARKUP = {markup};\n{self.script}\n{_shared("widget.js")}'
+        # The name tells versions apart: a saved notebook may hold pieces that an older scalax wrote.
+        name = hashlib.sha256(script.encode()).hexdigest()[:12]
+        return name, f'(() => {{\n"use strict";\nconst WIDGET = "{name}";\n{script}}})();'
+
+    def fragment(self, static: str, data: object) -> str:
+        """HTML for a notebook cell, or for a `page`.
+
+        Args:
+            static: HTML for where scripts do not run.
+            data: what the script is to show, ready for ``json.dumps``.
+        """
+        name, script = self._name_and_script
+        return (
+            # The second attribute tells JupyterLab that keys typed inside are none of its commands.
+            f'<div data-scalax="{name}" data-lm-suppress-shortcuts="true">\n'
+            f'<div class="scalax-static">\n{static}\n</div>\n'
+            f'<script type="text/plain">{_packed(data)}</script>\n'
+            f'</div>\n<script>{script}</script>\n'
+        )
+
+    def page(self, title: str, static: str, data: object) -> str:
+        """A whole document; what it may run is its own script, and it may load nothing.
+
+        Args:
+            title: plain text.
+            static: HTML for where scripts do not run.
+            data: what the script is to show, ready for ``json.dumps``.
+        """
+        heading = f'<h1>{escape(title)}</h1>\n'
+        digest = hashlib.sha256(self._name_and_script[1].encode()).digest()
+        policy = (
+            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+            f"script-src 'sha256-{base64.b64encode(digest).decode()}'; {_NOWHERE}"
+        )
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n'
+            f'<style>\n{_shared("palette.css")}{_shared("page.css")}</style>\n</head>\n<body>\n'
+            f'{self.fragment(heading + static, data)}</body>\n</html>\n'
+        )
+
+
+def _packed(data: object) -> str:
+    """Data as text: short, and without a character that means anything in HTML."""
+    text = json.dumps(data, separators=(',', ':'))
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+@functools.cache
+def asset(package: str, name: str) -> str:
+    """The text of a file in the folder ``assets`` of a package."""
+    return resources.files(package).joinpath('assets', name).read_text(encoding='utf-8')
+
+
+def _shared(name: str) -> str:
+    return asset('scalax._report', name)

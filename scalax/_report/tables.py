@@ -1,0 +1,124 @@
+"""How do cells become lines no wider than a terminal, with nothing of them cut off?
+
+A path that is too long for its column has a line of its own, above the rest of its row. Where there is too
+little room for the other columns, every path has one, and the rest of its row is packed below it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from scalax._report.pages import visible
+
+Piece = tuple[int, str]
+"""A column, and what stands there, with the blanks around it."""
+
+GAP = '  '
+_INDENT = 4
+_LEAST = 20  # columns that the parts of a path take
+
+
+def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether each row has room on one line."""
+    widths = _widths(cells)
+    return sum(widths) + len(GAP) * (len(widths) - 1) <= width
+
+
+def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[list[list[Piece]]]:
+    """The lines of each row, with nothing in them that could steer a terminal.
+
+    Args:
+        cells: the heads, and the rows.
+        width: what no line is wider than.
+        path: the column that may take lines of its own.
+        size: the column that is aligned to the right.
+    """
+    cells = [[visible(text) for text in texts] for texts in cells]
+    widths = _widths(cells)
+    room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]
+    if room < len(cells[0][path]):
+        return [_packed(texts, widths, width, path) for texts in cells]
+    widths[path] = max(len(texts[path]) for texts in cells if len(texts[path]) <= room)
+    rows = []
+    for texts in cells:
+        above = _above(texts, widths, width, path) if len(texts[path]) > widths[path] else []
+        left = [*[''] * (path + 1), *texts[path + 1 :]] if above else texts
+        padded = [
+            (column, text.rjust(widths[column]) if column == size else text.ljust(widths[column]))
+            for column, text in enumerate(left)
+        ]
+        rows.append([*above, padded])
+    return rows
+
+
+def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[str]:
+    """The lines of a table, its heads underlined."""
+    heads, *rows = [[plain(line) for line in row] for row in lay_out(cells, width, path, size)]
+    lines = [line for row in rows for line in row]
+    return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
+
+
+def plain(line: Iterable[Piece]) -> str:
+    """A line as text."""
+    return GAP.join(text for _, text in line).rstrip()
+
+
+def wrapped(lines: Iterable[str], width: int) -> list[str]:
+    """Lines of text as lines no wider than *width*, with nothing in them that could steer a terminal."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(
+            visible(line), width, subsequent_indent=' ' * _INDENT, break_on_hyphens=False
+        )
+    ]
+
+
+def broken(text: str, room: int) -> list[str]:
+    """A text in parts no longer than *room*, which end behind a slash or else a comma, if there is one.
+
+    Example:
+        >>> broken('layers/{0..11}/attention', 16), broken("P('fsdp', 'tp')", 10)
+        (['layers/{0..11}/', 'attention'], ["P('fsdp', ", "'tp')"])
+    """
+    parts = []
+    while len(text) > room:
+        ends = (text.rfind(mark, 0, room) + len(mark) for mark in ('/', ', ', ',') if mark in text[:room])
+        end = next(ends, room)
+        parts.append(text[:end])
+        text = text[end:]
+    return [*parts, text]
+
+
+def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+
+def _above(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
+    """The lines of a path, and of what stands before it."""
+    before = [(column, texts[column].ljust(widths[column])) for column in range(path)]
+    blank = [(column, ' ' * widths[column]) for column in range(path)]
+    room = width - sum(size + len(GAP) for size in widths[:path])
+    first, *others = broken(texts[path], room if len(texts[path]) <= room else room - len(GAP))
+    return [[*before, (path, first)], *[[*blank, (path, f'{GAP}{name}')] for name in others]]
+
+
+def _packed(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
+    """A path, and below it the rest of its row, as much on a line as there is room for."""
+    rest = range(path + 1, len(texts))
+    if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
+        lines = _above(texts, widths, width, path)
+    else:  # what stands before the path leaves no room for it on its line
+        rest = range(len(texts))
+        lines = [[(path, part)] for part in broken(texts[path], width)]
+    indent = (path, ' ' * (_INDENT - len(GAP)))
+    room = 0
+    for column in rest:
+        for part in broken(texts[column], width - _INDENT) if texts[column] and column != path else []:
+            if room < len(part):
+                lines.append([indent])
+                room = width - _INDENT
+            lines[-1].append((column, part))
+            room -= len(part) + len(GAP)
+    return lines

@@ -1,0 +1,345 @@
+"""How is a value inside a compiled function given a sharding? Constraints and annotations.
+
+What JAX must be asked depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
+an Explicit axis a *reshard* (it is part of the value's type), and a Manual axis, inside ``shard_map``,
+belongs to the caller and is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalax._trace import contexts
+from scalax._tree import specs
+from scalax._tree.paths import describe_leaf
+from scalax._util.renamed_keywords import renamed
+from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
+from scalax.rules._prefix import RuleLike, split
+from scalax.rules._resolve import Use, resolve, with_types
+
+
+@renamed(pytree='tree', sharding_rule='rules')
+def with_sharding_constraint(tree: Any, rules: RuleLike) -> Any:
+    """Constrains the sharding of a tree of arrays, inside a function that `sjit` compiles.
+
+    With an active helper (inside `sjit`, or in ``helper.get_context()``) the helper's mesh is used.
+    Without one, NamedShardings apply as they are, rules and PartitionSpecs use the mesh of
+    ``jax.set_mesh`` if there is one, and otherwise nothing happens.
+
+    Args:
+        tree: arrays, or anything JAX takes as one.
+        rules: a rule, a PartitionSpec, a NamedSharding, None (leave it to the compiler), or a
+            pytree prefix of these.
+
+    Returns:
+        The tree with the same values, sharded as asked. Inside ``shard_map`` the axes that are manual
+        there are left alone.
+
+    Raises:
+        ShardingError: some leaves cannot be sharded as asked; all of them are named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([-1], ['data'])
+        >>> @helper.sjit
+        ... def double(x):
+        ...     return with_sharding_constraint(2 * x, PartitionSpec('data'))
+        >>> double(jnp.ones(16)).sharding.spec
+        P('data',)
+    """
+    context = contexts.current()
+    if context is not None:
+        helper = context.helper
+        return constrain(tree, rules, helper.mesh, helper.on_indivisible)
+    ambient = ambient_mesh()
+    if ambient.empty:
+        return _constrain_named_shardings(tree, rules)
+    return constrain(tree, rules, ambient, 'error')
+
+
+@renamed(pytree='tree')
+def with_sharding_annotation(tree: Any, sharding_name: str) -> Any:
+    """Names a place in a model, to be given its sharding where the model is compiled.
+
+    The sharding is the one that ``helper.sjit(..., annotation_shardings={sharding_name: rule})`` (or
+    ``helper.get_context(...)``) binds to the name. A name that nobody bound does nothing.
+
+    Args:
+        tree: arrays, or anything JAX takes as one.
+        sharding_name: the name.
+
+    Returns:
+        The tree with the same values.
+
+    Raises:
+        ShardingError: the rule bound to the name does not fit the tree; all bad leaves are named.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from scalax.sharding import MeshShardingHelper
+        >>> def model(x):
+        ...     return with_sharding_annotation(2 * x, 'hidden')
+        >>> helper = MeshShardingHelper([-1], ['data'])
+        >>> compiled = helper.sjit(model, annotation_shardings={'hidden': PartitionSpec('data')})
+        >>> compiled(jnp.ones(16)).sharding.spec
+        P('data',)
+    """
+    if not isinstance(sharding_name, str):
+        raise ArgumentError(
+            f'with_sharding_annotation(tree, name): the name is a string, got {type(sharding_name).__name__}'
+        )
+    found = contexts.bound(sharding_name)
+    if found is None:
+        return tree
+    helper, rules = found
+    where = f'annotation {sharding_name!r}'
+    # The scope names the operation in profiles, and in the compiled program for plans.
+    with jax.named_scope(f'annotation({sharding_name})'):
+        return constrain(tree, rules, helper.mesh, helper.on_indivisible, where)
+
+
+def constrain(
+    pytree: Any,
+    rules: RuleLike,
+    mesh: Mesh | AbstractMesh,
+    on_indivisible: specs.OnIndivisible = 'error',
+    where: str = 'a sharding constraint',
+) -> Any:
+    """Resolves *rules* on *mesh* and applies the outcome to *pytree*."""
+    mesh = mesh_in_force(mesh)
+    resolution = resolve(
+        rules,
+        pytree,
+        mesh,
+        use=Use.INTERMEDIATE if is_compiled() else Use.EAGER,
+        where=where,
+        on_indivisible=on_indivisible,
+    )
+    with mesh_entered(mesh, where):
+        return apply_shardings(resolution.treedef.unflatten(resolution.tree.leaves), resolution.shardings)
+
+
+def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
+    """Applies shardings that are resolved already, one for each leaf; None leaves a leaf as it is."""
+    leaves, treedef = jax.tree.flatten(pytree)
+    applied = [
+        leaf if sharding is None else apply_sharding(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, applied)
+
+
+def explicit_sharding(kind: Any) -> NamedSharding | None:
+    """The sharding that a type has over Explicit axes, for `apply_shardings`; None without any."""
+    sharding = kind.sharding
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    if AxisType.Auto not in sharding.mesh.axis_types:
+        return sharding
+    # Along Auto axes nothing is said.
+    open_ = [entry or specs.UNCONSTRAINED for entry in specs.entries(sharding.spec)]
+    return sharding.update(spec=PartitionSpec(*open_))
+
+
+def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself.
+
+    Likewise where auto_axes or explicit_axes has given its axes other types.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    retyped = has_other_types(ambient, mesh) and is_traced()
+    if ambient.empty or (not ambient.manual_axes and not retyped):
+        return mesh
+    if dict(ambient.shape) != dict(mesh.shape):
+        raise MeshError(
+            f'inside shard_map over the mesh ({specs.axis_sizes_text(ambient.shape)}), but the active helper '
+            f'has the mesh ({specs.axis_sizes_text(mesh.shape)}): use the helper of the same mesh'
+        )
+    return ambient
+
+
+def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
+    """Has *mesh* in force in place of another one (``jax.set_mesh``), which operations of JAX would look at.
+
+    Raises:
+        MeshError: the other mesh has other devices; or values of a compiled function have types of it.
+    """
+    ambient, own = jax.sharding.get_abstract_mesh(), abstract(mesh)
+    if ambient.empty:
+        return contextlib.nullcontext()
+    if not is_traced() and isinstance(mesh, Mesh):
+        devices = [[device.id for device in each.devices.flat] for each in (mesh, jax.sharding.get_mesh())]
+        if devices[0] != devices[1]:
+            raise MeshError(
+                f'{what} is for the devices {devices[0]}, under jax.set_mesh of the devices {devices[1]}: '
+                'leave that mesh for the call'
+            )
+    if ambient == own:
+        return contextlib.nullcontext()
+    if ambient.size != own.size:
+        raise MeshError(
+            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: leave '
+            'that mesh for the call'
+        )
+    if AxisType.Explicit in (*ambient.axis_types, *own.axis_types) and is_compiled():
+        ours, theirs = specs.axis_sizes_text(own.shape), specs.axis_sizes_text(ambient.shape)
+        raise MeshError(
+            f'{what} is for the mesh ({ours}), in a function that is compiled for the mesh ({theirs}): JAX '
+            'joins no values of two meshes where axes are Explicit; use the helper of one mesh'
+        )
+    return jax.sharding.use_abstract_mesh(own)
+
+
+def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without devices."""
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether *ambient* has the axes of *mesh*, of other types."""
+    same = list(ambient.shape.items()) == list(mesh.shape.items())
+    return same and ambient.axis_types != mesh.axis_types
+
+
+def ambient_mesh() -> Mesh | AbstractMesh:
+    """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
+    return jax.sharding.get_abstract_mesh() if is_traced() else jax.sharding.get_mesh()
+
+
+def is_traced() -> bool:
+    """Whether some transformation of JAX is tracing the caller."""
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # "can only be used outside of jax.jit"
+        return True
+    return False
+
+
+def is_compiled() -> bool:
+    """Whether what the caller does now is compiled later, rather than done now.
+
+    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a value
+    that depends on nothing is an array.
+    """
+    return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
+
+
+def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+    """Applies a sharding that is resolved already to one array or value of a trace."""
+    mesh, spec = sharding.mesh, sharding.spec
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = set(types.values())
+    if kinds == {AxisType.Auto}:
+        if isinstance(mesh, AbstractMesh) and not is_compiled():
+            # Under jax.grad or jax.vmap alone, where JAX puts no array on a mesh without devices.
+            return _compiled_constraint(sharding)(leaf)
+        return _constrained(leaf, sharding)
+    explicit, auto = ([_only(entry, types, kind) for entry in specs.entries(spec)] for kind in _KINDS)
+    if AxisType.Explicit in kinds:
+        typed = specs.replaced(spec, with_types(specs.replaced(spec, explicit), leaf))
+        if not has_type(leaf, mesh, typed):
+            leaf = reshard(leaf, sharding.update(spec=typed))
+    if AxisType.Auto in kinds:
+        # None for a dimension that an Explicit axis shards: the type keeps that axis.
+        constraint = specs.replaced(PartitionSpec(), auto)
+        leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
+    return leaf
+
+
+def reshard(leaf: Any, sharding: NamedSharding) -> Any:
+    """``jax.sharding.reshard``, also from sums to others, where XLA (of JAX 0.10 to 0.12) ends the process.
+
+    Raises:
+        ShardingError: there are no such parts of sums.
+    """
+    had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
+    if wanted.unreduced - had.unreduced:
+        reject_parts(leaf, wanted)
+        if had.unreduced - wanted.unreduced:
+            summed = specs.replaced(specs.with_sums(wanted, wanted.reduced), specs.entries(wanted))
+            leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
+    return jax.sharding.reshard(leaf, sharding)
+
+
+def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
+    """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
+    kind = specs.sums_kind(spec)
+    if kind != 'sum':
+        what = 'arrays'
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        what = 'complex numbers'
+    elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        what = 'PRNG keys'
+    else:
+        return
+    problem = Problem(
+        'unreduced',
+        describe_leaf('', leaf),
+        f'{what} cannot be placed as parts of a {kind}',
+        spec=specs.text(spec),
+        hint='place it without unreduced axes.',
+    )
+    raise ShardingError([problem])
+
+
+def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
+    """Whether a value of a trace has this type: a reshard would also close its dimensions on Auto axes."""
+    now = jax.typeof(leaf).sharding
+    return (
+        isinstance(leaf, jax.core.Tracer)
+        and dict(now.mesh.shape) == dict(mesh.shape)
+        and specs.canonical(now.spec) == specs.canonical(spec)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
+    """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
+
+    Outside of ``jax.jit`` a constraint says where all of the array lies, and would undo the reshard.
+    Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
+    """
+    return jax.jit(lambda leaf: _constrained(leaf, sharding))
+
+
+def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
+    constrained = jax.lax.with_sharding_constraint(leaf, sharding)
+    if not specs.indivisible(sharding.spec, np.shape(leaf), specs.MeshAxes.of(sharding.mesh)):
+        return constrained
+    # What is padded may be an output, whose sharding JAX (0.12.0.1) fails to read if 1 < gcd(size, shards)
+    # < shards; it lets go of an output that is open.
+    anyhow = PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf))
+    return jax.lax.with_sharding_constraint(constrained, sharding.update(spec=anyhow))
+
+
+_KINDS = (AxisType.Explicit, AxisType.Auto)
+
+
+def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
+    """The axes of one entry that are of one kind; UNCONSTRAINED stays."""
+    if entry is specs.UNCONSTRAINED:
+        return entry
+    return tuple(axis for axis in specs.entry_axes(entry) if types[axis] is kind)
+
+
+def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
+    """Without any mesh: NamedShardings bring their own, everything else has none to use."""
+    parts = split(rules, pytree)
+    if not any(isinstance(part.rule, NamedSharding) for part in parts):
+        return pytree
+    leaves: list[Any] = []
+    for part in parts:
+        subtree = part.subtree
+        if isinstance(part.rule, NamedSharding):
+            subtree = constrain(subtree, part.rule, part.rule.mesh)
+        leaves.extend(jax.tree.leaves(subtree))
+    return jax.tree.unflatten(jax.tree.structure(pytree), leaves)

@@ -1,0 +1,317 @@
+"""The active helper, and the sharding that each annotation name has here.
+
+The active `Context` is a JAX user context (``jax.make_user_context``), so it is part of JAX's own trace
+cache key: a function that JAX has traced under one context is traced again under another. That is what
+keeps a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function from seeing the annotations
+of whoever traced it first. It also makes the context local to a thread. Equal bindings of one helper are one
+context, whichever functions bind them and however they are nested: what these share is traced once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import Mesh
+
+from scalax._tree.specs import OnIndivisible
+from scalax._util.lru_cache import Recent
+from scalax.errors import MeshError, StructureError
+from scalax.rules._prefix import RuleLike, check, is_rule, key_of
+from scalax.rules._resolve import are_pure
+
+
+class MeshOwner(Protocol):
+    """What the layers below `MeshShardingHelper` need of it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh; an AbstractMesh is possible."""
+
+    @property
+    def on_indivisible(self) -> OnIndivisible:
+        """The policy of bare specs."""
+
+
+# Created at import, because creating a user context is not thread-safe.
+_active = jax.make_user_context(None)
+
+
+class _Token:
+    """What JAX's caches hold of a context: they live long, and should keep no helper or rule alive."""
+
+    __slots__ = ('context',)
+
+    def __init__(self, context: Context) -> None:
+        self.context = weakref.ref(context)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Context:
+    """An active helper and the bindings in force; compared and hashed by identity.
+
+    Attributes:
+        owner: the helper whose mesh constraints use, weakly: it keeps its contexts.
+        bindings: annotation name -> the helper that bound it, weakly, and its rules.
+        used: the names that were used while JAX traced something that it may use again elsewhere under this
+            context, such as an inner ``jax.jit``, without a trace.
+        asked: the names that were asked for, likewise.
+        token: what stands for this context in JAX's caches.
+    """
+
+    owner: weakref.ref[MeshOwner]
+    bindings: Mapping[str, tuple[weakref.ref[MeshOwner], RuleLike]]
+    used: set[str] = dataclasses.field(default_factory=set)
+    asked: set[str] = dataclasses.field(default_factory=set)
+    token: _Token = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # Made here, once: of two tokens, which threads in a race would make, JAX knows one only.
+        object.__setattr__(self, 'token', _Token(self))
+
+    @property
+    def helper(self) -> MeshOwner:
+        """The active helper. Whoever entered this context holds it."""
+        helper = self.owner()
+        assert helper is not None
+        return helper
+
+    def rules(self) -> dict[str, RuleLike]:
+        """Every name in force with its rules."""
+        return {name: rules for name, (_, rules) in self.bindings.items()}
+
+
+@dataclasses.dataclass(eq=False)
+class Uses:
+    """What the code of one function did with annotation names.
+
+    Attributes:
+        names: the names that the function binds.
+        used: those of them that were used.
+        asked: every name that was asked for, bound or not.
+    """
+
+    names: frozenset[str] = frozenset()
+    used: set[str] = dataclasses.field(default_factory=set)
+    asked: set[str] = dataclasses.field(default_factory=set)
+
+    def unused(self) -> list[str]:
+        """The names that were bound and never used."""
+        return [name for name in sorted(self.names) if name not in self.used]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Frame:
+    """One context on its way: who entered it, and in which trace of JAX's."""
+
+    context: Context
+    uses: Uses
+    trace: Any
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+
+_frames = _Frames()
+
+
+def current() -> Context | None:
+    """The context that is active in this thread, or None."""
+    token = _active.value
+    return token.context() if token else None
+
+
+@contextlib.contextmanager
+def entered(context: Context, uses: Uses) -> Iterator[None]:
+    """A context manager in which *context* is the active one; *uses* takes down what becomes of its names."""
+    frames = _frames.stack
+    frames.append(_Frame(context, uses, get_opaque_trace_state()))
+    try:
+        with _active(context.token):
+            yield
+    finally:
+        frames.pop()
+        # What JAX did not trace again was used all the same.
+        uses.used |= context.used & uses.names
+        uses.asked |= context.asked
+        if frames:
+            outer = frames[-1].context
+            outer.used.update(context.used - uses.names)
+            outer.asked.update(context.asked - uses.names)
+
+
+def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
+    """The helper and rules that *name* is bound to in this thread; takes down that it was asked for."""
+    context = current()
+    if context is None:
+        return None
+    trace = get_opaque_trace_state()
+    for frame in reversed(_frames.stack):
+        frame.uses.asked.add(name)
+        if frame.trace != trace:  # within something of which JAX may use the trace again
+            frame.context.asked.add(name)
+            if name in frame.context.bindings:
+                frame.context.used.add(name)
+        if name in frame.uses.names:
+            frame.uses.used.add(name)
+            break
+    found = context.bindings.get(name)
+    if found is None:
+        return None
+    helper = found[0]()
+    assert helper is not None  # whoever bound the name holds it
+    return helper, found[1]
+
+
+class ContextCache:
+    """Gives the same Context for the same bindings, whoever asks and wherever.
+
+    Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
+    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
+    function, and with it perhaps the helper, is here as long as somebody else holds it.
+    """
+
+    def __init__(self, helper: MeshOwner) -> None:
+        self._helper = weakref.ref(helper)
+        self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
+        self._kept: Recent[Context, None] = Recent()
+        self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
+
+    def get(self, bindings: Mapping[str, RuleLike]) -> Context:
+        """The context of *bindings* inside the one that is active now."""
+        outer = current()
+        own = {name: (self._helper, rules) for name, rules in bindings.items()}
+        merged = {**(outer.bindings if outer else {}), **own}
+        key = tuple(
+            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
+        )
+        with self._lock:
+            known = self._contexts.get(key)
+            if known is None:
+                known = self._contexts[key] = Context(self._helper, merged)
+        if all(are_pure(rules) for _, rules in merged.values()):
+            self._kept.put(known, None)
+        return known
+
+
+_caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
+
+
+def contexts_of(helper: MeshOwner) -> ContextCache:
+    """The contexts of a helper."""
+    known = _caches.get(helper)
+    return known or _caches.setdefault(helper, ContextCache(helper))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ByIdentity:
+    """Stands for a rule that cannot be hashed, such as a plain dataclass, in the key of a context."""
+
+    rules: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.rules is self.rules
+
+    def __hash__(self) -> int:
+        return id(self.rules)
+
+
+def hashable(rules: Any) -> Any:
+    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
+    try:
+        hash(rules)
+    except TypeError:
+        return tuple(map(hashable, rules)) if isinstance(rules, tuple) else _ByIdentity(rules)
+    return rules
+
+
+def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleLike]:
+    """The bindings of a context, checked.
+
+    Raises:
+        StructureError: not a dict of annotation name -> rule.
+    """
+    if bindings is None:
+        return {}
+    if is_rule(bindings) or not isinstance(bindings, Mapping):
+        raise StructureError(
+            f'annotation_shardings is a dict of annotation name -> rule, got {type(bindings).__name__}'
+        )
+    for name, rules in bindings.items():
+        if not isinstance(name, str):
+            raise StructureError(f'annotation names are strings, got {name!r} in annotation_shardings')
+        check(rules, f'annotation_shardings[{name!r}]')
+    return dict(bindings)
+
+
+class _Entered(threading.local):
+    """The contexts that this thread is in, the innermost last; None has been left before its turn."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[ActiveHelper | None, Any]] = []
+
+
+_entered = _Entered()
+
+
+class ActiveHelper:
+    """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
+
+    It belongs to a thread, and is left before those that were entered ahead of it: other orders, as of
+    generators or asyncio tasks that take turns, are an error.
+
+    Attributes:
+        mesh_helper: the helper.
+        annotation_shardings: the bindings given, or None.
+    """
+
+    def __init__(
+        self,
+        mesh_helper: MeshOwner,
+        kept: Recent[Context, Context],
+        annotation_shardings: Mapping[str, RuleLike] | None,
+    ) -> None:
+        self._bindings = checked_bindings(annotation_shardings)
+        self.mesh_helper = mesh_helper
+        self.annotation_shardings = annotation_shardings
+        self._kept = kept
+
+    def __enter__(self) -> ActiveHelper:
+        context = contexts_of(self.mesh_helper).get(self._bindings)
+        self._kept.put(context, context)  # so that equal bindings find it later
+        manager = entered(context, Uses(frozenset(self._bindings)))
+        manager.__enter__()
+        _entered.stack.append((self, manager))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack = _entered.stack
+        if stack and stack[-1][0] is self:
+            stack.pop()[1].__exit__(kind, error, trace)
+            while stack and stack[-1][0] is None:  # those left before their turn
+                stack.pop()[1].__exit__(None, None, None)
+            return
+        own = [place for place, (owner, _) in enumerate(stack) if owner is self]
+        if own:
+            stack[own[-1]] = (None, stack[own[-1]][1])
+        if error is None:
+            raise MeshError(
+                'a get_context() is left before one that was entered after it, or in another thread: the '
+                'code in it has run with another helper active. This happens where generators or asyncio '
+                'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+                'helper for all'
+            )

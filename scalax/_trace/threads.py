@@ -1,0 +1,91 @@
+"""What JAX keeps for each thread, and calls in another thread that take it along."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from scalax._trace import active_mapping, contexts
+
+# The settings of jax.config that a thread can have to itself: those with a context manager of their name.
+# Two stay behind: transfer_guard can only be set (its three directions are read in its place), and
+# thread_guard is there to tell threads apart.
+SETTINGS = tuple(
+    name
+    for name in sorted(dir(jax))
+    if hasattr(jax.config, f'jax_{name}') and name not in ('thread_guard', 'transfer_guard')
+)
+
+
+class ThreadState:
+    """What JAX keeps for the thread that makes this one, for another thread to enter.
+
+    JAX's settings, Python's context variables and, with *in_contexts*, the mesh of ``jax.set_mesh``, the
+    active helper with its annotations, and the active mapping of named axes. JAX has no public way to ask for
+    the rest, such as ``jax.named_scope`` and contexts that other libraries make with
+    ``jax.make_user_context``.
+    """
+
+    def __init__(self, *, in_contexts: bool = False) -> None:
+        self._settings = [(name, getattr(jax.config, f'jax_{name}')) for name in SETTINGS]
+        self._variables = contextvars.copy_context()
+        self._managers: list[Callable[[], Any]] = []
+        if not in_contexts:
+            return
+        if not jax.sharding.get_abstract_mesh().empty:
+            mesh = jax.sharding.get_mesh()
+            self._managers.append(lambda: jax.set_mesh(mesh))
+        helper, mapping = contexts.current(), active_mapping.current()
+        if helper is not None:
+            self._managers.append(lambda: contexts.entered(helper, contexts.Uses()))
+        if mapping is not None:
+            self._managers.append(lambda: active_mapping.entered(mapping))
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """What *call* returns or raises, with this state in force; in one thread at a time."""
+
+        def entered() -> Any:
+            with self._entered():
+                return call()
+
+        return self._variables.run(entered)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, value in self._settings:
+                # Only what differs: a thread follows jax.config.update in what it does not have to itself.
+                if getattr(jax.config, f'jax_{name}') != value:
+                    stack.enter_context(getattr(jax, name)(value))
+            for manager in self._managers:
+                stack.enter_context(manager())
+            yield
+
+
+def in_a_thread(name: str, call: Callable[[], Any]) -> Any:
+    """What *call* returns or raises in a thread of that name, which is waited for.
+
+    JAX's settings go along, contexts such as that of ``jax.set_mesh`` stay behind. So does the thread, where
+    Ctrl-C ends the waiting; Python then waits for it when it ends.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    state = ThreadState()
+
+    def run() -> None:
+        try:
+            results.append(state.run(call))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,448 @@
+"""How is a function called? Python's calling convention as a flat row of slots.
+
+``jax.jit`` takes shardings, static and donated arguments by position only. So every call is laid out as
+one row of positional *slots*: the positional parameters, the extra positional arguments, the
+keyword-only parameters, and one dict of the remaining keywords. A caller generated with the function's
+own parameters lets Python do the sorting, at the cost of one plain function call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import keyword
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalax._tree.path_identity import uncertain_paths
+from scalax._util.lru_cache import Recent
+from scalax.errors import ArgumentError, StructureError, did_you_mean
+from scalax.rules._prefix import RuleLike, is_rule
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+EXTRA_KEYWORDS = '**'
+
+
+class _Omitted:
+    """Stands in a slot for an argument that the caller left to its default. A pytree without leaves."""
+
+    def __repr__(self) -> str:
+        return '<omitted>'
+
+
+OMITTED = _Omitted()
+jax.tree_util.register_pytree_node(_Omitted, lambda _: ((), None), lambda *_: OMITTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One position of a call.
+
+    Attributes:
+        name: the argument as messages name it: ``state``, ``args[1]``, or ``**`` for the keywords that
+            no parameter takes.
+        static: whether it is part of the program rather than data.
+        donated: whether its buffers may be reused for outputs.
+    """
+
+    name: str
+    static: bool = False
+    donated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The slots of calls with a certain number of extra positional arguments."""
+
+    slots: tuple[Slot, ...]
+    positional: int  # slots that are passed by position; keyword-only ones follow
+
+    @functools.cached_property
+    def dynamic(self) -> tuple[int, ...]:
+        """The numbers of the slots that hold data."""
+        return tuple(i for i, slot in enumerate(self.slots) if not slot.static)
+
+    @functools.cached_property
+    def static(self) -> tuple[int, ...]:
+        """The numbers of the static slots."""
+        return tuple(i for i, slot in enumerate(self.slots) if slot.static)
+
+    @functools.cached_property
+    def donated(self) -> tuple[int, ...]:
+        """The numbers of the donated slots."""
+        return tuple(i for i, slot in enumerate(self.slots) if slot.donated)
+
+
+class Convention:
+    """The calling convention of one function, with its static and donated arguments.
+
+    Args:
+        fun: the function.
+        static_argnums: positions of static arguments; negative ones count from the end.
+        static_argnames: names of static arguments.
+        donate_argnums: positions of donated arguments.
+        donate_argnames: names of donated arguments.
+
+    Raises:
+        ArgumentError: a position or a name that the function does not have, or one that is both static
+            and donated.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        static_argnums: int | Iterable[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+    ) -> None:
+        self.name = name_of(fun)
+        self.parameters = _parameters(fun)
+        kinds = [parameter.kind for parameter in self.parameters]
+        self.positional = [p.name for p in self.parameters if p.kind in _POSITIONAL]
+        self.keyword_only = [p.name for p in self.parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        self.varargs = _name_of(self.parameters, inspect.Parameter.VAR_POSITIONAL)
+        self.keywords = _name_of(self.parameters, inspect.Parameter.VAR_KEYWORD)
+        self._behind = _signature_behind(fun)
+        names = [p.name for p in self._behind.parameters.values() if p.kind in _POSITIONAL]
+        # They are those of the extra positional arguments if the wrapper has the same parameters before them.
+        unknown = bool(self.varargs) and names[: len(self.positional)] != self.positional
+        self.hints = [] if unknown else names
+        self._not_hints = frozenset(names).difference(self.positional, self.keyword_only) if unknown else ()
+        self._hints_used: set[str] = set()
+        self._static = self._selection('static', static_argnums, static_argnames)
+        self._donated = self._selection('donate', donate_argnums, donate_argnames)
+        # Static and donated names among the extra keywords need slots of their own.
+        self.static_keywords = self._extra_keywords(self._static[1])
+        self.donated_keywords = self._extra_keywords(self._donated[1])
+        self._layouts: dict[int, Layout] = {}
+        self._certain: Recent[Any, bool] = Recent()
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            self.layout(0)
+
+    def _selection(
+        self, what: str, numbers: int | Iterable[int] | None, names: str | Iterable[str] | None
+    ) -> tuple[tuple[int, ...], frozenset[str]]:
+        """The positions and the names of an option such as static_argnums, checked."""
+        nums = tuple(map(operator.index, _sequence(numbers, int | np.integer)))
+        given = frozenset(_sequence(names, str))
+        count = len(self.positional)
+        for number in nums:
+            if self.varargs is None and not -count <= number < count:
+                raise ArgumentError(
+                    f'{what}_argnums={number}: {self.name} takes {count} positional '
+                    f'argument{"" if count == 1 else "s"} ({", ".join(self.positional) or "none"})'
+                )
+        known = list(dict.fromkeys([*self.positional, *self.keyword_only, *self.hints]))
+        self._use_hints(f'{what}_argnames', given)
+        for name in sorted(given):
+            if name not in known and self.keywords is None:
+                raise ArgumentError(
+                    f'{what}_argnames={name!r}: {self.name} has no such argument '
+                    f'({did_you_mean(name, known)})'
+                )
+        # Behind a wrapper of (*args, **kwargs), what has a position may also come by its name.
+        behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
+        return nums, given | behind
+
+    def _use_hints(self, what: str, names: Iterable[Any]) -> None:
+        """Notes names of arguments that only the function behind the wrapper has.
+
+        Raises:
+            ArgumentError: it cannot be known which arguments they are.
+        """
+        wrong = [name for name in names if name in self._not_hints]
+        if wrong:
+            raise self._misnamed(what, wrong)
+        own = {*self.positional, *self.keyword_only}
+        self._hints_used.update(name for name in names if name in self.hints and name not in own)
+
+    def reject_misnamed(self, row: Sequence[Any]) -> None:
+        """Raises ArgumentError if options use names of a function behind that this call does not fit."""
+        if not self._hints_used or not self.extras_of(row):
+            return
+        args, keywords = self.restore(row)
+        behind = self._behind.parameters
+        try:
+            self._behind.bind(*args, **{name: keywords[name] for name in keywords if name in behind})
+        except TypeError as error:
+            raise self._misnamed(
+                'options', sorted(self._hints_used), f' (this call does not fit them: {error})'
+            ) from None
+
+    def _misnamed(self, what: str, names: Sequence[str], why: str = '') -> ArgumentError:
+        named = ', '.join(map(repr, names))
+        return ArgumentError(
+            f'{what} of {self.name}: {named} can be any of *{self.varargs}: {self.name} takes '
+            f'{self.signature}, which are not the parameters {self._behind} of the function that it '
+            f'wraps{why}. What to do: say which by position (a tuple of shardings, static_argnums, '
+            'donate_argnums), or write the parameters out in the wrapper.'
+        )
+
+    def _extra_keywords(self, names: Iterable[str]) -> tuple[str, ...]:
+        if self.keywords is None:
+            return ()
+        return tuple(sorted(n for n in names if n not in self.positional + self.keyword_only))
+
+    def uncertain_paths(self, arguments: Any, treedef: Any) -> tuple[str, ...] | None:
+        """The leaf paths of arguments, where others of the same structure may have others; else None."""
+        if self._certain.get(treedef):
+            return None
+        paths = uncertain_paths(arguments, treedef)
+        self._certain.put(treedef, paths is None)
+        return paths
+
+    @property
+    def key(self) -> Any:
+        """Equal for functions that are called alike."""
+        parameters = tuple((p.name, p.kind, p.default is p.empty) for p in self.parameters)
+        return self.name, parameters, tuple(self.hints), self._static, self._donated
+
+    def layout(self, extras: int) -> Layout:
+        """The layout of calls with so many extra positional arguments."""
+        known = self._layouts.get(extras)
+        if known is None:
+            known = self._layouts.setdefault(extras, self._lay_out(extras))
+        return known
+
+    def _lay_out(self, extras: int) -> Layout:
+        count = len(self.positional)
+        extra = [f'{self.varargs}[{i}]' for i in range(extras)]
+        extra[: len(self.hints[count:])] = self.hints[count : count + extras]
+        names = [*self.positional, *extra]
+        total = len(names)
+        static = {n % total for n in self._static[0] if -total <= n < total}
+        donated = {n % total for n in self._donated[0] if -total <= n < total}
+        slots = [
+            Slot(
+                name,
+                index in static or name in self._static[1],
+                index in donated or name in self._donated[1],
+            )
+            for index, name in enumerate(names)
+        ]
+        slots += [Slot(name, name in self._static[1], name in self._donated[1]) for name in self.keyword_only]
+        if self.static_keywords:
+            slots.append(Slot('static keywords', static=True))
+        if self.donated_keywords:
+            slots.append(Slot(EXTRA_KEYWORDS, donated=True))
+        if self.keywords:
+            slots.append(Slot(EXTRA_KEYWORDS))
+        both = [slot.name for slot in slots if slot.static and slot.donated]
+        if both:
+            raise ArgumentError(f'{self.name}: {", ".join(both)} cannot be both static and donated')
+        return Layout(tuple(slots), total)
+
+    def row_signature(self, layout: Layout) -> inspect.Signature:
+        """The signature of a function of a row, so that JAX names arguments as the user does."""
+        names: dict[str, None] = {}
+        for slot in layout.slots:
+            name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
+            while name in names or not name.isidentifier() or keyword.iskeyword(name):
+                name += '_'
+            names[name] = None
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def extras_of(self, row: Sequence[Any]) -> int:
+        """How many extra positional arguments a row of slots holds."""
+        fixed = len(self.positional) + len(self.keyword_only)
+        own = (self.static_keywords, self.donated_keywords, self.keywords)
+        return len(row) - fixed - sum(map(bool, own))
+
+    def restore(self, row: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments and keywords with which to call the function."""
+        rest = list(row)
+        keywords: dict[str, Any] = dict(rest.pop()) if self.keywords else {}
+        if self.donated_keywords:
+            keywords.update(rest.pop())
+        if self.static_keywords:
+            keywords.update(rest.pop())
+        positional = len(self.positional) + self.extras_of(row)
+        for name, value in zip(self.keyword_only, rest[positional:], strict=True):
+            if value is not OMITTED:
+                keywords[name] = value
+        args = rest[:positional]
+        while args and args[-1] is OMITTED:
+            args.pop()
+        if any(value is OMITTED for value in args):
+            # A parameter before the last one given was omitted, so the later ones came by keyword.
+            first = next(i for i, value in enumerate(args) if value is OMITTED)
+            for name, value in zip(self.positional[first:], args[first:], strict=False):
+                if value is not OMITTED:
+                    keywords[name] = value
+            args = args[:first]
+        return args, keywords
+
+    def row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The row of slots of a call; raises TypeError as Python does for a call that does not fit."""
+        try:
+            bound = self.signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(f'{self.name}(): {error}') from None
+        row = [bound.arguments.get(name, OMITTED) for name in self.positional]
+        row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
+        row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]
+        if self.keywords:
+            row += self.split_keywords(bound.arguments.get(self.keywords, {}))
+        return tuple(row)
+
+    def as_called(
+        self, row: Sequence[Any], count: int, names: Sequence[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a row in the form of a call: *count* by position, and these names."""
+        values = dict(zip(self.positional, row, strict=False))
+        rest = list(row)
+        if self.keywords:
+            values |= rest.pop()
+        if self.donated_keywords:
+            values |= rest.pop()
+        if self.static_keywords:
+            values |= rest.pop()
+        values |= zip(self.keyword_only, rest[len(rest) - len(self.keyword_only) :], strict=True)
+        return tuple(row[:count]), {name: values[name] for name in names}
+
+    def selected_as_called(self, layout: Layout, count: int, names: Sequence[str]) -> dict[str, list[Any]]:
+        """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
+        named = self.positional + self.keyword_only
+        slots = {slot.name: slot for slot in layout.slots if slot.name in named}
+
+        def which(what: str, others: Iterable[str]) -> tuple[list[int], list[str]]:
+            numbers = [i for i, slot in enumerate(layout.slots[:count]) if getattr(slot, what)]
+            return numbers, [
+                name for name in names if (getattr(slots[name], what) if name in slots else name in others)
+            ]
+
+        static, donated = which('static', self.static_keywords), which('donated', self.donated_keywords)
+        options = ('static_argnums', 'static_argnames', 'donate_argnums', 'donate_argnames')
+        return dict(zip(options, (*static, *donated), strict=True))
+
+    def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
+        """The last slots of a row: the static and donated keywords, if there can be any, and the others."""
+        rest = dict(keywords)
+        slots: list[Any] = []
+        if self.static_keywords:
+            slots.append(tuple((n, rest.pop(n)) for n in self.static_keywords if n in keywords))
+        if self.donated_keywords:
+            slots.append({n: rest.pop(n) for n in self.donated_keywords if n in keywords})
+        return [*slots, rest]
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature of the function."""
+        return inspect.Signature(self.parameters)
+
+    def rules_by_slot(
+        self,
+        rules: RuleLike,
+        row: Sequence[Any],
+        what: str,
+        which: str = 'besides static ones ',
+        rest: str = 'None leaves an argument to the compiler',
+    ) -> dict[int, RuleLike]:
+        """Which rules each dynamic slot gets, by slot number.
+
+        Args:
+            rules: a tuple or list by position, a dict by argument name, or one rule for all.
+            row: the call.
+            what: the name of the option, for messages.
+            which: which arguments have an entry, likewise.
+            rest: what to give for the others, likewise.
+
+        Raises:
+            StructureError: the rules do not fit the arguments.
+        """
+        layout = self.layout(self.extras_of(row))
+        if is_rule(rules):
+            return dict.fromkeys(layout.dynamic, rules)
+        if isinstance(rules, Mapping):
+            return self._rules_by_name(rules, layout, row, what)
+        if not isinstance(rules, tuple | list):
+            raise StructureError(
+                f'{what} of {self.name} is {type(rules).__name__}: give a tuple by position, a dict by '
+                'argument name, or one rule for every argument'
+            )
+        places = [i for i in layout.dynamic if i < layout.positional]
+        given = [i for i in places if row[i] is not OMITTED]
+        if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
+            names = ', '.join(layout.slots[i].name for i in places) or 'none'
+            entries = '1 entry' if len(rules) == 1 else f'{len(rules)} entries'
+            raise StructureError(
+                f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
+                f'argument{"" if len(places) == 1 else "s"} {which}({names}): give one entry each ({rest}), '
+                'or a dict by argument name'
+            )
+        by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
+        by_slot.update(zip(places, rules, strict=False))
+        return by_slot
+
+    def _rules_by_name(
+        self, rules: Mapping[str, RuleLike], layout: Layout, row: Sequence[Any], what: str
+    ) -> dict[int, RuleLike]:
+        self.check_names(rules, what)
+        by_slot: dict[int, RuleLike] = {}
+        for i in layout.dynamic:
+            name = layout.slots[i].name
+            if name == EXTRA_KEYWORDS:
+                by_slot[i] = {key: rules.get(key) for key in row[i]} or None
+            elif len(self.positional) <= i < layout.positional:
+                by_slot[i] = rules.get(name, rules.get(self.varargs or ''))
+            else:
+                by_slot[i] = rules.get(name)
+        return by_slot
+
+    def check_names(self, rules: RuleLike, what: str) -> None:
+        """Raises StructureError if a dict of rules names an argument that the function does not have."""
+        if is_rule(rules) or not isinstance(rules, Mapping):
+            return
+        static = {slot.name for slot in self.layout(0).slots if slot.static}
+        known = [*self.positional, *self.keyword_only, *([self.varargs] if self.varargs else [])]
+        known += [name for name in self.hints if name not in known]
+        self._use_hints(what, rules)
+        for name in rules:
+            if name in static or name in self.static_keywords:
+                raise StructureError(f'{what} of {self.name}: {name!r} is static, it has no sharding')
+            if name not in known and self.keywords is None:
+                raise StructureError(
+                    f'{what} of {self.name}: there is no argument {name!r} ({did_you_mean(str(name), known)})'
+                )
+
+
+def name_of(fun: Callable[..., Any]) -> str:
+    """What messages and profiles call a function: a ``functools.partial`` as JAX does, by what is in it."""
+    while isinstance(fun, functools.partial) and not hasattr(fun, '__name__'):
+        fun = fun.func
+    return str(getattr(fun, '__name__', type(fun).__name__))
+
+
+def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters with which *fun* itself is called: not those of a function that it wraps."""
+    try:
+        return list(inspect.signature(fun, follow_wrapped=False).parameters.values())
+    except (ValueError, TypeError):  # some built-ins tell nothing about themselves
+        return [
+            inspect.Parameter('args', inspect.Parameter.VAR_POSITIONAL),
+            inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD),
+        ]
+
+
+def _signature_behind(fun: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the function that *fun* wraps, by which users name arguments."""
+    try:
+        return inspect.signature(fun)
+    except (ValueError, TypeError):
+        return inspect.Signature()
+
+
+def _name_of(parameters: Iterable[inspect.Parameter], kind: Any) -> str | None:
+    return next((parameter.name for parameter in parameters if parameter.kind is kind), None)
+
+
+def _sequence(value: Any, kind: Any) -> tuple[Any, ...]:
+    return () if value is None else (value,) if isinstance(value, kind) else tuple(value)

@@ -1,0 +1,288 @@
+"""How does a batch that does not fit give its gradient? In parts, each device keeping the rows it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
+from scalax._transforms.calls.conventions import name_of
+from scalax._tree import specs
+from scalax._tree.paths import NamedTree
+from scalax._util.lru_cache import sort_of
+from scalax._util.tracebacks import arose_below, hide_ours
+from scalax.errors import ArgumentError, DataError, did_you_mean, shown
+
+Names = int | str | Sequence[int | str]
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    n: int,
+    *,
+    batch: Names = 1,
+    batch_axis: int = 0,
+    rng: Names = (),
+    reduce: Literal['mean', 'sum'] = 'mean',
+    accumulate_dtype: Any = None,
+) -> Callable[..., Any]:
+    """Makes a function of a batch one that takes it in *n* parts, one after the other.
+
+    Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
+    else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
+    with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
+
+    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled, as by
+    ``jax.jit``, once for all calls of the same shapes. Arguments that are no arrays are part of the program.
+
+    Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
+    to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
+
+        def sums(params, batch):  # of one part
+            losses = ...
+            return (losses * batch['weight']).sum(), batch['weight'].sum()
+
+
+        grads_of = jax.value_and_grad(sums, has_aux=True)
+        (loss, weight), grads = microbatch(grads_of, 8, reduce='sum')(params, batch)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+
+    Args:
+        fun: the function; it returns arrays of the same shapes whatever part it is given.
+        n: the number of parts.
+        batch: the arguments to divide, by position or name.
+        batch_axis: the axis of their rows; may be negative.
+        rng: arguments that are PRNG keys, or trees of them; part ``i`` gets ``jax.random.fold_in(key, i)``.
+        reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
+        accumulate_dtype: the dtype of the running sums of floating-point leaves; by default float32 for
+            what is narrower, and each leaf's own for what is not. Results have the dtypes of *fun*.
+
+    Returns:
+        A function with the parameters of *fun*.
+
+    Raises:
+        ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
+            dtype to accumulate in; integers in the result, which have no mean.
+        DataError: the rows do not divide by *n*; all such leaves are named. Or the batch holds no array.
+
+    Example:
+        >>> import numpy as np
+        >>> def loss(w, x):
+        ...     return ((x @ w) ** 2).mean()
+        >>> x, w = np.arange(12.0, dtype=np.float32).reshape(6, 2), np.ones(2, np.float32)
+        >>> grads = microbatch(jax.grad(loss), 3)(w, x)
+        >>> bool(jnp.allclose(grads, jax.grad(loss)(w, x)))
+        True
+    """
+    if not callable(fun):
+        raise ArgumentError(f'microbatch takes a function first, got {type(fun).__name__}')
+    if isinstance(n, bool) or not hasattr(n, '__index__') or operator.index(n) < 1:
+        raise ArgumentError(f'microbatch(fun, n): n is a positive number of parts, got {n!r}')
+    n = operator.index(n)
+    if reduce not in ('mean', 'sum'):
+        raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
+    if accumulate_dtype is not None and not _is_float(accumulate_dtype):
+        raise ArgumentError(
+            'microbatch: accumulate_dtype is a floating-point dtype, or None, '
+            f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
+        )
+    signature = inspect.signature(fun)
+    divided, keys = (_names(fun, signature, option) for option in (batch, rng))
+    if both := [name for name in divided if name in keys]:
+        raise ArgumentError(
+            f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
+        )
+
+    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        whole = {name: bound.arguments[name] for name in divided}
+        parts = _divided(whole, n, batch_axis, name_of(fun))
+
+        # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the
+        # user's code only once, since it finds the trace again.
+        def body(index: Any, part: dict[str, Any]) -> Any:
+            fold = functools.partial(jax.tree.map, lambda key: jax.random.fold_in(key, index))
+            folded = {name: fold(bound.arguments[name]) for name in keys}
+            call = inspect.BoundArguments(signature, {**bound.arguments, **part, **folded})
+            return fun(*call.args, **call.kwargs)
+
+        body.__name__ = body.__qualname__ = name_of(fun)
+        one = jax.jit(body)
+
+        def step(sums: Any, item: tuple[Any, dict[str, Any]]) -> tuple[Any, None]:
+            return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
+
+        indices = jnp.arange(n)
+        try:
+            types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
+        except Exception as error:
+            if arose_below(error, body.__code__):
+                hide_ours(error)
+            raise
+        if reduce == 'mean':
+            _reject_integers(types)
+        zeros = jax.tree.map(lambda kind: _zeros(kind, accumulate_dtype), types)
+        sums, _ = jax.lax.scan(step, zeros, (indices, parts))
+        if reduce == 'mean':
+            sums = jax.tree.map(lambda total: total / n, sums)
+        return jax.tree.map(
+            lambda total, kind: total if kind.dtype == bool else total.astype(kind.dtype), sums, types
+        )
+
+    def run_call(call: _Call, arrays: Sequence[Any]) -> Any:
+        return run(*call.with_arrays(arrays))
+
+    run_call.__name__ = run_call.__qualname__ = name_of(fun)
+    compiled = jax.jit(run_call, static_argnums=0)
+
+    @functools.wraps(fun)
+    def in_parts(*args: Any, **kwargs: Any) -> Any:
+        if is_compiled():
+            return run(args, kwargs)
+        call, arrays = _Call.of(args, kwargs)
+        try:
+            hash(call)
+        except TypeError:  # JAX finds no program by it
+            return run(args, kwargs)
+        try:
+            return compiled(call, arrays)
+        except Exception as error:
+            if arose_below(error, run_call.__code__):
+                hide_ours(error)
+            raise
+
+    return in_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call but for the arrays: what its program depends on.
+
+    Attributes:
+        treedef: the structure of arguments and keywords.
+        others: every leaf that is no array, with its number and what tells equal ones apart.
+    """
+
+    treedef: Any
+    others: tuple[tuple[int, Any, Any], ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
+        """A call, and its arrays."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        others = [(i, sort_of(leaf), leaf) for i, leaf in enumerate(leaves) if not _is_array(leaf)]
+        return cls(treedef, tuple(others)), list(filter(_is_array, leaves))
+
+    def with_arrays(self, arrays: Sequence[Any]) -> Any:
+        """The arguments and keywords."""
+        rest, others = iter(arrays), {i: leaf for i, _, leaf in self.others}
+        count = self.treedef.num_leaves
+        return self.treedef.unflatten(others[i] if i in others else next(rest) for i in range(count))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'biufc')
+
+
+def _is_float(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:
+    """Parameters given by position or name, by name."""
+    known = list(signature.parameters)
+    names = []
+    for item in [option] if isinstance(option, int | str) else option:
+        if isinstance(item, int) and -len(known) <= item < len(known):
+            names.append(known[item])
+        elif item in known:
+            names.append(str(item))
+        else:
+            raise ArgumentError(
+                f'microbatch: {name_of(fun)} has no argument {item!r} ({did_you_mean(str(item), known)})'
+            )
+    return names
+
+
+def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
+    """Each array as a stack of *n* parts; the rows of one part lie *n* apart."""
+    tree = NamedTree.of(whole)
+    if not len(tree):
+        raise DataError(
+            f'the batch of {name} ({", ".join(whole)}) holds no arrays: all parts would be the same. Name '
+            'the arguments that are the batch (batch=...)'
+        )
+    wrong = [
+        f'{tree.describe(i)}: {fault}'
+        for i, leaf in enumerate(tree.leaves)
+        if (fault := _fault(leaf, tree.shapes[i], batch_axis, n))
+    ]
+    if wrong:
+        raise DataError(
+            f'the batch of {name} cannot be taken in {n} parts along axis {batch_axis}:\n{shown(wrong)}\n'
+            'What to do: choose a number of parts that divides the rows (those of each device, so that none '
+            'have to move), or name the arguments that are the batch (batch=...).'
+        )
+
+    def part(leaf: Any) -> Any:
+        axis = batch_axis % leaf.ndim
+        rows = leaf.shape[axis] // n
+        # Rows of one device lie together: the first of the two new axes takes over the sharding.
+        apart = leaf.reshape(*leaf.shape[:axis], rows, n, *leaf.shape[axis + 1 :])
+        return jnp.moveaxis(apart, axis + 1, 0)
+
+    return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
+
+
+def _types(compiled: Any, *args: Any) -> Any:
+    """The types of what a jitted function returns, all that they say of shardings included."""
+    traced = compiled.trace(*args)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+
+
+def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
+    """Why the rows of an array cannot be divided; empty if they can."""
+    if not -len(shape) <= axis < len(shape):
+        return f'no axis {axis}'
+    if shape[axis] % n:
+        return 'does not divide'
+    # Over Explicit axes the type tells how many rows a device has; JAX would refuse to move some.
+    sharding = jax.typeof(leaf).sharding
+    entries = [*specs.entries(sharding.spec), *[None] * len(shape)][: len(shape)]
+    shards = math.prod(sharding.mesh.shape[name] for name in specs.entry_axes(entries[axis]))
+    return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} rows'
+
+
+def _zeros(kind: Any, dtype: Any) -> jax.Array:
+    if jnp.issubdtype(kind.dtype, jnp.floating):
+        dtype = jnp.promote_types(kind.dtype, jnp.float32) if dtype is None else dtype
+    else:
+        dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
+    # Over Explicit axes the sums are of the types of the results.
+    [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
+    return zeros
+
+
+def _reject_integers(types: Any) -> None:
+    tree = NamedTree.of(types)
+    wrong = [
+        tree.describe(i) for i, kind in enumerate(tree.leaves) if not jnp.issubdtype(kind.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ArgumentError(
+            f'microbatch: the result has leaves that have no mean:\n{shown(wrong)}\n'
+            "What to do: return floating-point numbers, or sums and divide them (reduce='sum')."
+        )

@@ -1,0 +1,235 @@
+"""What does sjit return? A function that behaves like a jitted one, with questions to ask it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from scalax._trace.contexts import MeshOwner, checked_bindings
+from scalax._transforms.calls.boundaries import OnMismatch, Options
+from scalax._transforms.calls.conventions import OMITTED, Convention, name_of
+from scalax._transforms.sjit.aot import JittedCall, traced_as_called, types_as_structs
+from scalax._transforms.sjit.caller import generate_caller
+from scalax._transforms.sjit.dispatch import State
+from scalax._transforms.sjit.program import held
+from scalax._transforms.sjit.shared import state_of
+from scalax.errors import ArgumentError, MeshError, did_you_mean
+from scalax.rules._prefix import RuleLike, check
+
+
+class SjitFunction(functools.partial[Any]):
+    """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
+
+    It has the name, documentation and signature of the user's function, which is its ``__wrapped__``, and
+    may be a method. Every method below takes the arguments of a call. It is pickled by its name where it can
+    be imported by that; elsewhere by the helper, the function and the options of which it was made (with
+    cloudpickle, where that function cannot be imported either).
+    """
+
+    # A partial, because Python calls those faster than any class with a ``__call__``; of the function that
+    # is generated with the user's parameters. What is its own is in slots: libraries copy what is in
+    # ``__dict__`` to the functions that they make of this one.
+    __slots__ = ('_given', '_state')
+
+    _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
+    _state: State
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[..., Any]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f'<SjitFunction of {self.__wrapped__!r}>'
+
+    def __copy__(self) -> SjitFunction:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SjitFunction:
+        return self
+
+    def __reduce__(self) -> Any:
+        # Not in __main__: to cloudpickle, which is there for it, another process has another one.
+        if self.__module__ != '__main__' and _imported(self) is self:
+            return self.__qualname__
+        return _made, self._given
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
+        if isinstance(self._state.helper.mesh, AbstractMesh):
+            raise MeshError(
+                'lower() needs devices, and this helper was made from an AbstractMesh: '
+                "use .trace(...).lower(lowering_platforms=('tpu',))"
+            )
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
+        row = self._row(args, kwargs)
+        resolved, placed = self._state.resolve(row)
+        if not kwargs and len(row) == len(args):
+            return resolved.program.jitted.trace(*placed)
+        return traced_as_called(self._state.convention, resolved, placed, len(args), list(kwargs))
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
+        resolved, row = self._state.resolve(self._row(args, kwargs))
+        return resolved.program.jitted.eval_shape(*row)
+
+    def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+        """The shardings of a call without running it: (inputs, outputs).
+
+        The inputs are one tree for each argument given that is not static, in the order of the
+        parameters; leaves are NamedShardings, or None where the compiler decides.
+        """
+        resolved, row = self._state.resolve(self._row(args, kwargs))
+        inside = resolved.inside
+        inputs = tuple(
+            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
+            for slot, shardings in inside.arguments.items()
+            if row[slot] is not OMITTED
+        )
+        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
+
+    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
+        row = self._row(args, kwargs)
+        resolved, _ = self._state.resolve(row)
+        program, kept = resolved.program, (self._state, self._given)
+        if kwargs:
+            return JittedCall(self, program.handed_out(kept), self._state.convention)
+        if len(row) == len(args):
+            return program.handed_out(kept)
+        return program.of_first(len(args), row[len(args) :], kept)
+
+    def clear_cache(self) -> None:
+        """Forgets everything traced and compiled."""
+        for _, program in self._state.programs.items():
+            if program.jitted is not None:
+                program.jitted.clear_cache()
+        self._state.clear()
+
+    def _row(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return types_as_structs(self._state.convention.row(args, kwargs))
+
+
+def sjit(
+    helper: MeshOwner,
+    fun: Callable[..., Any],
+    *,
+    in_shardings: RuleLike = None,
+    out_shardings: RuleLike = None,
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Iterable[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    args_sharding_constraint: RuleLike = None,
+    annotation_shardings: Mapping[str, RuleLike] | None = None,
+    on_mismatch: OnMismatch = 'error',
+    jit_kwargs: Mapping[str, Any],
+) -> SjitFunction:
+    """See `MeshShardingHelper.sjit`, which is documented for users."""
+    if not callable(fun):
+        raise ArgumentError(
+            f'sjit takes a function first, got {type(fun).__name__}: write '
+            'helper.sjit(fun, in_shardings=...) or @helper.sjit(in_shardings=...)'
+        )
+    if inspect.isgeneratorfunction(fun):
+        raise ArgumentError(
+            f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
+            'a yield in it. Return a list of what it yields, or compile what happens between two yields'
+        )
+    convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
+    by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
+    for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
+        check(rules, f'{what} of {convention.name}')
+    for what, rules in by_argument.items():
+        convention.check_names(rules, what)
+    if on_mismatch not in ('error', 'reshard'):
+        raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
+    given = {
+        'in_shardings': in_shardings,
+        'out_shardings': out_shardings,
+        'static_argnums': static_argnums,
+        'static_argnames': static_argnames,
+        'donate_argnums': donate_argnums,
+        'donate_argnames': donate_argnames,
+        'args_sharding_constraint': args_sharding_constraint,
+        'annotation_shardings': annotation_shardings,
+        'on_mismatch': on_mismatch,
+        'jit_kwargs': jit_kwargs,
+    }
+    options = Options(
+        in_shardings,
+        out_shardings,
+        args_sharding_constraint,
+        checked_bindings(annotation_shardings),
+        on_mismatch,
+        _checked_jit_kwargs(jit_kwargs),
+    )
+    state = state_of(helper, fun, convention, options)
+    function = SjitFunction(dressed(generate_caller(convention, state), fun, convention.name))
+    function._state, function._given = state, (helper, fun, given)
+    return dressed(function, fun, convention.name)
+
+
+def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
+    """Gives a callable the name, documentation, signature and attributes of the user's function."""
+    functools.update_wrapper(call, fun, updated=())
+    if not hasattr(fun, '__name__'):
+        call.__name__ = call.__qualname__ = name
+    for attribute, value in getattr(fun, '__dict__', {}).items():
+        # Methods of what sjit, jax.jit and others made are about that, and not about what is made of it.
+        if not hasattr(SjitFunction, attribute):
+            call.__dict__[attribute] = value
+    call.__wrapped__ = fun
+    return call
+
+
+def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]) -> SjitFunction:
+    """Unpickles an `SjitFunction`."""
+    return sjit(helper, fun, **options)
+
+
+def _imported(function: SjitFunction) -> Any:
+    """What is found under the name of a function; None if nothing is."""
+    found: Any = sys.modules.get(function.__module__)
+    try:
+        return functools.reduce(getattr, function.__qualname__.split('.'), found)
+    except AttributeError:
+        return None
+
+
+def owner_of(function: Any) -> MeshOwner | None:
+    """The helper that made an `SjitFunction`; None for anything else."""
+    return function._state.helper if isinstance(function, SjitFunction) else None
+
+
+def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
+    """What messages call the positional arguments that are no static ones; None for no `SjitFunction`."""
+    if not isinstance(function, SjitFunction):
+        return None
+    convention = function._state.convention
+    slots = convention.layout(max(len(args) - len(convention.positional), 0)).slots
+    return [slot.name for slot in slots[: len(args)] if not slot.static]
+
+
+def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    known = list(inspect.signature(jax.jit).parameters)
+    for name in jit_kwargs:
+        if name not in known:
+            raise ArgumentError(
+                f'sjit got an option {name!r} that neither it nor jax.jit has '
+                f'({did_you_mean(name, [*known, "annotation_shardings", "on_mismatch"])})'
+            )
+    if jit_kwargs:
+        jax.jit(lambda: None, **jit_kwargs)  # what is wrong with a value is said here, and not at a call
+    return dict(jit_kwargs)

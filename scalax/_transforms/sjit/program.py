@@ -1,0 +1,267 @@
+"""What does one set of shardings compile to? A program: a ``jax.jit`` and the signatures it is right for.
+
+The cache key, in full. A call is served by the program of its signature (`_signature`). Signatures whose
+rules resolve to the same shardings share a program, so that a batch of another length costs no more than
+it does under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the signature is
+one of its own, and raises `Missed` if not; what JAX has cached was asked when it was traced. So a call
+may try any program first, and the last one used is nearly always right.
+
+Why it does not raise for every signature that is new: JAX's C++ dispatch never takes the fast path again
+for a signature whose first trace raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.placement import Moves, Shardings, moved, place
+from scalax._transforms.calls.placement_errors import reject_deleted, reject_donated_twice
+from scalax._transforms.calls.signatures import Signature, dynamic_slots
+from scalax._transforms.sjit.trace import Inside
+from scalax._tree.path_identity import paths_of
+from scalax._util.lru_cache import Recent
+from scalax.errors import ArgumentError, StructureError
+
+Known = Recent[Signature, Inside]
+"""The signatures whose shardings are a program's, each with what its trace needs to know."""
+
+# Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
+# fault on several devices.
+_DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
+
+
+class Missed(ArgumentError):
+    """A program was tried for a call that it is not right for.
+
+    Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, other_types: bool) -> None:
+        super().__init__(
+            f'this compiled program of {name} was asked for where mesh axes have the types of its mesh, and '
+            'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): leave '
+            f'that for the call, or call {name} itself'
+            if other_types
+            else f'this compiled program of {name} was asked for with other arguments (another tree, other '
+            f'shapes, dtypes or static values; on Explicit axes also other shardings, and a '
+            f'ShapeDtypeStruct has one from helper.abstract): call {name} itself, which has a program for '
+            'each'
+        )
+        self.owner = owner
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shardings of a program: equal ones share it.
+
+    Attributes:
+        layout: the slots of the calls.
+        arguments: the ``in_shardings`` of jax.jit: for each dynamic slot one sharding, a
+            (structure, shardings) pair, or None.
+        outputs: the same for all outputs together.
+        checked: whether calls compare leaf paths.
+    """
+
+    layout: Layout
+    arguments: tuple[Any, ...]
+    outputs: Any
+    checked: bool
+
+
+def collapsed(treedef: Any, shardings: Shardings) -> Any:
+    """A tree of shardings in the least specific form: None or one sharding where all agree.
+
+    The fewer structures a program names, the more signatures can share it.
+    """
+    distinct = set(shardings)
+    if distinct <= {None}:
+        return None
+    if len(distinct) == 1:
+        return shardings[0]
+    return treedef, tuple(shardings)
+
+
+def expanded(form: Any) -> Any:
+    """The tree that jax.jit takes, of what `collapsed` made."""
+    if not isinstance(form, tuple):
+        return form
+    treedef, shardings = form
+    return held(
+        treedef,
+        shardings,
+        'its leaves cannot be given different ones: give one sharding for the whole node, or None',
+    )
+
+
+def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
+    """A tree of shardings.
+
+    Raises:
+        StructureError: a node of the tree takes nothing but arrays; says the *consequence*.
+    """
+    try:
+        return treedef.unflatten(shardings)
+    except Exception as error:
+        raise StructureError(
+            f'a node of the tree refuses to hold shardings in place of arrays ({type(error).__name__}: '
+            f'{error}), so {consequence}'
+        ) from error
+
+
+def spread(form: Any, tree: Any) -> Shardings:
+    """The shardings of *tree* leaf by leaf, of what `collapsed` made."""
+    return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
+
+
+def _takes_host_data(form: Any) -> bool:
+    """Whether an array of numpy is placed by one ``jax.device_put``, with what `collapsed` made."""
+    return isinstance(form, NamedSharding) and form.is_fully_addressable and not form.spec.unreduced
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A jitted function with the signatures it serves.
+
+    Attributes:
+        layout: the slots of the calls.
+        inner: the function that is jitted; takes a row of slots.
+        known: the signatures it serves.
+        jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
+        call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
+    """
+
+    layout: Layout
+    inner: Callable[..., Any]
+    known: Known
+    jitted: Any = None
+    call: Callable[..., Any] | None = None
+    _direct: Callable[..., Any] | None = None
+    _arguments: tuple[Any, ...] = ()
+    _options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _placed_first: frozenset[int] = frozenset()
+    _handed_out: weakref.ref[Any] | None = None
+    _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
+
+    def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
+        """Makes the ``jax.jit``; nothing is traced or compiled yet."""
+        self._arguments = shape.arguments
+        self._options = dict(jit_kwargs)
+        if shape.outputs is not None:
+            self._options['out_shardings'] = expanded(shape.outputs)
+        self.jitted = self._jit(self.inner, len(self.layout.slots))
+        crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
+        self.call = self._direct = self._guarded(convention) if crashes else self.jitted
+
+    def _jit(self, fun: Callable[..., Any], count: int) -> Any:
+        """Compiles a function of the first *count* slots."""
+        dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
+        forms = [form for slot, form in dynamic if slot < count]
+        options = dict(self._options)
+        if any(form is not None for form in forms):
+            options['in_shardings'] = tuple(map(expanded, forms))
+        return jax.jit(
+            fun,
+            static_argnums=[slot for slot in self.layout.static if slot < count],
+            donate_argnums=[slot for slot in self.layout.donated if slot < count],
+            **options,
+        )
+
+    def handed_out(self, kept: Any) -> Any:
+        """The jitted function, for somebody who may hold it longer than anything else holds *kept*."""
+        known = self._handed_out() if self._handed_out else None
+        if known is None:
+            # Another object of the same function: JAX keeps one cache for both.
+            known = self._jit(self.inner, len(self.layout.slots))
+            known.__dict__['_kept'] = kept
+            self._handed_out = weakref.ref(known)
+        return known
+
+    def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
+        """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
+        whole = self.inner
+
+        def inner(*row: Any) -> Any:
+            return whole(*row, *rest)
+
+        inner.__name__ = inner.__qualname__ = whole.__name__
+        parameters = list(inspect.signature(whole, follow_wrapped=False).parameters.values())
+        inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
+        inner.__dict__['_kept'] = kept
+        return self._jit(inner, count)
+
+    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
+        """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
+        return jax.jit(fun, **selected, **self._options)
+
+    def check_paths(self, paths: tuple[str, ...], missed: Callable[[], Exception]) -> None:
+        """Makes calls compare leaf paths with these first: JAX takes trees that have others for the same."""
+        direct, layout, known = self._direct, self.layout, self._paths
+        if known:
+            known.add(paths)
+            return
+        known.add(paths)
+
+        def checked(*row: Any) -> Any:
+            if paths_of(dynamic_slots(layout, row)) not in known:
+                raise missed()
+            assert direct is not None
+            return direct(*row)
+
+        self.call = self._direct = checked
+        self._placed_first = frozenset()
+
+    def place_first(self, slots: frozenset[int], moves: Moves) -> None:
+        """Makes calls place what is not on the mesh in these slots, before JAX sees it.
+
+        Where types say how arrays are placed, those of host data would be wrong, and every call traced in
+        vain. What another signature wants elsewhere is noticed as always: inside the trace.
+        """
+        direct, layout = self._direct, self.layout
+        if slots <= self._placed_first or direct is None:
+            return
+        self._placed_first |= slots
+        slots = self._placed_first
+        forms = {
+            slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
+        }
+        alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
+
+        def placed(*row: Any) -> Any:
+            # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
+            if alone and all(type(row[slot]) is np.ndarray for slot in forms):
+                found = list(row)
+                for slot, form in forms.items():
+                    found[slot] = jax.device_put(row[slot], form)
+                return direct(*found)
+            wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
+            return direct(*place(row, wanted, moves, moved))
+
+        self.call = placed
+
+    def _guarded(self, convention: Convention) -> Callable[..., Any]:
+        jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves
+        is_deleted = operator.methodcaller('is_deleted')
+
+        def call(*row: Any) -> Any:
+            leaves = leaves_of(row)
+            try:
+                gone = any(map(is_deleted, leaves))
+            except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
+                gone = True
+            if gone:
+                reject_deleted(convention, layout, row)
+            if layout.donated and len(set(map(id, leaves))) < len(leaves):
+                reject_donated_twice(convention, layout, row, None)
+            return jitted(*row)
+
+        return call

@@ -1,0 +1,99 @@
+"""Whether trees of equal structure have equal leaf paths: JAX's caches take such trees for one another.
+
+Nearly always they do: keys of dicts that are equal have equal texts (`_paths`), and most nodes name their
+children by fields of their type. A node may also name them by static data that leaves the name out of
+comparison, or a dict may have keys whose equality says nothing about how they print.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from scalax._tree.paths import path_string
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def uncertain_paths(tree: Any, treedef: Any) -> tuple[str, ...] | None:
+    """The leaf paths of a tree, where a tree of equal structure may have others; else None.
+
+    Args:
+        tree: the tree.
+        treedef: its structure.
+    """
+    nodes = list(_doubtful(treedef, 0, 0))
+    if not nodes:
+        return None
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if all(
+        _names_follow(kind, static, keys[leaf][depth])
+        for kind, static, depth, leaves in nodes
+        for leaf in leaves
+    ):
+        return None
+    return tuple(map(path_string, keys))
+
+
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The leaf paths of a tree."""
+    return tuple(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+
+
+def _doubtful(treedef: Any, depth: int, start: int) -> Iterator[tuple[type, Any, int, list[int]]]:
+    """The nodes whose static data may equal others that name children otherwise.
+
+    Each with its type, its static data, its depth, and the first leaf of each child.
+    """
+    data = treedef.node_data()
+    if data is None:
+        return
+    kind, static = data
+    firsts = []
+    for child in treedef.children():
+        count = child.num_leaves
+        if count:
+            firsts.append(start)
+            if count > 1 or child.num_nodes > 1:
+                yield from _doubtful(child, depth + 1, start)
+        start += count
+    if not _is_alike(static, numbers=kind in _DICTS):
+        yield kind, static, depth, firsts
+
+
+def _is_alike(static: Any, numbers: bool) -> bool:
+    """Whether everything equal to *static* prints like it; *numbers* do as keys of dicts alone."""
+    if isinstance(static, tuple | list):
+        inside = numbers and isinstance(static, list)
+        return all(_is_alike(item, inside) for item in static)
+    if isinstance(static, bool | int | float | np.generic):
+        return numbers
+    kind: Any = type(static)
+    return isinstance(static, str | bytes | type | None) or kind.__eq__ is object.__eq__
+
+
+def _names_follow(kind: type, static: Any, key: Any) -> bool:
+    """Whether the name of a child follows from the type of the node, or stands in what JAX compares."""
+    if isinstance(key, SequenceKey | FlattenedIndexKey):
+        return True
+    name: Any = getattr(key, 'name', getattr(key, 'key', None))
+    if isinstance(key, GetAttrKey) and _has_field(kind, str(name)):
+        return True
+    return isinstance(name, bool | int | float | np.generic) or name in _strings(static)
+
+
+def _has_field(kind: type, name: str) -> bool:
+    return hasattr(kind, name) or name in getattr(kind, '__dataclass_fields__', ())
+
+
+def _strings(static: Any) -> Iterator[str]:
+    if isinstance(static, str):
+        yield static
+    elif isinstance(static, tuple | list | set | frozenset | dict):
+        for item in static:
+            yield from _strings(item)

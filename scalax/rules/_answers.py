@@ -1,0 +1,134 @@
+"""What rules say about leaves: answers, and what is wrong with leaves or with what a user's code returned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._tree.specs import OnIndivisible
+from scalax.errors import Problem
+
+if TYPE_CHECKING:
+    from scalax.rules._base import ShardingRule
+
+AxisSizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Answer:
+    """What a rule decided about one leaf. One answer may serve many leaves: it names none.
+
+    Attributes:
+        spec: the spec; None leaves the leaf to the compiler.
+        origin: who said so, as messages and reports show it.
+        reason: why, in a few words.
+        policies: for dimensions that do not divide, those of the rules that placed some; None is the
+            helper's. The strictest counts.
+        memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
+        clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
+            finding unused clauses.
+        mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
+        notes: what it did not get, or another rule did not add, and why, each in a few words.
+        stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
+        reordered: whether a NamedSharding was given that orders the devices of its mesh anew.
+    """
+
+    spec: PartitionSpec | None
+    origin: str
+    reason: str = ''
+    policies: tuple[OnIndivisible | None, ...] = (None,)
+    memory_kind: str | None = None
+    clauses: tuple[tuple[ShardingRule, int], ...] = ()
+    mesh: Mesh | AbstractMesh | None = None
+    stack: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    reordered: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        value: PartitionSpec | NamedSharding | None,
+        origin: str,
+        reason: str,
+        on_indivisible: OnIndivisible | None,
+        clauses: tuple[tuple[ShardingRule, int], ...] = (),
+    ) -> Answer:
+        """The answer of a rule that holds *value* in place of a spec."""
+        if isinstance(value, NamedSharding):
+            # Left out, the memory kind reads as the default one of the devices.
+            plain = NamedSharding(value.mesh, value.spec)
+            kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
+            if kind is not None:
+                plain = NamedSharding(value.mesh, value.spec, memory_kind=kind)
+            # What else may be in one has no public name: JAX takes an order of the devices.
+            return cls(
+                value.spec,
+                origin,
+                reason,
+                (on_indivisible,),
+                kind,
+                clauses,
+                value.mesh,
+                reordered=value != plain,
+            )
+        return cls(value, origin, reason, (on_indivisible,), clauses=clauses)
+
+
+Said = Answer | Problem | None
+"""What a rule says about one leaf: an answer, what is wrong with it, or nothing."""
+
+
+REPLICATED = PartitionSpec()
+ONE_ELEMENT = 'one element'
+"""The reason of an answer about an array that there is nothing to decide about."""
+
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
+
+
+_OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
+_OF_MODULES = (
+    ' Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
+    'parts; scalax.axes.named_jit compiles with whole modules.'
+)
+
+
+def strangers(tree: NamedTree) -> list[Problem]:
+    """A problem for each leaf that JAX does not take as an array."""
+    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
+        return []
+    hint = _OF_LEAVES + (_OF_MODULES if any(map(callable, tree.leaves)) else '')
+    return [
+        Problem(
+            'not-an-array',
+            tree.describe(index),
+            f'{short(leaf)} is not an array'
+            if leaf_shape(leaf) is None
+            else f'JAX has no arrays of dtype {leaf.dtype}',
+            hint=hint,
+        )
+        for index, leaf in enumerate(tree.leaves)
+        if leaf_shape(leaf) is None or has_foreign_dtype(leaf)
+    ]
+
+
+def short(value: Any) -> str:
+    """What somebody gave, as messages show it: on one line."""
+    text = ' '.join(repr(value).split())
+    return text if len(text) <= 60 else f'{text[:57]}...'
+
+
+def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
+    """The problem of a leaf for which a user's code returned something that is no spec."""
+    return Problem(
+        'not-a-spec',
+        tree.describe(index),
+        f'got {got!r} of type {type(got).__name__}, which is not a PartitionSpec',
+        rule=rule,
+        hint="return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None).",
+    )

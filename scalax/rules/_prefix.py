@@ -1,0 +1,201 @@
+"""Which part of a tree does each rule of a tree of rules decide about?
+
+A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node serves the whole subtree
+below. What counts as one rule: a ShardingRule, a PartitionSpec, a NamedSharding, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
+from scalax.errors import StructureError, did_you_mean
+from scalax.rules._answers import short
+from scalax.rules._base import ShardingRule
+
+RuleLike = Any
+"""A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
+
+_REGEX = re.compile(r'[*+?^$|\\()\[\]]')
+
+
+def is_rule(value: Any) -> bool:
+    """Whether *value* is one rule rather than a tree of them."""
+    return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A subtree and the one rule that decides about it. ``at`` is the subtree's path; None is the root."""
+
+    rule: ShardingRule | PartitionSpec | NamedSharding | None
+    at: str | None
+    subtree: Any
+
+
+def key_of(rules: RuleLike) -> Any:
+    """A hashable stand-in for a tree of rules: equal for equal rules."""
+    if is_rule(rules):
+        return rules
+    leaves, treedef = jax.tree.flatten(rules, is_leaf=is_rule)
+    return tuple(leaves), treedef
+
+
+def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
+    """Lays a prefix tree of rules over *pytree*.
+
+    Args:
+        rules: a rule or a pytree prefix of rules.
+        pytree: the tree they are for.
+        where: what the tree is called in messages, such as ``"argument 'state'"``.
+
+    Raises:
+        StructureError: the trees differ, or a leaf of *rules* is not a rule; says at which subtree.
+    """
+    if is_rule(rules):
+        return [Part(rules, None, pytree)]
+    flat = check(rules, where)
+    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
+    try:
+        subtrees = treedef.flatten_up_to(pytree)
+    except ValueError:
+        _explain(rules, pytree, None, where)
+        raise
+    return [
+        Part(rule, optional_path(path), subtree) for (path, rule), subtree in zip(flat, subtrees, strict=True)
+    ]
+
+
+def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
+    """The leaves of a tree of rules with their paths.
+
+    Raises:
+        StructureError: a leaf is not a rule; says which, and what was probably meant.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    for path, rule in flat:
+        if not is_rule(rule):
+            _reject(rule, optional_path(path), where, in_pairs=_are_pairs(rules))
+    return flat
+
+
+def _are_pairs(rules: Any) -> bool:
+    """Whether pairs of a regex and a rule stand where rules should."""
+    return isinstance(rules, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and is_rule(pair[1])
+        for pair in rules
+    )
+
+
+def _of(where: str) -> str:
+    return f' of {where}' if where else ''
+
+
+def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
+    hint, got = '', short(value)
+    if in_pairs:
+        hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
+    elif isinstance(value, type) and issubclass(value, ShardingRule):
+        hint = f'; this is the class: write {value.__name__}(...)'
+    elif isinstance(value, str):
+        hint = f'; write PartitionSpec({value!r})'
+    elif inspect.isfunction(value):
+        hint = '; a function of leaf path and leaf is for PolicyShardingRule(function)'
+    elif type(value).__name__ in ('Format', 'Layout'):  # of jax.experimental.layout
+        hint = '; memory layouts are for jax.jit, around the function that sjit returns'
+    elif isinstance(value, jax.sharding.Sharding):
+        hint = "; only NamedShardings of the helper's mesh are taken"
+    elif hasattr(value, 'shape') and leaf_shape(value) is not None:
+        got = describe_leaf('', value).partition(': ')[2]
+        hint = '; are the tree and the rules the wrong way round?'
+    raise StructureError(
+        f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
+        f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
+        f'PartitionSpec, a NamedSharding or None{hint}'
+    )
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    """The nodes right below the root of *tree*, with their keys; empty for a leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    return [(key_string(path[0]), child) for path, child in flat if path]
+
+
+def _node(node: Any, children: dict[str, Any]) -> str:
+    if node is None:
+        return 'None'
+    if jax.tree_util.all_leaves([node]):
+        return 'a leaf'
+    return f'a {type(node).__name__} with {len(children)} {"child" if len(children) == 1 else "children"}'
+
+
+def _first_ten(items: Iterable[str]) -> str:
+    texts = list(items)
+    return ', '.join(texts[:10]) + (f' and {len(texts) - 10} more' if len(texts) > 10 else '')
+
+
+def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
+    """Finds the first place where the two trees part ways, and raises about it."""
+    if is_rule(rules) or _fits(rules, tree):
+        return
+    of = _of(where) or ' of the tree'
+    place = 'at its root' if at is None else f'at {at!r}'
+    mine, theirs = dict(_children(rules)), dict(_children(tree))
+    if type(rules) is not type(tree):
+        raise StructureError(
+            f'the rules do not have the structure{of} {place}: the rules hold '
+            f'{_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
+            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+        )
+    missing = [key for key in theirs if key not in mine]
+    extra = [key for key in mine if key not in theirs]
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f'there is no rule for {_first_ten(map(repr, missing))}')
+        if extra:
+            near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
+            parts.append(f'the tree has nothing called {_first_ten(near)}')
+        hint = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        if any(_REGEX.search(key) for key in extra):
+            hint += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+        raise StructureError(f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. {hint}')
+    for key, child in mine.items():
+        _explain(child, theirs[key], join(at, key), where)
+    raise StructureError(
+        f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
+        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, '
+        'or make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
+    )
+
+
+def _fits(rules: Any, tree: Any) -> bool:
+    """Whether a tree of rules is a prefix of a tree."""
+    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
+    try:
+        treedef.flatten_up_to(tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _differing(rules: Any, tree: Any, children: Iterable[str]) -> str:
+    """The fields of two nodes that are no children, and differ, where that can be seen."""
+    known = [field.name for field in dataclasses.fields(rules)] if dataclasses.is_dataclass(rules) else []
+    names = [name for name in known if name not in children]
+    found = [name for name in names if _differ(getattr(rules, name, None), getattr(tree, name, None))]
+    return f' ({", ".join(found)})' if found else ''
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one != other)
+    except Exception:  # a user's comparison
+        return one is not other
