@@ -205,6 +205,7 @@ def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -
         assert 'Told to end: not saved (no --checkpoints) after step' in one.output()
 
 
+@pytest.mark.slow
 def test_faults() -> None:
     """The short form of `make faults`: processes are killed, in a save too, and a job is not ended."""
     with started(['scripts/faults.py', '--kills=2', '--orphans=1', '--seed=5', '--minutes=8']) as faults:
