@@ -22,7 +22,7 @@ from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.explain import ShardingReport, make_report
@@ -98,7 +98,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts: Recent[contexts.Context, contexts.Context] = Recent()
+        self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
         self._resolutions = ResolutionCache()
 
     @classmethod

@@ -22,7 +22,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from scalax._tree.specs import OnIndivisible
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
 from scalax.rules._prefix import RuleLike, check, is_rule, key_of
 from scalax.rules._resolve import are_pure
@@ -183,7 +183,7 @@ class ContextCache:
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
-        self._kept: Recent[Context, None] = Recent()
+        self._kept: LRUCache[Context, None] = LRUCache()
         self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -277,7 +277,7 @@ class ActiveHelper:
     def __init__(
         self,
         mesh_helper: MeshOwner,
-        kept: Recent[Context, Context],
+        kept: LRUCache[Context, Context],
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:
         self._bindings = checked_bindings(annotation_shardings)
