@@ -21,12 +21,12 @@ from scalax._transforms.calls.boundaries import Boundary, Options
 from scalax._transforms.calls.conventions import Convention, Layout
 from scalax._transforms.calls.placement import Shardings
 from scalax._transforms.calls.signatures import Signature, signature_of
+from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._transforms.sjit.choice import Chooser
 from scalax._transforms.sjit.program import Known, Missed, Program, Shape, collapsed
 from scalax._transforms.sjit.replay import Recordings
 from scalax._transforms.sjit.trace import Body, Inside, reject_other_devices
 from scalax._util.lru_cache import LRUCache
-from scalax._util.tracebacks import arose_below, hide_ours
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
