@@ -1,13 +1,14 @@
-"""`MeshShardingHelper`: a mesh, and everything that can be done with rules on it.
+"""`MeshShardingHelper`: a mesh, and everything that can be done with sharding rules on it.
 
-Each method is one call into a layer below: what it does is written there, what it means is written here.
+Each method is one call into a room below and holds the documentation for users. Reports, pictures and plans
+are imported by the methods that make them: most programs need none of them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jax
 import numpy as np
@@ -16,8 +17,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes
-from scalax._plan import Plan, make_plan
-from scalax._plan.make import reject_own_argument
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
@@ -25,10 +24,13 @@ from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
-from scalax.explain import ShardingReport, make_report
 from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import ResolutionCache, Use, resolve
-from scalax.visualize import Visualization, visualize
+
+if TYPE_CHECKING:
+    from scalax._plan import Plan
+    from scalax.explain import ShardingReport
+    from scalax.visualize import Visualization
 
 
 class _Required:
@@ -237,6 +239,8 @@ class MeshShardingHelper:
             tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
         """
+        from scalax.explain import make_report
+
         resolution = resolve(rules, tree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
         return make_report(rules, resolution, dict(self._mesh.shape))
 
@@ -271,6 +275,8 @@ class MeshShardingHelper:
             <BLANKLINE>
             Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).
         """
+        from scalax.visualize import visualize
+
         return visualize(tree if rules is None else self.abstract(tree, rules))
 
     @renamed(pytree='tree')
@@ -579,6 +585,8 @@ class MeshShardingHelper:
             >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
             [('all-gather', ('fsdp',), 1, 8192)]
         """
+        from scalax._plan.make import make_plan, reject_own_argument
+
         if quick is not None:
             reject_own_argument(fun, 'quick')
             checked_flag('quick', quick)
