@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
-from scalax._mesh import meshes
+from scalax._mesh import meshes, topologies
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
@@ -152,7 +152,7 @@ class MeshShardingHelper:
             axis_names,
             mesh_axis_splitting,
             dcn_axis_dims=dcn_axis_dims,
-            devices=meshes.topology_devices(topology, num_slices),
+            devices=topologies.topology_devices(topology, num_slices),
             axis_types=axis_types,
             on_indivisible=on_indivisible,
         )

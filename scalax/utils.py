@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._mesh.libtpu import quiet_libtpu
+from scalax._mesh.topologies import quiet_libtpu
 from scalax._tree.paths import key_string, path_string
 from scalax.errors import ArgumentError, RuleError, did_you_mean
 

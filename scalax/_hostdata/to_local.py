@@ -11,9 +11,8 @@ import numpy as np
 
 from scalax._hostdata.batch_layout import checked_axis
 from scalax._hostdata.collectives import without_context
-from scalax._hostdata.prng_keys import is_key
 from scalax._hostdata.transfer import agree_to_fetch, fetch, reject_tracers
-from scalax._tree.paths import NamedTree
+from scalax._tree.paths import NamedTree, is_key
 from scalax.errors import DataError, shown
 
 Box = tuple[tuple[int, int], ...]

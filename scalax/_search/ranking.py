@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from scalax._helper import MeshShardingHelper
-from scalax._mesh import meshes
+from scalax._mesh import meshes, topologies
 from scalax._plan import Plan, make_plan
 from scalax._search.factorizations import Constraints, possible_meshes
 from scalax._search.found import Candidate, Search
@@ -88,7 +88,7 @@ def search(
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
-    devices = meshes.topology_devices(topology, num_slices)
+    devices = topologies.topology_devices(topology, num_slices)
     every = possible_meshes(len(devices), names, constraints)
     todo = [Candidate(sizes, name) for sizes in every for name in (rules or {'': None})]
     if not todo:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from scalax._tree.specs import OnIndivisible
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
+from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._prefix import RuleLike, check, is_rule, key_of
 from scalax.rules._resolve import are_pure
 
@@ -42,6 +43,17 @@ class MeshOwner(Protocol):
 
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
+_active_mapping = jax.make_user_context(None)
+
+
+def current_mapping() -> LogicalAxisShardingRule | None:
+    """The mapping of named axes that is active in this thread, as a rule; None without one."""
+    return _active_mapping.value
+
+
+def entered_mapping(mapping: LogicalAxisShardingRule) -> Any:
+    """A context manager in which *mapping* is the active one. Equal mappings share JAX's traces."""
+    return _active_mapping(mapping)
 
 
 class _Token:

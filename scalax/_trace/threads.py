@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from scalax._trace import active_mapping, contexts
+from scalax._trace import contexts
 
 # The settings of jax.config that a thread can have to itself: those with a context manager of their name.
 # Two stay behind: transfer_guard can only be set (its three directions are read in its place), and
@@ -40,11 +40,11 @@ class ThreadState:
         if not jax.sharding.get_abstract_mesh().empty:
             mesh = jax.sharding.get_mesh()
             self._managers.append(lambda: jax.set_mesh(mesh))
-        helper, mapping = contexts.current(), active_mapping.current()
+        helper, mapping = contexts.current(), contexts.current_mapping()
         if helper is not None:
             self._managers.append(lambda: contexts.entered(helper, contexts.Uses()))
         if mapping is not None:
-            self._managers.append(lambda: active_mapping.entered(mapping))
+            self._managers.append(lambda: contexts.entered_mapping(mapping))
 
     def run(self, call: Callable[[], Any]) -> Any:
         """What *call* returns or raises, with this state in force; in one thread at a time."""

@@ -92,6 +92,11 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys, which numpy does not know."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def has_foreign_dtype(leaf: Any) -> bool:
     """Whether JAX lacks the dtype: objects, strings, dates, records, swapped bytes, other libraries'."""
     dtype = getattr(leaf, 'dtype', None)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
-from scalax._trace import active_mapping, constraints, contexts
+from scalax._trace import constraints, contexts
 from scalax._transforms.calls.conventions import Convention, name_of
 from scalax._util.lru_cache import LRUCache
 from scalax.axes import _haliax
@@ -320,7 +320,7 @@ class _NamedJit:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
-            inside = contextlib.nullcontext() if mapping is None else active_mapping.entered(mapping)
+            inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
             with inside, _haliax.entered(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)
