@@ -1,4 +1,4 @@
-"""Small things that JAX programs need beside sharding: RNG keys, float dtypes, named trees, libtpu."""
+"""Utilities of JAX programs beside sharding: RNG keys, float dtypes, named trees, libtpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does every process get the values of one of them?"""
+"""Broadcast: every process gets the values of one of them."""
 
 from __future__ import annotations
 

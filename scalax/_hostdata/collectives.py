@@ -1,8 +1,8 @@
-"""How do the processes of a mesh tell one another something? The collectives that carry host data.
+"""Collectives that carry host data between the processes of a mesh.
 
-All of them run on the devices of the mesh, because only these are known to be joined. Every process has to
-call them in the same order, and from the thread that runs its compiled functions: a collective beside
-another one, started in another order elsewhere, would wait for ever.
+They run on the devices of the mesh, because only these are known to be connected. Every process has to call
+them in the same order, and from the thread that runs its compiled functions: two collectives that processes
+start in different orders wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there is more than one process."""
         return len(self.indices) > 1
 
     @property

@@ -1,10 +1,10 @@
-"""How does the batch that each process loads become one global array?
+"""Global arrays of the batches that processes load.
 
-In three steps, so that loading ahead can do the first two in another thread:
+Three steps, so that prefetching can do the first two in another thread:
 
 - `read` checks one process's part and knows the global arrays that it is for;
 - `place` puts it on this process's own devices: host work, nothing is communicated;
-- `finish` is what all processes do together: they agree, and rows move where they have to.
+- what `place` returns is done by all processes together: rows move where they have to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How parts are joined: the same on every process."""
+    """How the batches of processes are joined: the same on every process."""
 
     mesh: Mesh
     batch_axis: int = 0
@@ -62,12 +62,12 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """This process's part of a batch, checked.
+class ProcessBatch:
+    """This process's part of a global batch, checked.
 
     Attributes:
         options: how it is joined.
-        layout: which rows lie where.
+        layout: which device holds which rows.
         tree: its leaves; Python numbers and keys as they came.
         axes: the batch axis of each leaf, None for scalars.
         shapes: the shapes of the global arrays.
@@ -94,7 +94,7 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
         if shardings := _known_shardings(options, leaves):
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
-    def prepare() -> tuple[list[tuple[str, str]], tuple[Part, Finish]]:
+    def prepare() -> tuple[list[tuple[str, str]], tuple[ProcessBatch, Finish]]:
         reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
         part = read(options, pytree)
         finish = place(part)
@@ -113,7 +113,7 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
     return finish()
 
 
-def _compare_replicas(part: Part) -> None:
+def _compare_replicas(part: ProcessBatch) -> None:
     """Compares checksums of the rows that several processes bring; all processes raise, or none.
 
     One all-gather of 8 bytes for each leaf and shard.
@@ -186,14 +186,14 @@ def _shardings_of(
 
 
 def agree(
-    options: Options, what: str, part: Part | None, error: BaseException | None, state: str = ''
+    options: Options, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
 ) -> None:
     """Returns if all processes bring parts that fit together; raises on every process if not."""
     leaves = [] if part is None else _said(part)
     agreement.agree(options.mesh, agreement.Statement(options.call, leaves, state), what, ADVICE, error)
 
 
-def _said(part: Part) -> list[tuple[str, str]]:
+def _said(part: ProcessBatch) -> list[tuple[str, str]]:
     """What the processes have to agree on, leaf by leaf."""
     # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
     shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
@@ -212,7 +212,7 @@ def _dtype(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
-def read(options: Options, pytree: Any) -> Part:
+def read(options: Options, pytree: Any) -> ProcessBatch:
     """Checks this process's part, and works out what it is a part of.
 
     Raises:
@@ -249,7 +249,7 @@ def read(options: Options, pytree: Any) -> Part:
         )
         for axis in axes
     ]
-    return Part(options, layout, tree, axes, shapes, shardings)
+    return ProcessBatch(options, layout, tree, axes, shapes, shardings)
 
 
 def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: Rows) -> str | None:
@@ -293,7 +293,7 @@ def _global_rows(brought: int, layout: Layout, rows: Rows) -> int:
     return brought * len(collectives.processes_of(layout.mesh).indices)
 
 
-def place(part: Part, *, keep: bool = True) -> Finish:
+def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
     """Puts a part on this process's devices; returns what completes the global arrays.
 
     Only what is returned communicates, and only if rows have to move.
@@ -345,7 +345,7 @@ class _Placed:
     exchange: Exchange | None
 
 
-def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
+def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> _Placed:
     layout, axis, sharding = part.layout, part.axes[index], part.shardings[index]
     host = _host(part.tree.leaves[index], copy)
     if axis is None:
@@ -365,7 +365,7 @@ def _place_leaf(part: Part, index: int, copy: bool) -> _Placed:
 
 
 def _rows_of(
-    part: Part, host: np.ndarray, axis: int, shape: tuple[int, ...]
+    part: ProcessBatch, host: np.ndarray, axis: int, shape: tuple[int, ...]
 ) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     """Finds the rows of a device in this process's part."""
     layout = part.layout
@@ -385,7 +385,7 @@ def _rows_of(
     return rows
 
 
-def _finish(part: Part, placed: Sequence[_Placed]) -> list[jax.Array]:
+def _finish(part: ProcessBatch, placed: Sequence[_Placed]) -> list[jax.Array]:
     """The global arrays; all that move in one way move in one program."""
     arrays = [leaf.array for leaf in placed]
     for exchange in dict.fromkeys(leaf.exchange for leaf in placed):

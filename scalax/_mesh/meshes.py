@@ -153,13 +153,13 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
-    """Raises if TPU devices of several slices would be laid out as if they were of one."""
+    """Raises if TPU devices of several slices would be used as if they were of one."""
     slices = {getattr(device, 'slice_index', 0) for device in devices}
     if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
         raise MeshError(
-            f'these devices lie in {len(slices)} slices: say with dcn_axis_dims how many slices lie along '
-            f'each of the axes ({", ".join(names)}), so that only those axes communicate between slices; '
-            'or pass mesh_axis_splitting=True to use the devices in the order given'
+            f'these devices are in {len(slices)} slices: say with dcn_axis_dims how many slices there '
+            f'are along each of the axes ({", ".join(names)}), so that only those axes communicate '
+            'between slices; or pass mesh_axis_splitting=True to use the devices in the order given'
         )
 
 

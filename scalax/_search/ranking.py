@@ -58,7 +58,8 @@ def search(
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
         full: how many of the best to compile in full: minutes for each.
-        show_progress: whether to show a bar; by default in a terminal. Without rich it is lines.
+        show_progress: whether to show a bar; by default in a terminal. Without rich, steps are
+            logged instead (``scalax.search``, level INFO).
 
     Returns:
         A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.

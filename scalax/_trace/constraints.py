@@ -1,6 +1,6 @@
-"""How is a value inside a compiled function given a sharding? Constraints and annotations.
+"""Constraints and annotations: shardings of values inside compiled functions.
 
-What JAX must be asked depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
+What JAX is asked for depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
 an Explicit axis a *reshard* (it is part of the value's type), and a Manual axis, inside ``shard_map``,
 belongs to the caller and is left alone.
 """
@@ -272,7 +272,7 @@ def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
 def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
     """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
 
-    Outside of ``jax.jit`` a constraint says where all of the array lies, and would undo the reshard.
+    Outside of ``jax.jit`` a constraint places the whole array, and would undo the reshard.
     Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
     """
     return jax.jit(lambda leaf: _constrained(leaf, sharding))
