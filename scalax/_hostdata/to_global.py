@@ -25,7 +25,7 @@ from scalax._hostdata.exchange import Exchange, exchange_for
 from scalax._hostdata.transfer import aligned_empty, keys_of, reject_tracers
 from scalax._tree.paths import (
     NamedTree,
-    canonical_dtype,
+    dtype_on_devices,
     has_foreign_dtype,
     is_key,
     leaf_shape,
@@ -200,16 +200,12 @@ def _said(part: ProcessBatch) -> list[tuple[str, str]]:
     return [
         (
             path,
-            agreement.scalar_text(leaf, _dtype(leaf))
+            agreement.scalar_text(leaf, dtype_on_devices(leaf))
             if not shape
-            else agreement.array_text(shape, _dtype(leaf)),
+            else agreement.array_text(shape, dtype_on_devices(leaf)),
         )
         for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
     ]
-
-
-def _dtype(leaf: Any) -> Any:
-    return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
 def read(options: Options, pytree: Any) -> ProcessBatch:
@@ -326,7 +322,7 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
     if isinstance(leaf, jax.Array):
         return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
-        return np.asarray(leaf).astype(_dtype(leaf))
+        return np.asarray(leaf).astype(dtype_on_devices(leaf))
     return _copied(np.asarray(leaf)) if copy else np.asarray(leaf)
 
 

@@ -1,11 +1,11 @@
-"""What JAX keeps for each thread, and calls in another thread that take it along."""
+"""The state that JAX keeps for each thread, and calls in another thread under that state."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ SETTINGS = tuple(
 
 
 class ThreadState:
-    """What JAX keeps for the thread that makes this one, for another thread to enter.
+    """The state of the thread that makes this object, for another thread to enter.
 
     JAX's settings, Python's context variables and, with *in_contexts*, the mesh of ``jax.set_mesh``, the
     active helper with its annotations, and the active mapping of named axes. JAX has no public way to ask for
@@ -73,19 +73,8 @@ def in_a_thread(name: str, call: Callable[[], Any]) -> Any:
     JAX's settings go along, contexts such as that of ``jax.set_mesh`` stay behind. So does the thread, where
     Ctrl-C ends the waiting; Python then waits for it when it ends.
     """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-    state = ThreadState()
-
-    def run() -> None:
-        try:
-            results.append(state.run(call))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    executor = ThreadPoolExecutor(1, name)
+    try:
+        return executor.submit(ThreadState().run, call).result()
+    finally:
+        executor.shutdown(wait=False)
