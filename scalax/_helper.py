@@ -1,13 +1,14 @@
-"""`MeshShardingHelper`: a mesh, and everything that can be done with rules on it.
+"""`MeshShardingHelper`: a mesh, and everything that can be done with sharding rules on it.
 
-Each method is one call into a layer below: what it does is written there, what it means is written here.
+Each method is one call into a room below and holds the documentation for users. Reports, pictures and plans
+are imported by the methods that make them: most programs need none of them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import jax
 import numpy as np
@@ -15,20 +16,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
-from scalax._mesh import meshes
-from scalax._plan import Plan, make_plan
-from scalax._plan.make import reject_own_argument
+from scalax._mesh import meshes, topologies
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
-from scalax.explain import ShardingReport, make_report
 from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import ResolutionCache, Use, resolve
-from scalax.visualize import Visualization, visualize
+
+if TYPE_CHECKING:
+    from scalax._plan import Plan
+    from scalax.explain import ShardingReport
+    from scalax.visualize import Visualization
 
 
 class _Required:
@@ -49,12 +51,26 @@ class MeshShardingHelper:
     prefix of the tree may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has
     the classes of rules; ``a | b`` and ``a & b`` combine them.
 
+    ============================  =================================================================
+    to                            use
+    ============================  =================================================================
+    make one                      the constructor, `from_mesh`, `from_topology`
+    look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
+    place a tree, and fetch it    `shard`, `gather`; leaf by leaf `make_shard_and_gather_fns`
+    compile a function            `sjit`, `shard_map`, `auto_axes`, `explicit_axes`
+    see what it will cost         `plan`
+    constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
+    be active outside of it       `get_context`; `get_global_mesh_helper` and others find it
+    load batches                  `local_data_to_global_array`, `prefetch`, `process_rows`
+    bring host data back          `global_array_to_local_data`, `broadcast_from`
+    ============================  =================================================================
+
     Args:
         axis_dims: the size of each mesh axis; one may be -1, which stands for what is left.
         axis_names: the name of each mesh axis.
         mesh_axis_splitting: allow one physical axis of a TPU slice to serve several mesh axes, as for
             8x8 on a 4x4x4 slice. It may cost bandwidth.
-        dcn_axis_dims: for several slices: how many of them lie along each axis. Each entry of
+        dcn_axis_dims: for several slices: how many of them there are along each axis. Each entry of
             `axis_dims` is then a total, and a multiple of its own entry here.
         devices: the devices to use; all by default.
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
@@ -98,7 +114,7 @@ class MeshShardingHelper:
     def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._contexts: Recent[contexts.Context, contexts.Context] = Recent()
+        self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
         self._resolutions = ResolutionCache()
 
     @classmethod
@@ -150,7 +166,7 @@ class MeshShardingHelper:
             axis_names,
             mesh_axis_splitting,
             dcn_axis_dims=dcn_axis_dims,
-            devices=meshes.topology_devices(topology, num_slices),
+            devices=topologies.topology_devices(topology, num_slices),
             axis_types=axis_types,
             on_indivisible=on_indivisible,
         )
@@ -237,6 +253,8 @@ class MeshShardingHelper:
             tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
         """
+        from scalax.explain import make_report
+
         resolution = resolve(rules, tree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
         return make_report(rules, resolution, dict(self._mesh.shape))
 
@@ -247,7 +265,7 @@ class MeshShardingHelper:
         Args:
             tree: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
                 any mesh: jax.Arrays, and the ``jax.ShapeDtypeStruct`` that `abstract` makes.
-            rules: shows where these would place each leaf; None shows the leaves as they lie.
+            rules: shows where these would place each leaf; None shows the leaves as they are placed.
 
         Returns:
             A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``
@@ -271,6 +289,8 @@ class MeshShardingHelper:
             <BLANKLINE>
             Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2).
         """
+        from scalax.visualize import visualize
+
         return visualize(tree if rules is None else self.abstract(tree, rules))
 
     @renamed(pytree='tree')
@@ -405,7 +425,7 @@ class MeshShardingHelper:
     ) -> Callable[..., Any]:
         """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
 
-        Arguments that lie otherwise than `in_specs` says are resharded, also where JAX would refuse them
+        Arguments with other shardings than `in_specs` says are resharded, also where JAX would refuse them
         (Explicit axes; other devices, outside of a compiled function).
 
         Args:
@@ -467,12 +487,13 @@ class MeshShardingHelper:
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Auto inside; all of them by default.
-            out_sharding: how the outputs lie, given here or as a keyword of each call: a rule or a pytree
-                prefix of rules. None, which leaves it to the compiler, is for axes that are Auto outside too.
+            out_sharding: the shardings of the outputs, given here or as a keyword of each call: a rule or a
+                pytree prefix of rules. None, which leaves it to the compiler, is for axes that are Auto
+                outside too.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments that lie on other devices are copied to those of the mesh.
+            arguments on other devices are copied to those of the mesh.
 
         Raises:
             MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
@@ -505,19 +526,19 @@ class MeshShardingHelper:
     ) -> Callable[..., Any]:
         """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
 
-        Inside, how an array lies along these axes is part of its type. Outside, what the function returns is
-        the compiler's again along axes that are Auto there.
+        Inside, the sharding of an array along these axes is part of its type. Outside, the compiler chooses
+        the shardings of the results again, along axes that are Auto there.
 
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Explicit inside; all of them by default.
-            in_sharding: how the arguments lie inside, given here or as a keyword of each call: rules in all
-                the forms that `sjit` takes for ``in_shardings``. None keeps the type of an argument, where no
-                axis changes its type.
+            in_sharding: the shardings of the arguments inside, given here or as a keyword of each call:
+                rules in all the forms that `sjit` takes for ``in_shardings``. None keeps the type of an
+                argument, where no axis changes its type.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments that lie on other devices are moved to those of the mesh.
+            arguments on other devices are moved to those of the mesh.
 
         Raises:
             MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
@@ -548,7 +569,7 @@ class MeshShardingHelper:
 
         Args:
             fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
-                its arguments as they lie.
+                its arguments as they are placed.
             *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
             quick: have the compiler of TPUs make no code, which takes most of its time: seconds instead of
                 minutes. Memory is then what it lays out: within 1 % of that of a full plan on decoders of
@@ -579,6 +600,8 @@ class MeshShardingHelper:
             >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
             [('all-gather', ('fsdp',), 1, 8192)]
         """
+        from scalax._plan.make import make_plan, reject_own_argument
+
         if quick is not None:
             reject_own_argument(fun, 'quick')
             checked_flag('quick', quick)
@@ -711,7 +734,7 @@ class MeshShardingHelper:
         Args:
             tree: global jax.Arrays; what this process holds whole is returned whole.
             batch_axis: the axis of the rows; may be negative.
-            rows: ``'all'``: this process's equal part, in process order; where it lies on the devices of
+            rows: ``'all'``: this process's equal part, in process order; where it is on the devices of
                 other processes, the leaf is fetched, which all processes do together. ``'needed'``: the
                 rows that this process's devices hold.
 

@@ -1,19 +1,19 @@
-"""How do the processes of a program find one another, and how do they all stop at the same step?
+"""Joining the processes of a program, and stopping all of them at the same step.
 
-JAX's own runtime joins processes (`jax.distributed`); nothing of the kind is built here. What is added: one
-call that also works on one process, timeouts short enough to notice a loss, a word about who is waited for,
-and one question a step, by which all processes stop together when one of them is told to end.
+`jax.distributed` joins processes. This module adds one call that also works on a single process, timeouts
+short enough to notice a lost process, log messages about which processes are missing, and one question a step
+that lets all processes stop together when one of them is told to end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,18 @@ PREEMPTED = 75
 """The exit code of a program that was told to end, and has saved (EX_TEMPFAIL of sysexits.h)."""
 
 _ADDRESS = re.compile(r'[^/\s]+:\d+')  # of a host, and no URL: JAX would wait for that in vain
-_FIRST, _REPEAT = 1.0, 15.0  # seconds before the first word about who is waited for, and between two
+_FIRST, _REPEAT = 1.0, 15.0  # seconds before the first message about who is waited for, and between two
+
+_log = logging.getLogger('scalax.distributed')
 
 
-# Where launchers say which process this is, and of how many. JAX reads these itself (and asks the metadata
-# server of a TPU, or Kubernetes); here they are read only to be shown.
 @dataclasses.dataclass(frozen=True)
 class _Launcher:
+    """The environment variables that tell the processes of a launcher who they are.
+
+    JAX reads these itself (and asks the metadata server of a TPU, or Kubernetes). Here they are only shown.
+    """
+
     index: str
     count: str
     nodes: str
@@ -57,7 +62,7 @@ def _launcher() -> _Launcher | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What was said about the processes, by arguments or else by the environment."""
+    """What arguments, or else the environment, say about the processes."""
 
     address: str | None
     count: int | None
@@ -68,7 +73,7 @@ class _Given:
         return self.address is None and self.count is None and self.index is None
 
     def __str__(self) -> str:
-        """Who waits for whom, as far as it is known before JAX has looked."""
+        """Who waits for whom, as far as is known before JAX looks."""
         index: object = self.index
         count: object = self.count
         address = self.address
@@ -97,8 +102,8 @@ def initialize(
     """Joins this process with the others of the program: `jax.distributed.initialize`, with other defaults.
 
     To be called first in a program. On one process it does nothing: where nothing is given and JAX detects
-    no cluster, for ``num_processes=1``, and when it has been called before. While it waits, it says for
-    whom, on stderr.
+    no cluster, for ``num_processes=1``, and when it has been called before. While it waits, it logs for
+    whom: warnings of the logger ``scalax.distributed``, which Python prints on stderr by default.
 
     Args:
         coordinator_address: ``'host:port'`` of process 0, a port that is free there. Default: the environment
@@ -134,7 +139,7 @@ def initialize(
         return
     unknown = given.nothing and _launcher() is None
     try:
-        with _saying(str(given), initialization_timeout):
+        with _logged_while_waiting(str(given), initialization_timeout):
             jax.distributed.initialize(
                 given.address,
                 given.count,
@@ -208,7 +213,7 @@ def _on_first(signum: int, frame: FrameType | None) -> None:
 
 
 def _read(address: str | None, count: int | None, index: int | None) -> _Given:
-    """What was given, checked."""
+    """The arguments, or else the environment variables, checked."""
     given = _Given(
         address or os.environ.get('JAX_COORDINATOR_ADDRESS') or None,
         _number('num_processes', count, 'JAX_NUM_PROCESSES', 1),
@@ -277,18 +282,18 @@ def _not_a_step(launcher: _Launcher) -> str:
 
 
 @contextlib.contextmanager
-def _saying(text: str, timeout: float) -> Iterator[None]:
-    """Says *text* on stderr after a moment, and again from time to time, until the block is left."""
+def _logged_while_waiting(text: str, timeout: float) -> Iterator[None]:
+    """Logs *text* after a moment, and again from time to time, until the block is left."""
     start, joined = time.monotonic(), threading.Event()
 
-    def say() -> None:
+    def log() -> None:
         pause = _FIRST
         while not joined.wait(pause):
             passed = time.monotonic() - start
-            print(f'{text} ({passed:.0f} of {timeout:g} s)', file=sys.stderr, flush=True)
+            _log.warning('%s (%.0f of %g s)', text, passed, timeout)
             pause = _REPEAT
 
-    thread = threading.Thread(target=say, name='scalax-waiting', daemon=True)
+    thread = threading.Thread(target=log, name='scalax-waiting', daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which errors can scalax raise, and what does each one mean?
+"""The exceptions and warnings of scalax.
 
 Every exception derives from :class:`ScalaxError` and from the built-in exception that Python programs
 already catch for the same kind of mistake::
@@ -9,7 +9,7 @@ already catch for the same kind of mistake::
     ├── ShardingError         (ValueError)   rules met a tree and do not fit; lists every offending leaf
     ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
-    ├── PlacementError        (ValueError)   an argument lies on devices with another sharding than asked
+    ├── PlacementError        (ValueError)   an argument has another sharding than the one asked for
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
@@ -230,8 +230,8 @@ def near_names(word: str, known: Iterable[str]) -> list[str]:
 def warn(message: str, category: type[ScalaxWarning]) -> None:
     """Warns, and names the line of the user's code that led here.
 
-    Frames of scalax and of JAX are passed over: between the user and a warning lie as many of them as
-    JAX has transformations.
+    Frames of scalax and of JAX are passed over: there are as many of them between the user and a
+    warning as JAX has transformations.
     """
     frame, level = inspect.currentframe(), 0
     while frame is not None and _module(frame) in ('scalax', 'jax', 'contextlib'):

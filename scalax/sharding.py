@@ -1,12 +1,13 @@
 """Everything about sharding that users import: meshes, rules, compiled functions, constraints."""
 
+from typing import TYPE_CHECKING, Any
+
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._helper import MeshShardingHelper
 from scalax._hostdata.prefetch import Prefetch
 from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
 from scalax._transforms.sjit import SjitFunction
-from scalax.explain import ShardingReport
 from scalax.rules import (
     FSDPShardingRule,
     LogicalAxisShardingRule,
@@ -15,6 +16,9 @@ from scalax.rules import (
     ShardingRule,
     TreePathShardingRule,
 )
+
+if TYPE_CHECKING:
+    from scalax.explain import ShardingReport
 
 get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
 get_global_mesh = MeshShardingHelper.get_global_mesh
@@ -41,3 +45,11 @@ __all__ = [
     'with_sharding_annotation',
     'with_sharding_constraint',
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == 'ShardingReport':  # reports are loaded when they are asked for
+        from scalax.explain import ShardingReport
+
+        return ShardingReport
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

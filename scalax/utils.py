@@ -1,4 +1,4 @@
-"""Small things that JAX programs need beside sharding: RNG keys, float dtypes, named trees, libtpu."""
+"""Utilities of JAX programs beside sharding: RNG keys, float dtypes, named trees, libtpu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._mesh.libtpu import quiet_libtpu
+from scalax._mesh.topologies import quiet_libtpu
 from scalax._tree.paths import key_string, path_string
 from scalax.errors import ArgumentError, RuleError, did_you_mean
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._hostdata import collectives
 from scalax._hostdata.batch_layout import layout_of
 from scalax._hostdata.exchange import exchange_for
+from scalax._trace import resharding
 from scalax.errors import DataError
 from scalax.sharding import MeshShardingHelper
 
@@ -241,7 +242,7 @@ def check_nothing_is_communicated_without_need() -> None:
         helper.local_data_to_global_array(fresh(8), check=False, rows='needed', mesh_axis_subset='tp')
         jax.block_until_ready(helper.prefetch([fresh(8)], check=False))
     jax.clear_caches()
-    collectives._replicate.cache_clear()
+    resharding.identity.cache_clear()
     with compilations(1):  # the agreement, once
         for _ in range(3):
             helper.local_data_to_global_array(fresh(8))

@@ -116,7 +116,7 @@ def test_public_methods_are_in_the_design(kind: type) -> None:
 
 
 CACHES = re.compile(
-    r'functools\.(?:lru_)?cache\b|\bRecent\(\)|\b\w*Recent\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
+    r'functools\.(?:lru_)?cache\b|\bLRUCache\(\)|\b\w*LRUCache\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
     r'|\bResolutionCache\(\)|linecache\.cache\['
 )
 # Not kept: what a report is made with ends with the making.

@@ -131,6 +131,18 @@ print(*sorted(set({OPTIONAL}) & set(sys.modules)))
     assert run_fresh(code).strip() == ''
 
 
+def test_reports_plans_and_searches_are_loaded_when_asked_for() -> None:
+    code = """
+import sys
+import scalax.sharding
+late = {'_plan', '_report', '_search', 'checkpoint', 'cli', 'custom_op', 'explain', 'plan', 'visualize'}
+print(*sorted(name for name in late if f'scalax.{name}' in sys.modules))
+from scalax.sharding import ShardingReport
+print(ShardingReport.__module__)
+"""
+    assert run_fresh(code).splitlines() == ['', 'scalax.explain._report']
+
+
 # --- Which file imports which --------------------------------------------------------------------
 
 

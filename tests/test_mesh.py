@@ -420,9 +420,9 @@ def test_several_slices_need_to_be_told_apart():
     with pytest.raises(MeshError) as error:
         meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices)
     assert str(error.value) == (
-        'these devices lie in 4 slices: say with dcn_axis_dims how many slices lie along each of the axes '
-        '(data, tp), so that only those axes communicate between slices; or pass mesh_axis_splitting=True '
-        'to use the devices in the order given'
+        'these devices are in 4 slices: say with dcn_axis_dims how many slices there are along each of the '
+        'axes (data, tp), so that only those axes communicate between slices; or pass '
+        'mesh_axis_splitting=True to use the devices in the order given'
     )
     split = meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices, split_physical_axes=True)
     assert list(split.devices.flat) == devices

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import io
+import logging
 import sys
 
 import jax
@@ -313,7 +314,7 @@ def test_nothing_found():
 
 
 @pytest.mark.parametrize('bar', [True, False])
-def test_progress(bar, monkeypatch):
+def test_progress(bar, monkeypatch, caplog):
     find = importlib.util.find_spec
     if bar and find('rich') is None:
         pytest.skip('rich is not installed')
@@ -321,11 +322,15 @@ def test_progress(bar, monkeypatch):
         monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'rich' else find(name))
     said = io.StringIO()
     monkeypatch.setattr(sys, 'stderr', said)
+    caplog.set_level(logging.INFO, 'scalax.search')
     with progress(2, shown=None) as advance:
         advance('fsdp=4')
-    assert said.getvalue() == ''  # nobody looks
+    assert (said.getvalue(), caplog.messages) == ('', [])  # nobody looks
     monkeypatch.setenv('FORCE_COLOR', '1')  # rich asks the terminal, which there is none of
     with progress(2, shown=True) as advance:
         advance('fsdp=4')
         advance('fsdp=2')
-    assert 'fsdp=2' in said.getvalue()
+    if bar:
+        assert 'fsdp=2' in said.getvalue()
+    else:
+        assert caplog.messages == ['planning fsdp=4', 'planning fsdp=2']

@@ -14,7 +14,7 @@ import pytest
 
 from scalax._trace.contexts import Context
 from scalax._util import lru_cache
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule, with_sharding_annotation
 from scalax.sharding import PartitionSpec as P
 
@@ -24,7 +24,7 @@ X = np.arange(8, dtype=np.float32)
 
 def test_the_ones_used_last_are_kept(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 3)
-    kept = Recent()
+    kept = LRUCache()
     for key in 'abc':
         assert kept.add(key, key.upper()) == key.upper()
     assert kept.add('a', 'another') == 'A'
@@ -37,7 +37,7 @@ def test_the_ones_used_last_are_kept(monkeypatch):
 
 
 def test_threads_agree_on_what_is_kept():
-    kept, agreed, start = Recent(), [], threading.Barrier(8)
+    kept, agreed, start = LRUCache(), [], threading.Barrier(8)
 
     def work(number):
         start.wait(timeout=300)

@@ -1,5 +1,6 @@
 """Topologies without a TPU: what is asked of the compiler, and what is said where it is missing or wrong."""
 
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -8,12 +9,11 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from scalax._mesh import libtpu
-from scalax._mesh.topologies import meant
+from scalax._mesh.topologies import NO_TPU_MACHINE, suggest
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.sharding import MeshShardingHelper
 
-NAMES = list(libtpu.NO_TPU_MACHINE)
+NAMES = list(NO_TPU_MACHINE)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def described(monkeypatch):
         importlib.util, 'find_spec', lambda name: object() if name == 'libtpu' else find(name)
     )
     monkeypatch.setattr(importlib.metadata, 'version', lambda name: '0.0.1')
-    monkeypatch.setattr(libtpu.glob, 'glob', lambda pattern: [])
+    monkeypatch.setattr(glob, 'glob', lambda pattern: [])
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
@@ -136,8 +136,8 @@ def test_a_side_without_chips_never_gets_to_the_compiler(described, name):
         *(('v6e-256', 'v6e:16x16'), ('v5p:4x4x44', 'v5p:4x4x4')),
     ],
 )
-def test_what_was_meant(asked, slice_):
-    assert meant(asked).startswith(f'did you mean {slice_!r}')
+def test_what_was_suggest(asked, slice_):
+    assert suggest(asked).startswith(f'did you mean {slice_!r}')
 
 
 def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
@@ -151,11 +151,11 @@ def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
     monkeypatch.setenv('TPU_LOG_DIR', 'mine')
     assert ask().mesh.size == len(jax.devices())
     assert (seen['platform'], seen['topology_name']) == ('tpu', 'v5e:2x5')
-    assert seen['environment'] == {**libtpu.NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
+    assert seen['environment'] == {**NO_TPU_MACHINE, 'TPU_LOG_DIR': 'mine'}
 
 
 def test_the_settings_of_a_tpu_machine_are_left_alone(described, monkeypatch):
     described(lambda **_: Topology)
-    monkeypatch.setattr(libtpu.glob, 'glob', lambda pattern: ['/dev/accel0'])
+    monkeypatch.setattr(glob, 'glob', lambda pattern: ['/dev/accel0'])
     ask()
     assert not {name for name in NAMES if name in os.environ}

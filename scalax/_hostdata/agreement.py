@@ -1,8 +1,8 @@
-"""Do all processes mean the same call? What they agree on before anything of theirs is joined.
+"""Agreement: all processes check that they make the same call before their data is joined.
 
 Processes that disagree about a shape do not fail: they compile different programs, which wait for one
-another for ever. So each process makes a statement about its call, and a digest of it is gathered. Only
-where digests differ are words exchanged, so that every process can raise an error that says who differs.
+another for ever. So each process makes a statement about its call, and a digest of it is gathered. Only if
+digests differ is text exchanged, so that every process raises an error that says who differs.
 """
 
 from __future__ import annotations

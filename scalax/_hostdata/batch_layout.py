@@ -1,4 +1,4 @@
-"""Which rows of a batch does each process need? How a mesh lays a batch over its devices."""
+"""The layout of a batch over the devices of a mesh, and the rows that each process needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scalax.errors import DataError, MeshError
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a mesh lays a batch over its devices: cut into equal tiles, one for each device.
+    """How a batch is cut over a mesh: into equal tiles, one for each device.
 
     Attributes:
         mesh: the mesh.

@@ -1,4 +1,4 @@
-"""How does every process get the values of one of them?"""
+"""Broadcast: every process gets the values of one of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
-from scalax._hostdata.prng_keys import is_key
 from scalax._hostdata.transfer import reject_tracers
-from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape
 from scalax._tree.specs import MeshAxes
 from scalax.errors import DataError, shown
 

@@ -1,8 +1,8 @@
-"""How do the processes of a mesh tell one another something? The collectives that carry host data.
+"""Collectives that carry host data between the processes of a mesh.
 
-All of them run on the devices of the mesh, because only these are known to be joined. Every process has to
-call them in the same order, and from the thread that runs its compiled functions: a collective beside
-another one, started in another order elsewhere, would wait for ever.
+They run on the devices of the mesh, because only these are known to be connected. Every process has to call
+them in the same order, and from the thread that runs its compiled functions: two collectives that processes
+start in different orders wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._trace.resharding import identity
 from scalax._trace.threads import in_a_thread
 from scalax.errors import DataError
 
@@ -45,7 +46,7 @@ class Processes:
 
     @property
     def several(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there is more than one process."""
         return len(self.indices) > 1
 
     @property
@@ -90,7 +91,11 @@ def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
     """
     grid = _grid(mesh)
     whole = _by_process(grid, row, PartitionSpec('process'))
-    return np.asarray(jax.device_get(without_context(_replicate(grid), whole).addressable_data(0)))
+    return np.asarray(
+        jax.device_get(
+            without_context(identity(NamedSharding(grid, PartitionSpec())), whole).addressable_data(0)
+        )
+    )
 
 
 def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
@@ -179,11 +184,6 @@ def _by_process(grid: Mesh, row: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return row[cast(tuple[slice, ...], index)[1:]][None]
 
     return jax.make_array_from_callback(shape, NamedSharding(grid, spec), part)
-
-
-@functools.lru_cache(maxsize=64)
-def _replicate(grid: Mesh) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(grid, PartitionSpec()))
 
 
 @functools.lru_cache(maxsize=64)

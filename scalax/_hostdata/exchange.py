@@ -1,8 +1,8 @@
-"""How do rows get from the processes that bring them to the devices that need them? One program.
+"""The exchange of rows between the processes that bring them and the devices that need them: one program.
 
-Every device starts with a buffer: its tile, with the rows that its own process brings filled in; the rows
-that it has to send besides (its outbox); and room for what it need not keep. Each round of the schedule is
-one collective permute from buffer to buffer. At the end the tiles are cut off, and are the global array.
+Every device starts with a buffer: its tile, with the rows of its own process filled in; the rows that it only
+sends (its outbox); and scratch space. Each round of the schedule is
+one collective permute from buffer to buffer. At the end the tiles are the global array.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from scalax._hostdata.schedule import Round, schedule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """What moves rows, for one mesh, one way of tiling, and one number of rows.
+    """An exchange on one mesh, for one way of tiling and one number of rows.
 
     Attributes:
-        rounds: what moves when.
+        rounds: the moves of each round.
         between: how many of the rounds, the first ones, go between processes.
         outboxes: for each device, the rows (first, last + 1) that it sends and does not need.
     """
@@ -63,7 +63,7 @@ class Exchange:
 
         Args:
             host: this process's part.
-            axis: along which its rows lie.
+            axis: the axis of its rows.
         """
         processes = collectives.processes_of(self.mesh)
         first = processes.here * self.rows
@@ -97,7 +97,7 @@ class Exchange:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - of a few values that live long
     def program(self, axes: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """The compiled program for arrays whose rows lie along *axes*."""
+        """The compiled program for arrays whose rows are along *axes*."""
         specs = [PartitionSpec(*[None] * axis, 'device') for axis in axes]
         tables = [self._table(moves) for moves in self.rounds]
 
@@ -133,7 +133,7 @@ class Exchange:
         return table
 
     def _place(self, device: int, start: int, stop: int) -> int:
-        """Where rows that a device sends lie in its buffer."""
+        """The position, in its buffer, of rows that a device sends."""
         if self.tiles[device][0] <= start and stop <= self.tiles[device][1]:
             return start - self.tiles[device][0]
         offset = self.tile
@@ -146,7 +146,7 @@ class Exchange:
 
 @functools.lru_cache(maxsize=64)
 def exchange_for(mesh: Mesh, tiles: tuple[tuple[int, int], ...], rows: int) -> Exchange | None:
-    """What moves rows to where they are needed, or None where they are there already.
+    """The exchange that takes rows to where they are needed; None if they are there already.
 
     Args:
         mesh: the mesh.

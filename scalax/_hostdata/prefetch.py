@@ -1,8 +1,8 @@
-"""How is the next batch loaded while the step runs? A thread that does the host's work, and no other.
+"""Prefetching: a thread loads the next batches while a step runs, and does host work only.
 
 The thread asks the iterable for batches and puts each on this process's own devices. What all processes do
-together happens in the consumer's ``next``: a collective started by a thread, beside those of the step, comes
-in another order on another process, and all of them wait for ever.
+together happens in the consumer's ``next``: collectives of a thread and those of the step would start in
+different orders on different processes, which would wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """What the thread hands over: a batch, what is wrong with it, or, with neither, the end."""
+    """A batch, or an error; neither at the end of the data."""
 
-    part: to_global.Part | None = None
+    part: to_global.ProcessBatch | None = None
     finish: to_global.Finish | None = None
     error: BaseException | None = None
     state: Any = None  # of the iterator, once it had given this batch
 
 
 class _Shared:
-    """What the thread and the consumer share; the thread knows nothing else of the consumer.
+    """What the thread and the consumer share. The thread has no other reference to the consumer.
 
-    Only such queues as may be used while they are in use: `stop` is also called when garbage is collected,
-    which happens anywhere.
+    SimpleQueue is reentrant: `stop` may run from the garbage collector.
     """
 
     def __init__(self, size: int) -> None:
@@ -55,7 +54,7 @@ class _Shared:
         self.items.put(_Item())
 
 
-# What the interpreter must not leave behind: it ends in an abort where a thread still runs inside JAX.
+# Stopped at exit: the interpreter aborts if a thread still runs inside JAX.
 _running: dict[threading.Thread, _Shared] = {}
 
 
@@ -93,7 +92,7 @@ class Prefetch(Iterator[Any]):
         self._shared = _Shared(size)
         self._count = 0
         self._done = False
-        # The iterable is asked for its iterator here, so that what is none is an error here.
+        # What is not iterable is an error here, and not in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
         self._state = _state_of(iterator)

@@ -1,4 +1,4 @@
-"""How does a global array come back to the processes? The rows of each, assembled from its devices."""
+"""Host data of global arrays: the rows of each process, assembled from its devices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 
 from scalax._hostdata.batch_layout import checked_axis
 from scalax._hostdata.collectives import without_context
-from scalax._hostdata.prng_keys import is_key
 from scalax._hostdata.transfer import agree_to_fetch, fetch, reject_tracers
-from scalax._tree.paths import NamedTree
+from scalax._tree.paths import NamedTree, is_key
 from scalax.errors import DataError, shown
 
 Box = tuple[tuple[int, int], ...]
@@ -88,7 +87,7 @@ def _parts(leaf: jax.Array, axis: int, boxes: Mapping[int, set[Box]]) -> dict[in
 
 
 def _has_rows_elsewhere(leaf: Any, axis: int) -> bool:
-    """Whether the part of some process lies on the devices of another, so that all of them fetch the leaf."""
+    """Whether the part of some process is on the devices of another, so that all processes fetch the leaf."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.ndim == 0:
         return False
     axis, boxes = axis % leaf.ndim, _boxes_by_process(leaf)
@@ -114,7 +113,7 @@ def _volume(box: Iterable[tuple[int, int]]) -> int:
 
 
 def _holds(boxes: Iterable[Box], shape: Sequence[int], axis: int, start: int, stop: int) -> bool:
-    """Whether rows *start*:*stop* lie whole in boxes, no two of which overlap."""
+    """Whether boxes, no two of which overlap, hold the rows *start*:*stop* whole."""
     held = sum(_volume(_cut(box, axis, start, stop)) for box in boxes)
     return held == _volume(_cut(tuple((0, size) for size in shape), axis, start, stop))
 

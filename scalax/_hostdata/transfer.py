@@ -1,9 +1,10 @@
-"""How do whole trees move between the host and a mesh? Sharding and gathering, one dispatch a tree."""
+"""Transfers of whole trees between the host and a mesh, in one dispatch a tree."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,9 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.collectives import without_context
-from scalax._hostdata.prng_keys import is_key, keys_of
-from scalax._trace import unreduced
-from scalax._tree.paths import NamedTree, overflowed_dtype
+from scalax._trace import resharding
+from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
 from scalax._tree.specs import MeshAxes
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
@@ -24,6 +24,8 @@ _ADVICE = (
     'What to do: call it on every process, with trees of one structure, shape and dtype, whose global arrays '
     'are placed alike.'
 )
+
+_ALIGNMENT = 64  # bytes
 
 
 def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
@@ -95,10 +97,20 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     sent = list(leaves)
     for i in keys:
         sent[i] = without_context(jax.random.key_data, leaves[i])
-    placed = unreduced.device_put(sent, shardings)
+    placed = resharding.device_put(sent, shardings)
     for i in keys:
         placed[i] = keys_of(placed[i], leaves[i], shardings[i])
     return placed
+
+
+def keys_of(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The keys that have these data, sharded so, of the kind of *like*."""
+    return without_context(_wrapping(jax.random.key_impl(like), sharding), data)
+
+
+@functools.lru_cache(maxsize=64)
+def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)
 
 
 @contextlib.contextmanager
@@ -153,7 +165,7 @@ def to_host(pytree: Any) -> Any:
     if not alone and (fetched := [i for i in arrays if is_fetched(leaves[i])]):
         agree_to_fetch('gather', NamedTree.of(pytree), fetched)
     for i in arrays:
-        leaves[i] = unreduced.reduced(leaves[i])
+        leaves[i] = resharding.reduced(leaves[i])
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
     with naming(pytree):
         values = jax.device_get([leaves[i] for i in here])
@@ -167,7 +179,9 @@ def to_host(pytree: Any) -> Any:
 
 def is_fetched(leaf: jax.Array) -> bool:
     """Whether a leaf is to be had from other processes only."""
-    return not leaf.is_fully_addressable and bool(not leaf.is_fully_replicated or unreduced.axes_of(leaf))
+    return not leaf.is_fully_addressable and bool(
+        not leaf.is_fully_replicated or resharding.unreduced_axes(leaf)
+    )
 
 
 def fetch(leaf: jax.Array) -> np.ndarray:
@@ -201,3 +215,11 @@ def apply_functions(functions: Any, pytree: Any) -> Any:
             'a tree of the same structure'
         )
     return jax.tree.map(lambda function, leaf: function(leaf), functions, pytree)
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """Memory, not filled, that JAX takes on CPU without a copy: it begins at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + size].view(dtype).reshape(shape)

@@ -1,1 +1,4 @@
-"""Meshes from axis dimensions and names, of devices that are here or of TPU topologies."""
+"""Meshes.
+
+Offers meshes built from axis dimensions and names, of devices that are here or of TPU topologies.
+"""

@@ -1,16 +1,13 @@
-"""WHERE: how do axis dimensions and names become a mesh of devices?
+"""Meshes from axis dimensions and names.
 
-Everything about physical layout is left to ``jax.experimental.mesh_utils``, which knows the topologies;
-this module checks what the user asked for, fills in -1, and says what would fit when it does not.
+``jax.experimental.mesh_utils`` lays out the devices. This module checks what the user asked for, fills in -1,
+and says what would fit if it does not.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._mesh.libtpu import quiet_libtpu
-from scalax._mesh.topologies import meant
-from scalax.errors import MeshError, MissingDependencyError, did_you_mean
+from scalax.errors import MeshError, did_you_mean
 
 
 def build_mesh(
@@ -52,59 +47,6 @@ def build_mesh(
     else:
         array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
     return Mesh(array, names, axis_types=types)
-
-
-def topology_devices(topology: str, num_slices: int) -> list[Any]:
-    """The devices of TPU hardware that is not here, such as ``'v5p:4x4x4'``, for compiling only.
-
-    Raises:
-        MissingDependencyError: libtpu is not installed.
-        MeshError: libtpu does not know the topology.
-    """
-    if importlib.util.find_spec('libtpu') is None:
-        raise MissingDependencyError(
-            'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
-        )
-    if not topology or not isinstance(topology, str):
-        # For none the compiler would take one of its own.
-        raise MeshError(
-            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
-            'lists them'
-        )
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
-    quiet_libtpu()
-    # The optional module is imported where it is used: it loads libtpu.
-    from jax.experimental import topologies
-
-    options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
-    if small := _LESS_THAN_A_HOST.fullmatch(topology):
-        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
-        options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
-    try:
-        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
-            raise ValueError('a side of 0 chips')
-        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
-    # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
-    except (RuntimeError, ValueError) as error:
-        if _is_wrong_version(error):
-            raise MissingDependencyError(
-                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
-                'can use: pip install "jax[tpu]" brings the one that fits'
-            ) from error
-        raise MeshError(
-            f'the TPU compiler describes no topology {topology!r}: {error}\n{meant(topology)}\n'
-            '`python -m scalax topologies` lists those that are known'
-        ) from error
-    return list(described.devices)
-
-
-_LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
-_WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
-
-
-def _is_wrong_version(error: Exception) -> bool:
-    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
 
 
 def checked_axes(
@@ -211,13 +153,13 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
-    """Raises if TPU devices of several slices would be laid out as if they were of one."""
+    """Raises if TPU devices of several slices would be used as if they were of one."""
     slices = {getattr(device, 'slice_index', 0) for device in devices}
     if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
         raise MeshError(
-            f'these devices lie in {len(slices)} slices: say with dcn_axis_dims how many slices lie along '
-            f'each of the axes ({", ".join(names)}), so that only those axes communicate between slices; '
-            'or pass mesh_axis_splitting=True to use the devices in the order given'
+            f'these devices are in {len(slices)} slices: say with dcn_axis_dims how many slices there '
+            f'are along each of the axes ({", ".join(names)}), so that only those axes communicate '
+            'between slices; or pass mesh_axis_splitting=True to use the devices in the order given'
         )
 
 

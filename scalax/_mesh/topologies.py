@@ -1,10 +1,18 @@
-"""Which TPU slices are known? Those that the TPU compiler (libtpu 0.0.50) describes."""
+"""TPU topologies: the slices that are known, and devices of slices that are not here, for compiling only."""
 
 from __future__ import annotations
 
+import glob
+import importlib.metadata
+import importlib.util
 import math
+import os
+import re
+from typing import Any
 
-from scalax.errors import did_you_mean
+import jax
+
+from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 _FLAT = '1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
 _CUBES = '2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16'
@@ -24,12 +32,86 @@ KNOWN = tuple(f'{name}:{size}' for name, sizes in SIZES.items() for size in size
 # (https://cloud.google.com/tpu/docs/v4, v5e, v5p and v6e): name -> (kind of chip, cores of one that count).
 _ACCELERATORS = {'v4': ('v4', 2), 'v5litepod': ('v5e', 1), 'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
 
+_LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
+_WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
-def meant(topology: str) -> str:
-    """Which slices somebody may have meant who misspelt one, for a message.
+NO_TPU_MACHINE = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-8',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+    'TPU_LOG_DIR': 'disabled',
+    'TPU_STDERR_LOG_LEVEL': '3',
+    'TPU_MIN_LOG_LEVEL': '3',
+}
+"""Without these it asks the network where it runs, takes a lock for itself, writes logs, and complains."""
+
+
+def topology_devices(topology: str, num_slices: int) -> list[Any]:
+    """The devices of TPU hardware that is not here, such as ``'v5p:4x4x4'``, for compiling only.
+
+    Raises:
+        MissingDependencyError: libtpu is not installed.
+        MeshError: libtpu does not know the topology.
+    """
+    if importlib.util.find_spec('libtpu') is None:
+        raise MissingDependencyError(
+            'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
+        )
+    if not topology or not isinstance(topology, str):
+        # For none the compiler would take one of its own.
+        raise MeshError(
+            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
+            'lists them'
+        )
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
+    quiet_libtpu()
+    # The optional module is imported where it is used: it loads libtpu.
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+    if small := _LESS_THAN_A_HOST.fullmatch(topology):
+        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
+        options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
+    try:
+        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
+            raise ValueError('a side of 0 chips')
+        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
+    # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
+    except (RuntimeError, ValueError) as error:
+        if _is_wrong_version(error):
+            raise MissingDependencyError(
+                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
+                'can use: pip install "jax[tpu]" brings the one that fits'
+            ) from error
+        raise MeshError(
+            f'the TPU compiler describes no topology {topology!r}: {error}\n{suggest(topology)}\n'
+            '`python -m scalax topologies` lists those that are known'
+        ) from error
+    return list(described.devices)
+
+
+def _is_wrong_version(error: Exception) -> bool:
+    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu quiet on a machine without TPUs, by environment variables; those that are set stay.
+
+    Where libtpu is installed JAX loads it when it is first asked for its devices, and it then prints what it
+    lacks. A program that may run on such a machine calls this first. On a machine with TPUs it does nothing.
+    """
+    if not (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')):
+        for name, value in NO_TPU_MACHINE.items():
+            os.environ.setdefault(name, value)
+
+
+def suggest(topology: str) -> str:
+    """The slice that a misspelt name may stand for, for a message.
 
     Example:
-        >>> meant('v5p-128')
+        >>> suggest('v5p-128')
         "did you mean 'v5p:4x4x4'?"
     """
     name, _, count = topology.partition('-')

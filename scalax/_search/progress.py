@@ -1,9 +1,10 @@
-"""How far is a search? A bar in a terminal, if rich is installed; else a line for each step."""
+"""The progress of a search: a bar in a terminal if rich is installed, else a log message for each step."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
@@ -11,13 +12,16 @@ Advance = Callable[[str], None]
 """Called with what is being done, when what was done before is."""
 
 
+_log = logging.getLogger('scalax.search')
+
+
 @contextlib.contextmanager
 def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
-    """A bar of so many steps.
+    """Shows the progress of so many steps.
 
     Args:
         steps: how many there will be.
-        shown: whether to show it; by default if somebody looks at the terminal.
+        shown: whether to show it; by default if stderr is a terminal.
     """
     if shown is None:
         shown = sys.stderr.isatty()
@@ -27,7 +31,7 @@ def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
         with _rich(steps) as advance:
             yield advance
     else:
-        yield lambda text: print(f'planning {text}', file=sys.stderr)
+        yield lambda text: _log.info('planning %s', text)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from scalax._helper import MeshShardingHelper
-from scalax._mesh import meshes
+from scalax._mesh import meshes, topologies
 from scalax._plan import Plan, make_plan
 from scalax._search.factorizations import Constraints, possible_meshes
 from scalax._search.found import Candidate, Search
@@ -58,7 +58,8 @@ def search(
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
         full: how many of the best to compile in full: minutes for each.
-        show_progress: whether to show a bar; by default in a terminal. Without rich it is lines.
+        show_progress: whether to show a bar; by default in a terminal. Without rich, steps are
+            logged instead (``scalax.search``, level INFO).
 
     Returns:
         A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
@@ -88,7 +89,7 @@ def search(
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
-    devices = meshes.topology_devices(topology, num_slices)
+    devices = topologies.topology_devices(topology, num_slices)
     every = possible_meshes(len(devices), names, constraints)
     todo = [Candidate(sizes, name) for sizes in every for name in (rules or {'': None})]
     if not todo:

@@ -1,3 +1,5 @@
-"""What is in force while JAX traces: the active helper and its bindings, the mapping of named axes,
-constraints on values.
+"""What is in force while JAX traces, and what changes the sharding of a value there.
+
+Offers the active helper with its bindings, the mapping of named axes, constraints, resharding, and the
+state of a thread for another thread to enter.
 """

@@ -1,6 +1,6 @@
-"""How is a value inside a compiled function given a sharding? Constraints and annotations.
+"""Constraints and annotations: shardings of values inside compiled functions.
 
-What JAX must be asked depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
+What JAX is asked for depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
 an Explicit axis a *reshard* (it is part of the value's type), and a Manual axis, inside ``shard_map``,
 belongs to the caller and is left alone.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._trace import contexts
+from scalax._trace.resharding import reshard
 from scalax._tree import specs
-from scalax._tree.paths import describe_leaf
 from scalax._util.renamed_keywords import renamed
-from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
+from scalax.errors import ArgumentError, MeshError
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._resolve import Use, resolve, with_types
 
@@ -236,59 +236,26 @@ def is_compiled() -> bool:
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     """Applies a sharding that is resolved already to one array or value of a trace."""
     mesh, spec = sharding.mesh, sharding.spec
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = specs.MeshAxes.of(mesh).types
     kinds = set(types.values())
     if kinds == {AxisType.Auto}:
         if isinstance(mesh, AbstractMesh) and not is_compiled():
             # Under jax.grad or jax.vmap alone, where JAX puts no array on a mesh without devices.
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
-    explicit, auto = ([_only(entry, types, kind) for entry in specs.entries(spec)] for kind in _KINDS)
-    if AxisType.Explicit in kinds:
-        typed = specs.replaced(spec, with_types(specs.replaced(spec, explicit), leaf))
+    explicit, auto = (
+        {axis for axis, kind in types.items() if kind is wanted}
+        for wanted in (AxisType.Explicit, AxisType.Auto)
+    )
+    if explicit:
+        typed = specs.replaced(spec, with_types(specs.only_axes(spec, explicit), leaf))
         if not has_type(leaf, mesh, typed):
             leaf = reshard(leaf, sharding.update(spec=typed))
-    if AxisType.Auto in kinds:
+    if auto:
         # None for a dimension that an Explicit axis shards: the type keeps that axis.
-        constraint = specs.replaced(PartitionSpec(), auto)
+        constraint = specs.only_axes(PartitionSpec(*specs.entries(spec)), auto)
         leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
     return leaf
-
-
-def reshard(leaf: Any, sharding: NamedSharding) -> Any:
-    """``jax.sharding.reshard``, also from sums to others, where XLA (of JAX 0.10 to 0.12) ends the process.
-
-    Raises:
-        ShardingError: there are no such parts of sums.
-    """
-    had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
-    if wanted.unreduced - had.unreduced:
-        reject_parts(leaf, wanted)
-        if had.unreduced - wanted.unreduced:
-            summed = specs.replaced(specs.with_sums(wanted, wanted.reduced), specs.entries(wanted))
-            leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
-    return jax.sharding.reshard(leaf, sharding)
-
-
-def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
-    """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
-    kind = specs.sums_kind(spec)
-    if kind != 'sum':
-        what = 'arrays'
-    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        what = 'complex numbers'
-    elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        what = 'PRNG keys'
-    else:
-        return
-    problem = Problem(
-        'unreduced',
-        describe_leaf('', leaf),
-        f'{what} cannot be placed as parts of a {kind}',
-        spec=specs.text(spec),
-        hint='place it without unreduced axes.',
-    )
-    raise ShardingError([problem])
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
@@ -305,7 +272,7 @@ def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
 def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
     """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
 
-    Outside of ``jax.jit`` a constraint says where all of the array lies, and would undo the reshard.
+    Outside of ``jax.jit`` a constraint places the whole array, and would undo the reshard.
     Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
     """
     return jax.jit(lambda leaf: _constrained(leaf, sharding))
@@ -319,16 +286,6 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
     # < shards; it lets go of an output that is open.
     anyhow = PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf))
     return jax.lax.with_sharding_constraint(constrained, sharding.update(spec=anyhow))
-
-
-_KINDS = (AxisType.Explicit, AxisType.Auto)
-
-
-def _only(entry: Any, types: Mapping[str, AxisType], kind: AxisType) -> Any:
-    """The axes of one entry that are of one kind; UNCONSTRAINED stays."""
-    if entry is specs.UNCONSTRAINED:
-        return entry
-    return tuple(axis for axis in specs.entry_axes(entry) if types[axis] is kind)
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:

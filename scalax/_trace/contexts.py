@@ -1,10 +1,10 @@
-"""The active helper, and the sharding that each annotation name has here.
+"""The active helper with its annotation bindings, and the active mapping of named axes.
 
 The active `Context` is a JAX user context (``jax.make_user_context``), so it is part of JAX's own trace
-cache key: a function that JAX has traced under one context is traced again under another. That is what
-keeps a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function from seeing the annotations
-of whoever traced it first. It also makes the context local to a thread. Equal bindings of one helper are one
-context, whichever functions bind them and however they are nested: what these share is traced once.
+cache key: a function that JAX has traced under one context is traced again under another. So a shared inner
+``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of whoever traced it first.
+It also makes the context local to a thread. Equal bindings of one helper are one context, whichever functions
+bind them and however they are nested: what these share is traced once. The mapping is a user context, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from scalax._tree.specs import OnIndivisible
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
+from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._prefix import RuleLike, check, is_rule, key_of
 from scalax.rules._resolve import are_pure
 
@@ -42,10 +43,21 @@ class MeshOwner(Protocol):
 
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
+_active_mapping = jax.make_user_context(None)
+
+
+def current_mapping() -> LogicalAxisShardingRule | None:
+    """The mapping of named axes that is active in this thread, as a rule; None without one."""
+    return _active_mapping.value
+
+
+def entered_mapping(mapping: LogicalAxisShardingRule) -> Any:
+    """A context manager in which *mapping* is the active one. Equal mappings share JAX's traces."""
+    return _active_mapping(mapping)
 
 
 class _Token:
-    """What JAX's caches hold of a context: they live long, and should keep no helper or rule alive."""
+    """Stands for a context in JAX's caches, which live long and should keep no helper or rule alive."""
 
     __slots__ = ('context',)
 
@@ -109,7 +121,7 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """One context on its way: who entered it, and in which trace of JAX's."""
+    """One entered context: who entered it, and in which trace of JAX's."""
 
     context: Context
     uses: Uses
@@ -132,7 +144,7 @@ def current() -> Context | None:
 
 @contextlib.contextmanager
 def entered(context: Context, uses: Uses) -> Iterator[None]:
-    """A context manager in which *context* is the active one; *uses* takes down what becomes of its names."""
+    """A context manager in which *context* is the active one; *uses* records what becomes of its names."""
     frames = _frames.stack
     frames.append(_Frame(context, uses, get_opaque_trace_state()))
     try:
@@ -150,7 +162,7 @@ def entered(context: Context, uses: Uses) -> Iterator[None]:
 
 
 def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
-    """The helper and rules that *name* is bound to in this thread; takes down that it was asked for."""
+    """The helper and rules that *name* is bound to in this thread; records that it was asked for."""
     context = current()
     if context is None:
         return None
@@ -173,17 +185,17 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
 
 
 class ContextCache:
-    """Gives the same Context for the same bindings, whoever asks and wherever.
+    """Interns contexts: equal bindings have the same Context.
 
     Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again. Those used last are kept. One with rules that may hold anything, such as a user's
-    function, and with it perhaps the helper, is here as long as somebody else holds it.
+    everything again. The most recently used are kept. A context whose rules may hold anything, such as a
+    user's function, and through it the helper, is held weakly.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
-        self._kept: Recent[Context, None] = Recent()
+        self._kept: LRUCache[Context, None] = LRUCache()
         self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -277,7 +289,7 @@ class ActiveHelper:
     def __init__(
         self,
         mesh_helper: MeshOwner,
-        kept: Recent[Context, Context],
+        kept: LRUCache[Context, Context],
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:
         self._bindings = checked_bindings(annotation_shardings)

@@ -1,16 +1,16 @@
-"""What JAX keeps for each thread, and calls in another thread that take it along."""
+"""The state that JAX keeps for each thread, and calls in another thread under that state."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from scalax._trace import active_mapping, contexts
+from scalax._trace import contexts
 
 # The settings of jax.config that a thread can have to itself: those with a context manager of their name.
 # Two stay behind: transfer_guard can only be set (its three directions are read in its place), and
@@ -23,7 +23,7 @@ SETTINGS = tuple(
 
 
 class ThreadState:
-    """What JAX keeps for the thread that makes this one, for another thread to enter.
+    """The state of the thread that makes this object, for another thread to enter.
 
     JAX's settings, Python's context variables and, with *in_contexts*, the mesh of ``jax.set_mesh``, the
     active helper with its annotations, and the active mapping of named axes. JAX has no public way to ask for
@@ -40,11 +40,11 @@ class ThreadState:
         if not jax.sharding.get_abstract_mesh().empty:
             mesh = jax.sharding.get_mesh()
             self._managers.append(lambda: jax.set_mesh(mesh))
-        helper, mapping = contexts.current(), active_mapping.current()
+        helper, mapping = contexts.current(), contexts.current_mapping()
         if helper is not None:
             self._managers.append(lambda: contexts.entered(helper, contexts.Uses()))
         if mapping is not None:
-            self._managers.append(lambda: active_mapping.entered(mapping))
+            self._managers.append(lambda: contexts.entered_mapping(mapping))
 
     def run(self, call: Callable[[], Any]) -> Any:
         """What *call* returns or raises, with this state in force; in one thread at a time."""
@@ -73,19 +73,8 @@ def in_a_thread(name: str, call: Callable[[], Any]) -> Any:
     JAX's settings go along, contexts such as that of ``jax.set_mesh`` stay behind. So does the thread, where
     Ctrl-C ends the waiting; Python then waits for it when it ends.
     """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-    state = ThreadState()
-
-    def run() -> None:
-        try:
-            results.append(state.run(call))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=name)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    executor = ThreadPoolExecutor(1, name)
+    try:
+        return executor.submit(ThreadState().run, call).result()
+    finally:
+        executor.shutdown(wait=False)

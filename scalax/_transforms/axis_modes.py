@@ -33,11 +33,11 @@ from scalax._transforms.calls.boundaries import resolve_slots
 from scalax._transforms.calls.conventions import Convention, Layout
 from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved
 from scalax._transforms.calls.placement_errors import reject_deleted
+from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._transforms.sjit import sjit
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
-from scalax._util.lru_cache import Recent
-from scalax._util.tracebacks import arose_below, hide_ours
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import Resolution, Use, named_sharding, resolve
@@ -78,7 +78,7 @@ def at_the_call(
         option: the keyword.
     """
     switch(None)  # what is wrong whatever the rules are
-    remembered: Recent[Any, Callable[..., Any]] = Recent()
+    remembered: LRUCache[Any, Callable[..., Any]] = LRUCache()
 
     @functools.wraps(fun)
     def switched(*args: Any, **kwargs: Any) -> Any:

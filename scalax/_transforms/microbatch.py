@@ -16,10 +16,10 @@ import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
 from scalax._transforms.calls.conventions import name_of
+from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
-from scalax._util.lru_cache import sort_of
-from scalax._util.tracebacks import arose_below, hide_ours
+from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
 
 Names = int | str | Sequence[int | str]
@@ -180,7 +180,7 @@ class _Call:
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
         """A call, and its arrays."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        others = [(i, sort_of(leaf), leaf) for i, leaf in enumerate(leaves) if not _is_array(leaf)]
+        others = [(i, type_key(leaf), leaf) for i, leaf in enumerate(leaves) if not _is_array(leaf)]
         return cls(treedef, tuple(others)), list(filter(_is_array, leaves))
 
     def with_arrays(self, arrays: Sequence[Any]) -> Any:

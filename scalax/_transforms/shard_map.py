@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._trace import unreduced
+from scalax._trace import resharding
 from scalax._trace.constraints import (
     apply_shardings,
     has_type,
@@ -29,9 +29,9 @@ from scalax._transforms.calls.boundaries import resolve_slots
 from scalax._transforms.calls.conventions import Convention
 from scalax._transforms.calls.placement import is_typed_by
 from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
+from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
-from scalax._util.tracebacks import arose_below, hide_ours
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
 from scalax.rules._prefix import RuleLike, is_rule
@@ -298,13 +298,8 @@ class _Mapped:
 
     def _cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
-        return specs.replaced(
-            specs.with_sums(spec, self._manual),
-            [
-                tuple(axis for axis in specs.entry_axes(entry) if axis in self._manual)
-                for entry in specs.entries(spec)
-            ],
-        )
+        kept = specs.only_axes(spec, self._manual)
+        return specs.replaced(specs.with_sums(spec, self._manual), specs.entries(kept))
 
     def _of_type(self, leaf: Any) -> NamedSharding:
         """The sharding that the type of an argument has over Explicit axes."""
@@ -317,10 +312,10 @@ class _Mapped:
         mesh = self.mesh
         if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
             return leaf
-        sums = sharding.spec.unreduced or unreduced.axes_of(leaf)
+        sums = sharding.spec.unreduced or resharding.unreduced_axes(leaf)
         if not sums and not lies_elsewhere(leaf, mesh) and is_typed_by(leaf, mesh):
             return leaf
-        return unreduced.device_put([leaf], [sharding])[0]
+        return resharding.device_put([leaf], [sharding])[0]
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, sharded as was asked along every axis that JAX does not see to."""

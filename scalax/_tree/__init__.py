@@ -1,1 +1,4 @@
-"""Leaf paths, trees with named leaves, and what a PartitionSpec may say. Pure: no devices, no meshes."""
+"""Trees and specs: shapes and names only, no devices.
+
+Offers leaf paths, trees with named leaves, and what a PartitionSpec may say about an array.
+"""

@@ -1,6 +1,6 @@
 """Whether trees of equal structure have equal leaf paths: JAX's caches take such trees for one another.
 
-Nearly always they do: keys of dicts that are equal have equal texts (`_paths`), and most nodes name their
+Nearly always they do: keys of dicts that are equal have equal texts (`paths`), and most nodes name their
 children by fields of their type. A node may also name them by static data that leaves the name out of
 comparison, or a dict may have keys whose equality says nothing about how they print.
 """

@@ -1,4 +1,4 @@
-"""What is a leaf called? Tree paths as ``'a/b/c'`` strings, and flat trees with names.
+"""Leaf paths: tree paths as ``'a/b/c'`` strings, and flat trees with named leaves.
 
 A leaf path holds every key of the tree, undecorated and joined by ``/``: what
 ``jax.tree_util.keystr(path, simple=True, separator='/')`` gives, built several times faster, because
@@ -72,7 +72,7 @@ def optional_path(path: Sequence[Any]) -> str | None:
 
 
 def join(prefix: str | None, path: str | None) -> str | None:
-    """The path of a leaf whose subtree lies at *prefix*. None stands for no keys, ``''`` for an empty one.
+    """The path of a leaf of the subtree at *prefix*. None stands for no keys, ``''`` for an empty one.
 
     Example:
         >>> join('layers', 'w'), join('layers', ''), join('layers', None), join(None, 'w')
@@ -90,6 +90,11 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
         # numpy would drop the mask without a word where it makes another array of such a one.
         return None if isinstance(leaf, np.ma.MaskedArray) else tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys, which numpy does not know."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def has_foreign_dtype(leaf: Any) -> bool:
@@ -152,10 +157,10 @@ def describe_leaf(path: str, leaf: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedTree:
-    """A pytree laid flat: its leaves with their paths and shapes, and its structure.
+    """A flattened pytree: its leaves with their paths and shapes, and its structure.
 
-    Rules see a tree in this form. ``prefix`` is where the tree lies in the tree that the user gave
-    (for messages only: rules never see it); None is its root. ``parent`` and ``indices`` are set on a
+    Rules see a tree in this form. ``prefix`` is its path in the tree that the user gave (for messages
+    only: rules never see it); None for that tree itself. ``parent`` and ``indices`` are set on a
     selection of leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that
     another rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see
     others. ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is
@@ -181,7 +186,7 @@ class NamedTree:
 
         Args:
             pytree: the tree.
-            prefix: where it lies; None if in nothing larger.
+            prefix: its path in a larger tree, if any.
             as_leaf: what rules see in place of each leaf. The tree itself is not rebuilt, because nodes
                 of other libraries may refuse to hold anything but arrays.
         """
@@ -256,7 +261,7 @@ class NamedTree:
         return tree, indices
 
     def path_below(self, at: str | None, index: int) -> str:
-        """The path of leaf number *index* in a tree in which this one lies at *at*."""
+        """The path of leaf number *index* in a tree that has this one at *at*."""
         return join(at, None if self.bare else self.paths[index]) or ''
 
     def path_seen(self, index: int) -> str:

@@ -1,4 +1,7 @@
-"""What may a PartitionSpec say about one array on one mesh? Pure: shapes and axis sizes, no devices."""
+"""PartitionSpecs: their entries and axes, canonical form, and validity for one array on one mesh.
+
+Shapes and axis sizes only, no devices.
+"""
 
 from __future__ import annotations
 
@@ -143,17 +146,25 @@ class MeshAxes:
         return AxisType.Manual in self.types.values()
 
 
-def without_manual(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
-    """The spec without the axes that are Manual: inside ``shard_map`` shapes are local to those."""
+def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The spec with those axes of its entries that are among *axes*. The rest of it stays.
+
+    Example:
+        >>> only_axes(PartitionSpec(('data', 'fsdp'), 'tp', PartitionSpec.UNCONSTRAINED), {'fsdp'})
+        P('fsdp', None, UNCONSTRAINED)
+    """
     return replaced(
         spec,
         [
-            entry
-            if entry is UNCONSTRAINED
-            else tuple(a for a in entry_axes(entry) if axes.types.get(a) is not AxisType.Manual)
+            entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis in axes)
             for entry in entries(spec)
         ],
     )
+
+
+def without_manual(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
+    """The spec without the axes that are Manual: inside ``shard_map`` shapes are local to those."""
+    return only_axes(spec, {axis for axis in spec_axes(spec) if axes.types.get(axis) is not AxisType.Manual})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""Utilities that know nothing of sharding: an LRU cache, strict JSON, the folding of numbered names."""
+"""Utilities that know nothing of sharding.
+
+Offers an LRU cache, strict JSON, the folding of numbered names, and renamed keywords.
+"""

@@ -1,4 +1,4 @@
-"""Which leaves are the same thing in many layers? Paths that differ in numbers, as one name.
+"""Folding of names that differ in numbers only: the same leaf in many layers, under one name.
 
 ``layers/0/w`` ... ``layers/79/w`` fold into ``layers/{0..79}/w``, and ``layers_0/w`` ... ``layers_79/w``
 into ``layers_{0..79}/w``. Where paths have several numbers (layers and experts, say), folds that differ in
@@ -15,9 +15,8 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-# A number is a key, or ends one behind an underscore or a dot: `block12` and `block13` may be two things
-# that people called so. Braces before it would read as numbers in the name.
-# Beyond so many digits it is none of a layer, and Python makes no int of thousands of them.
+# A number is a key, or ends one behind an underscore or a dot: `block12` and `block13` may be unrelated.
+# Braces before it would read as numbers in the name. Longer numbers do not count layers.
 _NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]{0,17})', re.ASCII | re.DOTALL)
 _DEEPEST = 100  # keys of a path that are folded: looking at each costs a round over all leaves
 

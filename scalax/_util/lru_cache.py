@@ -1,4 +1,4 @@
-"""What is remembered, and for how long? The things used last, up to a number of them."""
+"""Thread-safe LRU cache."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Value = TypeVar('Value')
 SIZE = 4096
 
 
-def sort_of(value: object) -> tuple[type, str]:
-    """What tells equal values apart that make programs that differ: 1, True and 1.0; 0.0 and -0.0."""
+def type_key(value: object) -> tuple[type, str]:
+    """Part of a cache key: tells apart equal values of which programs differ: 1, True, 1.0; 0.0 and -0.0."""
     return type(value), repr(value) if isinstance(value, float | complex) else ''
 
 
-class Recent(Generic[Key, Value]):
-    """A dict that forgets what nobody has asked for longest, once it holds more than `SIZE`.
+class LRUCache(Generic[Key, Value]):
+    """A mapping that drops the least recently used entries once it holds more than `SIZE`.
 
-    What it holds may keep large things alive, such as a model that is a static argument: JAX's caches are
-    bounded for the same reason. Safe to use from many threads.
+    Entries may keep large objects alive, such as a model that is a static argument; JAX's caches are bounded
+    for the same reason. Safe to use from many threads.
     """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Key, Value] = OrderedDict()
-        # Re-entrant: the keys of users compare themselves under it.
+        # Re-entrant: comparing keys may run users' code, which may come back here.
         self._lock = threading.RLock()
 
     def get(self, key: Key) -> Value | None:
@@ -39,7 +39,7 @@ class Recent(Generic[Key, Value]):
             return self._kept[key]
 
     def put(self, key: Key, value: Value) -> None:
-        """Remembers *value*, in place of what was known for *key*."""
+        """Sets the value of *key*."""
         with self._lock:
             self._kept[key] = value
             self._kept.move_to_end(key)
@@ -47,7 +47,7 @@ class Recent(Generic[Key, Value]):
                 self._kept.popitem(last=False)
 
     def add(self, key: Key, value: Value) -> Value:
-        """Remembers *value* unless *key* is known; returns what is known then, so that threads agree."""
+        """Sets the value of *key* unless it has one; returns the one it has then, so that threads agree."""
         with self._lock:
             known = self.get(key)
             if known is not None:
@@ -56,6 +56,6 @@ class Recent(Generic[Key, Value]):
             return value
 
     def items(self) -> list[tuple[Key, Value]]:
-        """Everything known now, the oldest first."""
+        """All entries, the least recently used first."""
         with self._lock:
             return list(self._kept.items())

@@ -1,4 +1,4 @@
-"""Names of parameters that were others in earlier versions: callers may still use those."""
+"""Parameters that were renamed: callers may still use the names of earlier versions."""
 
 from __future__ import annotations
 

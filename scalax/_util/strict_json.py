@@ -18,9 +18,9 @@ _LONGEST = 120  # characters of a value in a message
 
 
 def parse(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text, of which all readers of JSON say the same.
+    """The value of a JSON text that every JSON reader understands alike.
 
-    Python's own reader takes more: NaN, a key twice (the last one counts), half of a surrogate pair, and
+    Python's own reader accepts more: NaN, a key twice (the last one counts), half of a surrogate pair, and
     nesting up to the limit of the interpreter.
 
     Args:

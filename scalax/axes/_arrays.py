@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from scalax._tree.paths import describe_leaf, has_foreign_dtype, path_string
-from scalax._util.lru_cache import sort_of
+from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, shown
 
 
@@ -40,7 +40,7 @@ class Rest:
             isinstance(other, Rest)
             and self.arrays == other.arrays
             and self.treedef == other.treedef
-            and list(map(sort_of, self.values)) == list(map(sort_of, other.values))
+            and list(map(type_key, self.values)) == list(map(type_key, other.values))
             and self.values == other.values
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._trace import active_mapping, constraints, contexts
+from scalax._trace import constraints, contexts
 from scalax.errors import MeshError, RuleError, checked_flag
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._pattern import Pattern, parse
@@ -42,10 +42,10 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
         ['data', None, 'fsdp']
     """
     checked_flag('merge', merge)
-    inner, outer = as_rule(mapping), active_mapping.current()
+    inner, outer = as_rule(mapping), contexts.current_mapping()
     if names:
         inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
-    with active_mapping.entered(merged(inner, outer) if merge and outer is not None else inner):
+    with contexts.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
 
@@ -70,7 +70,7 @@ def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> Lo
 
 def mapping_in_force(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
     """The mapping given, or else the active one."""
-    return active_mapping.current() if mapping is None else as_rule(mapping)
+    return contexts.current_mapping() if mapping is None else as_rule(mapping)
 
 
 def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:

@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
-from scalax._trace import active_mapping, constraints, contexts
+from scalax._trace import constraints, contexts
 from scalax._transforms.calls.conventions import Convention, name_of
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.axes import _haliax
 from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -204,7 +204,7 @@ class _NamedJit:
         self._donated = {'args': donate_args, 'kwargs': donate_kwargs}
         if isinstance(donate_kwargs, Mapping):
             self._check_keywords(donate_kwargs)
-        self._known: Recent[Any, Any] = Recent()
+        self._known: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -320,7 +320,7 @@ class _NamedJit:
         def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
-            inside = contextlib.nullcontext() if mapping is None else active_mapping.entered(mapping)
+            inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
             with inside, _haliax.entered(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)

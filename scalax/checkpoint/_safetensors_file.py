@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from scalax._hostdata.transfer import aligned_empty
 from scalax._util import strict_json
-from scalax._util.host_memory import aligned
 from scalax.checkpoint._safetensors_header import Tensor, byte_count
 from scalax.errors import CheckpointError
 
@@ -58,7 +58,7 @@ def read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np
 
 
 def _read_boxes(descriptor: int, tensor: Tensor, boxes: Sequence[Box]) -> list[np.ndarray]:
-    blocks = [aligned(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
+    blocks = [aligned_empty(tuple(part.stop - part.start for part in box), tensor.dtype) for box in boxes]
     far = []
     for box, block in zip(boxes, blocks, strict=True):
         if block.size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import re
 import sys
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 3 if a step does not fit; 2 for what cannot be asked; 1 for other failures.
     """
     asked = _parser().parse_args(arguments)
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('scalax').setLevel(logging.INFO)
     # Nothing is run: accelerators that are here are left alone, also by what the user's file does.
     jax.config.update('jax_platforms', 'cpu')
     try:

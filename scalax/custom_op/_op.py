@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._trace.contexts import MeshOwner
-from scalax._util.lru_cache import Recent, sort_of
+from scalax._util.lru_cache import LRUCache, type_key
 from scalax.custom_op import _check
 from scalax.custom_op._context import FactorContext
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
@@ -225,7 +225,7 @@ class ShardedOp:
 
     def _forget(self) -> None:
         """Starts without anything compiled."""
-        self._compiled: Recent[Any, Callable[..., Any]] = Recent()
+        self._compiled: LRUCache[Any, Callable[..., Any]] = LRUCache()
         self._without_static = self._compile({})
 
     def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
@@ -288,7 +288,7 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
 
 def _key(static: dict[str, Any]) -> tuple[Any, ...]:
     """Static arguments as a key."""
-    return tuple((name, sort_of(value), value) for name, value in static.items())
+    return tuple((name, type_key(value), value) for name, value in static.items())
 
 
 def _static_names(fun: Callable[..., Any]) -> list[str] | None:

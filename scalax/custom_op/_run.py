@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from scalax._trace.constraints import reshard
+from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
 from scalax._tree.specs import canonical
 from scalax.custom_op._constants import Constants

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from scalax._tree.path_identity import uncertain_paths
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, StructureError, did_you_mean
 from scalax.rules._prefix import RuleLike, is_rule
 
@@ -122,7 +122,7 @@ class Convention:
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
         self._layouts: dict[int, Layout] = {}
-        self._certain: Recent[Any, bool] = Recent()
+        self._certain: LRUCache[Any, bool] = LRUCache()
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             self.layout(0)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from scalax._trace import unreduced
+from scalax._trace import resharding
 from scalax._trace.constraints import apply_sharding, is_compiled
 from scalax._transforms.calls.signatures import explicit_spec, traced_dtype
 from scalax.rules._resolve import named_sharding
@@ -114,7 +113,7 @@ def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
             arrived[i] = leaf.update(sharding=sharding)
         else:
             arrays.append(i)
-    put = unreduced.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
+    put = resharding.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
     for i, leaf in zip(arrays, put, strict=True):
         arrived[i] = leaf
     return arrived
@@ -124,12 +123,7 @@ def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
     if is_compiled() or explicit_spec(sharding) is not None:
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
-    return _moving(sharding)(leaf)
-
-
-@functools.lru_cache(maxsize=256)
-def _moving(sharding: NamedSharding) -> Callable[[Any], Any]:
-    return jax.jit(lambda value: value, out_shardings=sharding)
+    return resharding.identity(sharding)(leaf)
 
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:

@@ -16,8 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax._transforms.calls.conventions import EXTRA_KEYWORDS, Convention, Layout
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
-from scalax._tree.specs import entries as spec_entries
-from scalax._tree.specs import entry_axes, replaced
+from scalax._tree.specs import MeshAxes, only_axes
 from scalax.errors import ArgumentError, shown
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
@@ -100,12 +99,8 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    entries = [
-        tuple(axis for axis in entry_axes(entry) if types[axis] is AxisType.Explicit)
-        for entry in spec_entries(sharding.spec)
-    ]
-    return replaced(sharding.spec, entries)
+    types = MeshAxes.of(sharding.mesh).types
+    return only_axes(sharding.spec, {axis for axis, kind in types.items() if kind is AxisType.Explicit})
 
 
 def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:

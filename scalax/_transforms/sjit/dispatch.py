@@ -21,12 +21,12 @@ from scalax._transforms.calls.boundaries import Boundary, Options
 from scalax._transforms.calls.conventions import Convention, Layout
 from scalax._transforms.calls.placement import Shardings
 from scalax._transforms.calls.signatures import Signature, signature_of
+from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._transforms.sjit.choice import Chooser
 from scalax._transforms.sjit.program import Known, Missed, Program, Shape, collapsed
 from scalax._transforms.sjit.replay import Recordings
 from scalax._transforms.sjit.trace import Body, Inside, reject_other_devices
-from scalax._util.lru_cache import Recent
-from scalax._util.tracebacks import arose_below, hide_ours
+from scalax._util.lru_cache import LRUCache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,10 +100,10 @@ class State:
 
     def clear(self) -> None:
         """Forgets every program."""
-        self.resolved: Recent[Signature, Resolved] = Recent()
-        self.programs: Recent[Shape, Program] = Recent()
-        self._arguments: Recent[Signature, Mapping[int, Shardings]] = Recent()
-        self._turns: Recent[Signature, Any] = Recent()
+        self.resolved: LRUCache[Signature, Resolved] = LRUCache()
+        self.programs: LRUCache[Shape, Program] = LRUCache()
+        self._arguments: LRUCache[Signature, Mapping[int, Shardings]] = LRUCache()
+        self._turns: LRUCache[Signature, Any] = LRUCache()
         self._inlined: dict[Layout, Any] = {}
         self.body.recordings = Recordings()
         self.hot = self._nothing_yet()

@@ -29,10 +29,10 @@ from scalax._transforms.calls.placement_errors import reject_deleted, reject_don
 from scalax._transforms.calls.signatures import Signature, dynamic_slots
 from scalax._transforms.sjit.trace import Inside
 from scalax._tree.path_identity import paths_of
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, StructureError
 
-Known = Recent[Signature, Inside]
+Known = LRUCache[Signature, Inside]
 """The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import jaxpr_as_fun
 
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Recordings:
     """The recordings of one sjit function, by signature."""
 
     def __init__(self) -> None:
-        self._kept: Recent[Any, tuple[Recording, ...]] = Recent()
+        self._kept: LRUCache[Any, tuple[Recording, ...]] = LRUCache()
         self._now = _Recording()
 
     def find(self, signature: Any, kinds: tuple[Any, ...]) -> Recording | None:

@@ -15,11 +15,11 @@ from scalax._trace.contexts import MeshOwner, hashable
 from scalax._transforms.calls.boundaries import Options
 from scalax._transforms.calls.conventions import Convention
 from scalax._transforms.sjit.dispatch import State
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.rules._prefix import key_of
 from scalax.rules._resolve import are_pure
 
-_States = Recent[Any, State]
+_States = LRUCache[Any, State]
 _states: weakref.WeakKeyDictionary[MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _States]] = (
     weakref.WeakKeyDictionary()
 )
@@ -31,7 +31,7 @@ def state_of(helper: MeshOwner, fun: Callable[..., Any], convention: Convention,
     if key is None:
         return State(helper, fun, convention, options)
     functions = _states.setdefault(helper, weakref.WeakKeyDictionary())
-    kept = functions.setdefault(fun, Recent())
+    kept = functions.setdefault(fun, LRUCache())
     return kept.get(key) or kept.add(key, State(helper, fun, convention, options))
 
 

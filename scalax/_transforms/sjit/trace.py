@@ -20,7 +20,7 @@ from scalax._transforms.calls.placement_errors import reject_foreign_types
 from scalax._transforms.calls.signatures import Signature, dynamic_leaves, placement_kinds
 from scalax._transforms.sjit.lost_updates import Updates
 from scalax._transforms.sjit.replay import Recordings
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 
 
@@ -53,8 +53,8 @@ class Body:
         self._mesh, self._convention = boundary.helper.mesh, boundary.convention
         self._names = boundary.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
-        self._contexts: Recent[contexts.Context, contexts.Context] = (
-            Recent()
+        self._contexts: LRUCache[contexts.Context, contexts.Context] = (
+            LRUCache()
         )  # held, so that JAX finds traces
         self._warned = False
         self.recordings = Recordings()

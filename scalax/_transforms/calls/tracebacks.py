@@ -1,4 +1,4 @@
-"""Which lines does a traceback show, when the user's function raises? The user's, and the call of it."""
+"""Tracebacks of errors that the user's function raises: the user's lines, and the call of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from pathlib import Path
 
 import jax
 
-_PACKAGE = Path(__file__).parent
-_OURS = (
-    f'{_PACKAGE / "_sjit"}{os.sep}',
-    *(str(_PACKAGE / name) for name in ('_axis_modes.py', '_microbatch.py', '_shard_map.py')),
-)
+_OURS = f'{Path(__file__).parent.parent}{os.sep}'  # what runs the user's function
 
 
 def arose_below(error: BaseException, *codes: types.CodeType) -> bool:
-    """Whether *error* comes out of what a function with one of these codes has called."""
+    """Whether *error* was raised below a function with one of these codes."""
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hide_ours(error: BaseException) -> None:
-    """Takes the frames of what runs the user's function out of the traceback of an error that it raised.
+    """Removes our frames from the traceback of an error that the user's function raised.
 
-    As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
+    JAX does the same with its own; ``jax_traceback_filtering='off'`` shows all.
     """
     if jax.config.jax_traceback_filtering == 'off':
         return
