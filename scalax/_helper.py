@@ -27,7 +27,7 @@ from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.explain import ShardingReport, make_report
 from scalax.rules._prefix import RuleLike
-from scalax.rules._resolve import ResolutionCache, Use, resolve
+from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 from scalax.visualize import Visualization, visualize
 
 
@@ -237,7 +237,9 @@ class MeshShardingHelper:
             tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
         """
-        resolution = resolve(rules, tree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
+        resolution = resolve(
+            rules, tree, self._mesh, mode=ResolveMode.BOUNDARY, on_indivisible=self._on_indivisible
+        )
         return make_report(rules, resolution, dict(self._mesh.shape))
 
     @renamed(tree_or_array='tree')

@@ -9,10 +9,9 @@ from typing import Any
 from scalax._plan import Plan
 from scalax._report.pages import paragraphs
 from scalax._report.pages import table as html_table
-from scalax._report.tables import table, wrapped
+from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
-from scalax.explain._text import columns, human_bytes
 
 _HEADS = ('', 'mesh', 'at least', 'memory', 'outcome')
 _OUTCOME = 4
@@ -91,7 +90,7 @@ class Search:
         Args:
             width: the columns that it may take; those of the terminal by default.
         """
-        width = columns(width)
+        width = terminal_width(width)
         return '\n'.join(
             [*wrapped([self._head], width), '', *table([_HEADS, *self._cells()], width, _OUTCOME, 3)]
         )

@@ -17,7 +17,7 @@ from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._resolve import Use, resolve
+from scalax.rules._resolve import ResolveMode, resolve
 
 
 def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Any:
@@ -144,7 +144,9 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
         return joined(constraints.constrain(data, rules, mesh, where='shard'), rest)
     meshes.require_devices(mesh, 'shard')
     leaves = jax.tree.leaves(data)
-    shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
+    shardings = resolve(
+        rules, data, mesh, mode=ResolveMode.BOUNDARY, where='the tree given to shard'
+    ).shardings
     moved = [sharding is not None for sharding in shardings]
     # A tree, not a list: errors name leaves by their paths.
     wanted = [sharding for sharding in shardings if sharding is not None]

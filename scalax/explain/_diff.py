@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import table, wrapped
+from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import checked_flag
 from scalax.explain._rows import ReportRow
-from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text
+from scalax.explain._text import array_text, arrays, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
@@ -73,7 +73,7 @@ class ReportDiff:
             width: the columns it may take; those of the terminal by default.
             fold: whether leaves that differ in numbers in their paths only share a line.
         """
-        return _render(self, columns(width), checked_flag('fold', fold))
+        return _render(self, terminal_width(width), checked_flag('fold', fold))
 
     def _repr_html_(self) -> str:
         cells = _cells(_pairs(self), True)

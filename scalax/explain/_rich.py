@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from scalax._report.tables import GAP, fits, lay_out, plain, wrapped
+from scalax._report.tables import GAP, fits, lay_out, plain, terminal_width, wrapped
 from scalax.explain._rows import ReportRow
 from scalax.explain._text import (
     HEADS,
     Line,
     cells_of,
-    columns,
     footnotes,
     idle_notes,
     lines_of,
@@ -47,7 +46,7 @@ class RichReport:
 
         report = self.report
         lines = lines_of(report.rows, folded=True)
-        width = columns(options.max_width)
+        width = terminal_width(options.max_width)
         cells, below = _cells(lines, width, may_have_bars=not options.ascii_only)
         heads, *rows = lay_out(cells, width, 0, 3)
         text = Text(no_wrap=True, overflow='ignore')

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._report.pages import visible
-from scalax._report.tables import fits, table, wrapped
+from scalax._report.tables import fits, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text, text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
-from scalax.errors import ArgumentError
 from scalax.explain._rows import ReportRow, replicated, unreduced
 
 Line = tuple[Fold, ReportRow]
@@ -20,32 +18,6 @@ Line = tuple[Fold, ReportRow]
 
 HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
-
-
-def human_bytes(count: int) -> str:
-    """A number of bytes in binary units.
-
-    Example:
-        >>> human_bytes(1536), human_bytes(3), human_bytes(5 * 2**40)
-        ('1.5 KiB', '3 B', '5.0 TiB')
-    """
-    size = float(count)
-    for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
-        if size < 1024 or unit == 'TiB':
-            return f'{int(size)} B' if unit == 'B' else f'{size:.1f} {unit}'
-        size /= 1024
-    raise AssertionError('unreachable')
-
-
-def columns(width: int | None) -> int:
-    """How many columns a table may take: *width*, or those of the terminal, but 60 at least.
-
-    Raises:
-        ArgumentError: *width* is no number of columns.
-    """
-    if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
-        raise ArgumentError(f'width is a number of columns or None, got {width!r}')
-    return max(60, width or shutil.get_terminal_size((120, 24)).columns)
 
 
 def render_table(
@@ -64,7 +36,7 @@ def render_table(
         width: the columns the table may take.
         folded: whether leaves that are the same in many layers share a line.
     """
-    width = columns(width)
+    width = terminal_width(width)
     cells: Sequence[tuple[str, ...]] = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
     below: list[str] = []
     if not fits(cells, width):

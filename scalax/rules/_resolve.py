@@ -26,7 +26,7 @@ from scalax.rules._base import ShardingRule, as_rule, is_pure, settled
 from scalax.rules._prefix import RuleLike, is_rule, key_of, split
 
 
-class Use(enum.Enum):
+class ResolveMode(enum.Enum):
     """What the shardings are for; decides what a rule may say.
 
     CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
@@ -41,7 +41,7 @@ class Use(enum.Enum):
     EAGER = enum.auto()
 
 
-_VALUES = (Use.INTERMEDIATE, Use.EAGER)
+_VALUES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def resolve(
     pytree: Any,
     mesh: Mesh | AbstractMesh,
     *,
-    use: Use = Use.CONCRETE,
+    mode: ResolveMode = ResolveMode.CONCRETE,
     where: str = '',
     at: str | None = None,
     on_indivisible: OnIndivisible = 'error',
@@ -93,7 +93,7 @@ def resolve(
         rules: a rule, a PartitionSpec, a NamedSharding of this mesh, None, or a pytree prefix of these.
         pytree: the leaves are anything with a shape and a dtype, or Python numbers.
         mesh: the mesh; an AbstractMesh is enough.
-        use: what the shardings are for.
+        mode: what the shardings are for.
         where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
         at: where the tree lies in something larger, if in anything; prefixed to leaf paths in messages.
         on_indivisible: the policy of bare specs. Rules carry their own.
@@ -104,7 +104,7 @@ def resolve(
         ShardingError: some leaves cannot be sharded as asked; every one of them is named.
     """
     axes = MeshAxes.of(mesh)
-    task = _Task(axes, mesh, use, where, on_indivisible)
+    task = _Task(axes, mesh, mode, where, on_indivisible)
     parts = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
     trees = [NamedTree.of(part.subtree, join(at, part.at), as_leaf) for part in parts]
     for tree in trees:
@@ -142,11 +142,11 @@ class _Task:
         self,
         axes: MeshAxes,
         mesh: Mesh | AbstractMesh,
-        use: Use,
+        mode: ResolveMode,
         where: str,
         on_indivisible: OnIndivisible,
     ) -> None:
-        self.axes, self.mesh, self.use, self.where = axes, mesh, use, where
+        self.axes, self.mesh, self.mode, self.where = axes, mesh, mode, where
         self.on_indivisible = on_indivisible
         self.problems: list[Problem] = []
         self.passed: list[str] = []  # dimensions that do not divide and may
@@ -172,7 +172,7 @@ class _Task:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
-        if self.use in _VALUES and AxisType.Auto not in self.axes.types.values():
+        if self.mode in _VALUES and AxisType.Auto not in self.axes.types.values():
             # Without an Auto axis JAX knows no UNCONSTRAINED: what the type says now stands for it.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
@@ -194,7 +194,7 @@ class _Task:
         if spec is not None and self.axes.any_manual:
             spec = specs.without_manual(spec, self.axes)
         if spec is None:
-            if self.use is Use.CONCRETE:
+            if self.mode is ResolveMode.CONCRETE:
                 self._problem(
                     tree,
                     index,
@@ -211,7 +211,7 @@ class _Task:
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)
-        if specs.UNCONSTRAINED in specs.entries(spec) and self.use not in _VALUES:
+        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUES:
             wrong.append(
                 specs.Fault(
                     'unconstrained',
@@ -262,7 +262,7 @@ class _Task:
         explicit = any(
             self.axes.types[name] is jax.sharding.AxisType.Explicit for _, names in uneven for name in names
         )
-        if policy == 'error' and (self.use is not Use.INTERMEDIATE or explicit):
+        if policy == 'error' and (self.mode is not ResolveMode.INTERMEDIATE or explicit):
             for fault in found:
                 self._problem(tree, index, answer, fault)
             return spec

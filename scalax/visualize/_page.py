@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scalax._report.pages import escape, still_page
+from scalax._report.svg import FONT, Drawn, below, document, text_lines
 from scalax._report.tables import wrapped
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture
-from scalax.visualize._svg import FONT, MOST_LINE, Drawn, below, document, draw, text_lines
+from scalax.visualize._svg import MOST_LINE, draw
 from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, lies_text, notes
 
 TITLE = 'Where arrays lie'

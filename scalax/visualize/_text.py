@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scalax._report.tables import wrapped
-from scalax.explain._text import columns
+from scalax._report.tables import terminal_width, wrapped
 from scalax.visualize._boxes import drawing
 from scalax.visualize._panels import blocks_text
 from scalax.visualize._pictures import Picture, array_text
@@ -16,7 +15,7 @@ _MOST_MEMBERS = 8
 
 def render_text(pictures: Sequence[Picture], width: int | None) -> str:
     """All pictures as text, no line wider than *width* columns (default: the terminal's)."""
-    width = columns(width)
+    width = terminal_width(width)
     parts = []
     for picture in pictures[:MOST_PICTURES]:
         dimensions, drawn = drawing(picture.blocks, width)

@@ -18,7 +18,7 @@ from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
-from scalax.rules._resolve import Resolution, Use, named_sharding, resolve
+from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
 OnMismatch = Literal['error', 'reshard']
 
@@ -75,7 +75,7 @@ class Boundary:
             StructureError: the rules do not have the structure of the arguments.
         """
         rules = self.options.in_shardings
-        shardings = self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
+        shardings = self._by_slot(rules, layout, row, 'in_shardings', ResolveMode.BOUNDARY)
         if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
             # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
             whole = named_sharding(self.mesh, PartitionSpec())
@@ -90,17 +90,17 @@ class Boundary:
         rules = self.options.args_sharding_constraint
         if rules is None:
             return {}
-        return self._by_slot(rules, layout, row, 'args_sharding_constraint', Use.INTERMEDIATE)
+        return self._by_slot(rules, layout, row, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
 
     def _by_slot(
-        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
+        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, mode: ResolveMode
     ) -> dict[int, Shardings]:
         by_slot = resolve_slots(
             self.convention.rules_by_slot(rules, row, what),
             layout,
             row,
             mesh=self.mesh,
-            use=use,
+            mode=mode,
             where=f'the arguments of {self.convention.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
             as_leaf=_struct,
@@ -137,7 +137,7 @@ class Boundary:
                 self.options.out_shardings,
                 tree,
                 self.mesh,
-                use=Use.BOUNDARY,
+                mode=ResolveMode.BOUNDARY,
                 where=where,
                 on_indivisible=self.helper.on_indivisible,
                 as_leaf=_struct,
@@ -167,7 +167,7 @@ def resolve_slots(
     row: Sequence[Any],
     *,
     mesh: Mesh | AbstractMesh,
-    use: Use,
+    mode: ResolveMode,
     where: str,
     on_indivisible: OnIndivisible,
     as_leaf: Callable[[Any], Any] | None = None,
@@ -179,7 +179,7 @@ def resolve_slots(
         layout: the slots.
         row: the call.
         mesh: see `scalax.rules._resolve.resolve`, as for those that follow.
-        use: see above.
+        mode: see above.
         where: see above.
         on_indivisible: see above.
         as_leaf: see above.
@@ -197,7 +197,7 @@ def resolve_slots(
                 rules[slot],
                 row[slot],
                 mesh,
-                use=use,
+                mode=mode,
                 where=where,
                 at=slot_path(layout, slot),
                 on_indivisible=on_indivisible,
