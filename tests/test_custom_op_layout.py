@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from scalax.custom_op._fit import Fit, fit_operands
 from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import read_rule
+from scalax.custom_op._rule import Fit, fit_operands, read_rule
 
 P = PartitionSpec
 SIZES = {'x': 2, 'y': 4, 'z': 3}

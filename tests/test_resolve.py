@@ -188,7 +188,7 @@ def test_every_decision_is_recorded():
         'b': FSDPShardingRule('data'),
         'x': None,
     }
-    answers = resolve(rules, tree, HELPER.mesh, mode=ResolveMode.BOUNDARY).answers
+    answers = resolve(rules, tree, HELPER.mesh, mode=ResolveMode.BOUNDARY).decisions
     fsdp = "FSDPShardingRule('data'"
     assert [(answer.spec, answer.origin, answer.reason) for answer in answers] == [
         (P(), f'{fsdp})', '8 elements < min_fsdp_size 1048576'),

@@ -338,7 +338,7 @@ def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
         return pytree
     leaves: list[Any] = []
     for part in parts:
-        subtree = part.subtree
+        subtree = part.tree
         if isinstance(part.rule, NamedSharding):
             subtree = constrain(subtree, part.rule, part.rule.mesh)
         leaves.extend(jax.tree.leaves(subtree))

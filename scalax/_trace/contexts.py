@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from scalax._tree.specs import OnIndivisible
 from scalax._util.lru_cache import Recent
 from scalax.errors import MeshError, StructureError
-from scalax.rules._prefix import RuleLike, check, is_rule, key_of
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import are_pure
 
 

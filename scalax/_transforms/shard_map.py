@@ -33,8 +33,8 @@ from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
 from scalax._util.tracebacks import arose_below, hide_ours
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
-from scalax.rules._base import ShardingRule, looks_at_paths_only
-from scalax.rules._prefix import RuleLike, is_rule
+from scalax.rules._base import ShardingRule, is_rule, looks_at_paths_only
+from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve, with_types
 
 
@@ -268,7 +268,9 @@ class _Mapped:
         """Raises about arguments that a policy would leave whole: blocks are what *fun* means."""
         problems = []
         for resolution in resolutions:
-            for i, (answer, shape) in enumerate(zip(resolution.answers, resolution.tree.shapes, strict=True)):
+            for i, (answer, shape) in enumerate(
+                zip(resolution.decisions, resolution.tree.shapes, strict=True)
+            ):
                 cut = PartitionSpec() if answer.spec is None else self._cut(answer.spec)
                 for dim, names in specs.indivisible(cut, shape, self._axes):
                     fault = specs.divisibility_fault(dim, names, shape, self._axes)

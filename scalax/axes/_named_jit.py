@@ -1,4 +1,4 @@
-"""How is a function compiled by named axes? Arrays are data, everything else is part of the program."""
+"""`named_jit`: compiled functions whose arrays are sharded by the names of their dimensions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import active_mapping, constraints, contexts
 from scalax._transforms.calls.conventions import Convention, name_of
+from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import Recent
-from scalax.axes import _haliax
 from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
+from scalax.axes._query import physical_axis_name
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
@@ -321,7 +324,7 @@ class _NamedJit:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
             inside = contextlib.nullcontext() if mapping is None else active_mapping.entered(mapping)
-            with inside, _haliax.entered(mapping, mesh):
+            with inside, _haliax_context(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, rest = split(output)
             require_hashable(rest, output, f'the output of {self._name} has', 'return something immutable')
@@ -385,3 +388,31 @@ def _place_of(mesh: Any) -> MeshShardingHelper | AbstractMesh | None:
 @functools.lru_cache(maxsize=64)
 def _helper_over(mesh: Mesh) -> MeshShardingHelper:
     return MeshShardingHelper.from_mesh(mesh)
+
+
+def _haliax_context(mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None) -> Any:
+    """A context in which haliax's operations shard what they make by this mapping, on this mesh.
+
+    They read haliax's own mapping and the mesh in force. Nothing is entered where haliax is not imported, or
+    where it cannot apply the mapping: haliax takes a mapping as it is, over Auto axes only.
+    """
+    partitioning = sys.modules.get('haliax.partitioning')
+    if partitioning is None or mapping is None or mesh is None:
+        return contextlib.nullcontext()
+    entries = {name: _entry(name, mapping, mesh) for name, _ in mapping.axis_mapping}
+    used = [axis for entry in entries.values() if entry is not None for axis in entry_axes(entry)]
+    if len(set(used)) < len(used) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    )
+    stack.enter_context(
+        partitioning.axis_mapping({name: entry for name, entry in entries.items() if entry is not None})
+    )
+    return stack
+
+
+def _entry(name: str, mapping: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
+    # As of a haliax axis, whose name may be any text.
+    return physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)

@@ -23,8 +23,8 @@ from scalax.axes._mapping import (
 )
 from scalax.errors import RuleError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._answers import REPLICATED, AxisSizes
-from scalax.rules._named_leaf import Named, NamedLeaf
+from scalax.rules._decisions import REPLICATED, AxisSizes
+from scalax.rules._logical_axis import Named, NamedLeaf
 from scalax.rules._pattern import Pattern
 from scalax.rules._resolve import named_sharding
 

@@ -6,7 +6,7 @@
 ...     return ctx.psum(x.sum(axis=-1), 'c')
 """
 
-from scalax.custom_op._context import FactorContext
+from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._op import ShardedOp, sharded_op
 
 __all__ = ['FactorContext', 'ShardedOp', 'sharded_op']

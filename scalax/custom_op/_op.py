@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from scalax._trace.contexts import MeshOwner
 from scalax._util.lru_cache import Recent, sort_of
 from scalax.custom_op import _check
-from scalax.custom_op._context import FactorContext
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
+from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._rule import Rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified

@@ -1,8 +1,8 @@
-"""How does an operation run on each device's block? JAX is asked in the way that the mesh's axes allow.
+"""Running an operation on each device's block, in the way that the types of the mesh axes allow.
 
-Over Auto axes the compiler chooses shardings, so only ``custom_partitioning`` learns them, while it compiles.
-Over Explicit axes they are in the types: ``shard_map`` takes them from there. Along axes that are Manual
-already the operands are blocks, about whose neighbours nobody asked: the function runs on them as it is.
+- Auto axes: the compiler chooses shardings. ``custom_partitioning`` learns them while it compiles.
+- Explicit axes: shardings are part of types, and ``shard_map`` takes them from there.
+- Manual axes: the operands are blocks already, and the function runs on them as it is.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.constraints import reshard
 from scalax._transforms.shard_map import is_mapped
 from scalax._tree.specs import canonical
-from scalax.custom_op._constants import Constants
-from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit
-from scalax.custom_op._layout import Layout
+from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._rule import Fit
+from scalax.errors import RuleError
 
 Results = tuple[Any, ...]
 
@@ -180,3 +181,49 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
     call.def_partition(partition, sharding_rule=rule, **special)
     results: Results = call(*operands, *constants.values)
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The arrays that a function closes over.
+
+    Attributes:
+        values: the arrays, in the order in which JAX found them.
+    """
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], operands: Sequence[Any]) -> Constants:
+        """Those that a function uses when it is called with *operands*."""
+        return cls(tuple(jax.make_jaxpr(fun)(*operands).consts))
+
+    def given_to(self, fun: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """The function as one of its own operands and, behind them, of the constants."""
+        if not self.values:
+            return fun
+
+        def call(*operands: Any) -> tuple[Any, ...]:
+            own, given = operands[: -len(self.values)], operands[-len(self.values) :]
+            closed = jax.make_jaxpr(fun)(*own)
+            consts = [given[self._index(value)] for value in closed.consts]
+            return tuple(jaxpr_as_fun(closed.replace(consts=consts))(*own))
+
+        return call
+
+    def _index(self, value: Any) -> int:
+        for i, known in enumerate(self.values):
+            if value is known or _equal(value, known):
+                return i
+        raise RuleError(
+            f'an array ({value.dtype}{list(value.shape)}) that the function of a sharded_op makes outside of '
+            'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
+            'ctx.size, or make it an operand'
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+        return False
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and bool(np.array_equal(np.asarray(one), np.asarray(other)))

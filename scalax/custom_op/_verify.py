@@ -15,10 +15,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from scalax._tree.paths import describe_leaf
-from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit, fit_operands, shown_factor
-from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import Rule
+from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._rule import Fit, Rule, fit_operands, shown_factor
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())

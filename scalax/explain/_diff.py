@@ -11,8 +11,7 @@ from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import checked_flag
-from scalax.explain._rows import ReportRow
-from scalax.explain._text import array_text, arrays, folded_path, spec_text
+from scalax.explain._rows import ReportRow, array_text, arrays, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 

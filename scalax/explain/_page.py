@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from scalax._report import pages
 from scalax._report.tables import human_bytes
 from scalax._util.folding import MOST_RUNS, Fold, runs
-from scalax.explain._text import HEADS, Line, array_text, arrays, cells_of, spec_text
+from scalax.explain._rows import HEADS, Line, array_text, arrays, cells_of, spec_text
 
 
 @functools.cache

@@ -15,8 +15,17 @@ from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichReport, print_report
-from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated, unreduced
-from scalax.explain._text import folded_path, idle_notes, lines_of, render_table, totals
+from scalax.explain._rows import (
+    ReplicatedSummary,
+    ReportRow,
+    folded_path,
+    idle_notes,
+    lines_of,
+    render_table,
+    replicated,
+    totals,
+    unreduced,
+)
 
 _TITLE = 'Sharding report'
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from scalax._report.tables import GAP, fits, lay_out, plain, terminal_width, wrapped
-from scalax.explain._rows import ReportRow
-from scalax.explain._text import (
+from scalax.explain._rows import (
     HEADS,
     Line,
+    ReportRow,
     cells_of,
     footnotes,
     idle_notes,

@@ -35,9 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax.errors import Problem, RuleError, ShardingError, StructureError
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said, not_a_spec, strangers
-from scalax.rules._free import taken_by
-from scalax.rules._merge import left, merged, spec_of, two_meshes, unanswered
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
+from scalax.rules._merge import left, merged, occupied_by, spec_of, two_meshes, unanswered
 
 
 class ShardingRule(abc.ABC):
@@ -69,7 +68,7 @@ class ShardingRule(abc.ABC):
             pytree: a pytree whose leaves have a shape and a dtype.
         """
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """One answer a leaf; None where this rule has none, a Problem where it went wrong.
 
         Args:
@@ -87,21 +86,21 @@ class ShardingRule(abc.ABC):
                 f'{name}.apply() returned a tree of structure {jax.tree.structure(applied)} for a tree of '
                 f'structure {whole.treedef}: it returns one PartitionSpec for each leaf of its argument'
             ) from None
-        given: dict[Any, Answer] = {}
-        said: list[Said] = []
+        given: dict[Any, Decision] = {}
+        said: list[Answer] = []
         for index in indices:
             value = values[index]
             if value is not None and not isinstance(value, PartitionSpec | NamedSharding):
                 said.append(not_a_spec(whole, index, f'{name}.apply', value))
                 continue
             if value not in given:
-                given[value] = Answer.of(value, name, 'said by apply()', 'error')
+                given[value] = Decision.of(value, name, 'said by apply()', 'error')
             said.append(given[value])
         return said
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """What a leaf gets that this rule does not answer: an answer, or the error to raise."""
-        return Answer(REPLICATED, type(self).__name__, 'no answer')
+        return Decision(REPLICATED, type(self).__name__, 'no answer')
 
     @property
     def is_pure(self) -> bool:
@@ -127,12 +126,10 @@ class ShardingRule(abc.ABC):
             >>> (by_path | fsdp).apply(params)
             {'down': P('fsdp', None), 'norm': P(), 'up': P(None, 'tp')}
         """
-        rule = as_rule(other)
-        return NotImplemented if rule is None else FirstAnswer.of(self, rule)
+        return FirstAnswer.of(self, as_rule(other)) if is_rule(other) else NotImplemented
 
     def __ror__(self, other: Any) -> ShardingRule:
-        rule = as_rule(other)
-        return NotImplemented if rule is None else FirstAnswer.of(rule, self)
+        return FirstAnswer.of(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def __and__(self, other: Any) -> ShardingRule:
         """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
@@ -148,12 +145,10 @@ class ShardingRule(abc.ABC):
             >>> (by_path & fsdp).apply(params)
             {'down': P('fsdp',), 'norm': P(), 'up': P('fsdp', 'tp')}
         """
-        rule = as_rule(other)
-        return NotImplemented if rule is None else Overlay(self, rule)
+        return Overlay(self, as_rule(other)) if is_rule(other) else NotImplemented
 
     def __rand__(self, other: Any) -> ShardingRule:
-        rule = as_rule(other)
-        return NotImplemented if rule is None else Overlay(rule, self)
+        return Overlay(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def stacked(self, dims: int = 1) -> ShardingRule:
         """This rule for layers that are stacked, as for ``jax.lax.scan``.
@@ -182,19 +177,19 @@ class BuiltinRule(ShardingRule):
             ShardingError: some leaves have no spec; all of them are named.
         """
         tree = NamedTree.of(pytree)
-        if problems := strangers(tree):
+        if problems := non_arrays(tree):
             raise ShardingError(problems)
-        said = filled(self, self.answers(tree, None), tree, None)
+        said = with_defaults(self, self.answers(tree, None), tree, None)
         if problems := [one for one in said if isinstance(one, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([answer.spec for answer in cast(list[Answer], said)])
+        return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], said)])
 
     @abc.abstractmethod
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
 
 
-def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
     """What any rule says about every leaf; see `ShardingRule.answers`.
 
     A subclass of a built-in rule that writes an `apply` of its own means that one to count. A rule that has
@@ -207,9 +202,9 @@ def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> li
     return rule.answers(tree, axis_sizes)
 
 
-def ask_each(
+def answers_of_each(
     rules: Mapping[int, ShardingRule], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> dict[int, Said]:
+) -> dict[int, Answer]:
     """What rules say about the leaves that each is to decide about; a rule is asked once, about all of its.
 
     Args:
@@ -220,9 +215,9 @@ def ask_each(
     groups: dict[int, tuple[ShardingRule, list[int]]] = {}
     for index, rule in rules.items():
         groups.setdefault(id(rule), (rule, []))[1].append(index)
-    said: dict[int, Said] = {}
+    said: dict[int, Answer] = {}
     for rule, mine in groups.values():
-        said.update(zip(mine, ask(rule, tree.select(mine), axis_sizes), strict=True))
+        said.update(zip(mine, answers_of(rule, tree.select(mine), axis_sizes), strict=True))
     return said
 
 
@@ -240,26 +235,26 @@ def _applies_itself(rule: ShardingRule) -> bool:
     return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
-def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | Problem]:
+def decide(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
     """What a rule says about every leaf, with its own default where it has no answer."""
-    return filled(rule, ask(rule, tree, axis_sizes), tree, axis_sizes)
+    return with_defaults(rule, answers_of(rule, tree, axis_sizes), tree, axis_sizes)
 
 
-def filled(
-    rule: ShardingRule, answers: list[Said], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> list[Answer | Problem]:
+def with_defaults(
+    rule: ShardingRule, answers: list[Answer], tree: NamedTree, axis_sizes: AxisSizes | None
+) -> list[Decision | Problem]:
     """The answers with the rule's default in place of None."""
     for index, said in enumerate(answers):
         if said is None:
             answers[index] = rule.fallback(tree, index, axis_sizes)
-    return cast(list[Answer | Problem], answers)  # every None was filled
+    return cast(list[Decision | Problem], answers)  # every None was filled
 
 
 # --- What the operators make ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Everywhere(BuiltinRule):
+class ConstantRule(BuiltinRule):
     """A PartitionSpec, a NamedSharding or None where a rule is wanted: it answers every leaf."""
 
     value: PartitionSpec | NamedSharding | None
@@ -273,18 +268,21 @@ class Everywhere(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return True
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
-        return [Answer.of(self.value, origin, '', None)] * len(tree)
+        return [Decision.of(self.value, origin, '', None)] * len(tree)
 
 
-def as_rule(value: Any) -> ShardingRule | None:
-    """What stands beside an operator, as a rule; None for what is none."""
-    if value is None or isinstance(value, PartitionSpec | NamedSharding):
-        return Everywhere(value)
-    return value if isinstance(value, ShardingRule) else None
+def is_rule(value: Any) -> bool:
+    """Whether a value is one rule rather than a tree of them."""
+    return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
+
+
+def as_rule(value: ShardingRule | PartitionSpec | NamedSharding | None) -> ShardingRule:
+    """One rule (see `is_rule`) as a `ShardingRule`."""
+    return value if isinstance(value, ShardingRule) else ConstantRule(value)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -305,7 +303,7 @@ class FirstAnswer(BuiltinRule):
     def __repr__(self) -> str:
         # Specs have no `|` of their own: each of those in front stands beside a rule in brackets.
         specs = 0
-        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], Everywhere):
+        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], ConstantRule):
             specs += 1
         first = max(specs - 1, 0)
         text = f'({" | ".join(map(repr, self.rules[first:]))})'
@@ -323,17 +321,17 @@ class FirstAnswer(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return all(map(is_pure, self.rules))
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        answers: list[Said] = [None] * len(tree)
+        answers: list[Answer] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
-            for i, said in zip(left, ask(rule, tree.select(left), axis_sizes), strict=True):
+            for i, said in zip(left, answers_of(rule, tree.select(left), axis_sizes), strict=True):
                 answers[i] = said
             left = [i for i in left if answers[i] is None]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the last rule."""
         return self.rules[-1].fallback(tree, index, axis_sizes)
 
@@ -363,9 +361,9 @@ class Overlay(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return is_pure(self.first) and is_pure(self.second)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        below = ask(self.first, tree, axis_sizes)
+        below = answers_of(self.first, tree, axis_sizes)
         for i, said in enumerate(below):
             if said is None:
                 default = self.first.fallback(tree, i, axis_sizes)
@@ -373,22 +371,22 @@ class Overlay(BuiltinRule):
                 below[i] = default if isinstance(default, Problem) else None
         open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
         part = tree.select(open_)
-        outers = part.taken or [REPLICATED] * len(part)
+        outers = part.occupied or [REPLICATED] * len(part)
         first = left(outers, [below[i] for i in open_], part.shapes)
         keys = [
             (outer, spec_of(said), len(shape))
             for outer, said, shape in zip(outers, first, part.shapes, strict=True)
         ]
-        known = {key: taken_by(*key) for key in dict.fromkeys(keys)}
+        known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
         taken = [known[key] for key in keys]
-        part = part.with_taken(taken)
-        above = left(outers, ask(self.second, part, axis_sizes), part.shapes)
+        part = part.with_occupied(taken)
+        above = left(outers, answers_of(self.second, part, axis_sizes), part.shapes)
         answers = list(below)
         # One answer for equal leaves, as each rule gives: what is equal is then validated once.
-        memo: dict[Any, Answer] = {}
+        memo: dict[Any, Decision] = {}
         for j, (i, mine, said) in enumerate(zip(open_, first, above, strict=True)):
             answers[i] = mine
-            if not isinstance(mine, Answer) or isinstance(said, Problem):
+            if not isinstance(mine, Decision) or isinstance(said, Problem):
                 answers[i] = said
             elif said is None:
                 alike = (part.shapes[j], id(taken[j])) if self.second.by_shape else j
@@ -396,7 +394,7 @@ class Overlay(BuiltinRule):
                 if asked not in memo:
                     default = self.second.fallback(part, j, axis_sizes)
                     # Reports show the reason; an error of a strict rule is none here.
-                    same = id(mine), default.reason if isinstance(default, Answer) else ''
+                    same = id(mine), default.reason if isinstance(default, Decision) else ''
                     memo[asked] = memo.setdefault(same, unanswered(mine, default))
                 answers[i] = memo[asked]
             elif said.spec is not None:
@@ -409,14 +407,14 @@ class Overlay(BuiltinRule):
                 answers[i] = memo[key]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the second rule: the first one had no answer either."""
         return self.second.fallback(tree, index, axis_sizes)
 
 
-def _is_open(said: Said) -> bool:
+def _is_open(said: Answer) -> bool:
     """Whether another rule may still say something: not where the compiler was given the choice."""
-    return not (isinstance(said, Answer) and said.spec is None)
+    return not (isinstance(said, Decision) and said.spec is None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -450,33 +448,33 @@ class Stacked(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.stacked({self.dims})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        memo: dict[int, Answer] = {}
+        memo: dict[int, Decision] = {}
         layer = self._layer(tree)
         return [
-            self._restacked(said, shape, memo) if isinstance(said, Answer) else said
-            for said, shape in zip(ask(self.rule, layer, axis_sizes), tree.shapes, strict=True)
+            self._restacked(said, shape, memo) if isinstance(said, Decision) else said
+            for said, shape in zip(answers_of(self.rule, layer, axis_sizes), tree.shapes, strict=True)
         ]
 
     def _layer(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        taken = list(map(self._taken, tree.taken, layer.shapes))
-        return layer.with_taken(taken) if taken else layer
+        taken = list(map(self._taken, tree.occupied, layer.shapes))
+        return layer.with_occupied(taken) if taken else layer
 
     def _taken(self, taken: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
         """What was taken of one layer; the axes of the stack are in use all the same."""
         stack, layer = PartitionSpec(*taken[: self.dims]), PartitionSpec(*taken[self.dims :])
-        return taken_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
+        return occupied_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the rule for one layer."""
         # This leaf alone: the whole tree once for each leaf would take the square of its size.
         one = self._layer(dataclasses.replace(tree.select([index]), parent=None))
         default = self.rule.fallback(one, 0, axis_sizes)
         return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
 
-    def _restacked(self, said: Answer, shape: tuple[int, ...], memo: dict[int, Answer]) -> Answer:
+    def _restacked(self, said: Decision, shape: tuple[int, ...], memo: dict[int, Decision]) -> Decision:
         """What was said of one layer, for the stack. Arrays without the stacked dimensions stay whole."""
         if said.spec is None:
             return said
@@ -503,20 +501,20 @@ class InMemory(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.with_memory_kind({self.memory_kind!r})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        memo: dict[int, Answer] = {}
+        memo: dict[int, Decision] = {}
         return [
-            self._placed(said, memo) if isinstance(said, Answer) else said
-            for said in ask(self.rule, tree, axis_sizes)
+            self._placed(said, memo) if isinstance(said, Decision) else said
+            for said in answers_of(self.rule, tree, axis_sizes)
         ]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the rule, in this memory."""
         default = self.rule.fallback(tree, index, axis_sizes)
         return default if isinstance(default, Problem) else self._placed(default, {})
 
-    def _placed(self, said: Answer, memo: dict[int, Answer]) -> Answer:
+    def _placed(self, said: Decision, memo: dict[int, Decision]) -> Decision:
         if said.spec is None:
             return said
         if id(said) not in memo:

@@ -1,10 +1,10 @@
-"""What do two answers say together about one leaf, and what of them is lost? For ``a & b``."""
+"""What ``a & b`` makes of two decisions about one leaf, and what of them is lost."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -12,28 +12,27 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax.errors import Problem
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
-from scalax.rules._free import close, fill, left_by
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
-def spec_of(said: Said) -> PartitionSpec:
+def spec_of(said: Answer) -> PartitionSpec:
     """What an answer takes of a leaf: a stack of layers is not free, though nothing is placed there."""
-    if not isinstance(said, Answer) or said.spec is None:
+    if not isinstance(said, Decision) or said.spec is None:
         return REPLICATED
     return close(said.spec, said.stack) if said.stack else said.spec
 
 
 def left(
-    outers: Sequence[PartitionSpec], answers: Sequence[Said], shapes: Sequence[tuple[int, ...]]
-) -> list[Said]:
+    outers: Sequence[PartitionSpec], answers: Sequence[Answer], shapes: Sequence[tuple[int, ...]]
+) -> list[Answer]:
     """What rules further out leave of each answer, which is all of it that will be placed."""
-    memo: dict[Any, Said] = {}
-    kept: list[Said] = []
+    memo: dict[Any, Answer] = {}
+    kept: list[Answer] = []
     for outer, said, shape in zip(outers, answers, shapes, strict=True):
-        if outer and isinstance(said, Answer) and said.spec is not None:
+        if outer and isinstance(said, Decision) and said.spec is not None:
             key = id(said), outer, len(shape)
             if key not in memo:
-                spec = left_by(outer, said.spec, len(shape))
+                spec = remainder(outer, said.spec, len(shape))
                 same = spec == specs.canonical(said.spec)
                 memo[key] = said if same else _reduced(said, spec, outer)
             said = memo[key]
@@ -41,13 +40,13 @@ def left(
     return kept
 
 
-def _reduced(said: Answer, spec: PartitionSpec, outer: PartitionSpec) -> Answer:
+def _reduced(said: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
     notes = (*said.notes, *_lost(said, spec, outer))
     clauses = said.clauses if _asks(spec) else ()  # of which nothing is left decides nothing
     return dataclasses.replace(said, spec=spec, notes=notes, clauses=clauses)
 
 
-def two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Problem:
+def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) -> Problem:
     """The problem of a leaf for which two NamedShardings are of different meshes."""
     return Problem(
         'other-mesh',
@@ -58,7 +57,7 @@ def two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Pro
     )
 
 
-def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
+def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
     """What two answers with specs say together about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
     filled = fill(below.spec, above.spec, len(shape), below.stack)
@@ -97,14 +96,14 @@ def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Axi
     )
 
 
-def unanswered(below: Answer, default: Answer | Problem) -> Answer:
+def unanswered(below: Decision, default: Decision | Problem) -> Decision:
     """The answer of *a* where *b* has none, with the reason that *b* has for that."""
     if isinstance(default, Problem) or not default.reason:
         return below
     return dataclasses.replace(below, notes=(*below.notes, default.reason))
 
 
-def _lost(asked: Answer, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
+def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
     """What an answer asked for and did not get, and why, in a few words."""
     assert asked.spec is not None
     kept, used = specs.entries(placed), {*specs.spec_axes(before), *before.unreduced, *before.reduced}
@@ -129,3 +128,85 @@ def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSiz
         n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
         for n, entry in zip(shape, entries, strict=False)
     )
+
+
+def fill(
+    below: PartitionSpec, above: PartitionSpec, rank: int, closed: Collection[int] = ()
+) -> PartitionSpec:
+    """A spec whose free dimensions are filled from another, with axes that it does not use yet.
+
+    Args:
+        below: the spec.
+        above: the other one.
+        rank: the number of dimensions of the array.
+        closed: dimensions that are not free, though nothing is placed there.
+
+    Example:
+        >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
+        P('fsdp', 'tp')
+    """
+    used = {*specs.spec_axes(below), *below.unreduced, *below.reduced}
+    first, second = specs.entries(below), specs.entries(above)
+    entries: list[Any] = []
+    # A spec that is longer than the array stays so: validation names the leaf.
+    for dim in range(max(rank, len(first), len(second))):
+        entry = first[dim] if dim < len(first) else None
+        if entry is None and dim < len(second) and dim not in closed:
+            entry = second[dim]
+            if entry is not specs.UNCONSTRAINED:
+                # An axis that `above` uses twice stays so too, and is reported as its mistake.
+                entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
+        entries.append(entry)
+    filled = specs.replaced(below, entries)
+    unreduced, reduced = above.unreduced - used, above.reduced - used
+    if unreduced or reduced:
+        filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
+    return filled
+
+
+def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """What of a spec can still be placed, once a rule further out took dimensions and axes.
+
+    Example:
+        >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
+        P(None, 'c')
+    """
+    taken, used = specs.entries(outer), specs.spec_axes(outer)
+    left: list[Any] = []
+    for dim, entry in enumerate(specs.entries(spec)):
+        if dim < min(rank, len(taken)) and taken[dim] is not None:
+            entry = None
+        elif entry is not specs.UNCONSTRAINED:
+            entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
+        left.append(entry)
+    return specs.replaced(spec, left)
+
+
+def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
+    """The spec in which those of *dims* are not free that hold nothing.
+
+    Example:
+        >>> close(PartitionSpec('a'), (0, 1))
+        P('a', UNCONSTRAINED)
+    """
+    entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
+    for dim in dims:
+        # Nobody fills a dimension that the compiler was given.
+        entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
+    return specs.replaced(spec, entries)
+
+
+def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """What a rule and those further out took of a leaf of *rank* dimensions, for the next rule to see.
+
+    Axes that they use elsewhere than in one of these dimensions stand behind the last one.
+
+    Example:
+        >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
+        P('b', 'a', None)
+    """
+    filled = specs.entries(fill(outer, spec, rank))
+    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in specs.entry_axes(entry))
+    beyond.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
+    seen = [*filled, *[None] * rank][:rank]
+    return PartitionSpec(*seen, tuple(beyond)) if beyond else PartitionSpec(*seen)

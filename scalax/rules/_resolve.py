@@ -1,7 +1,7 @@
-"""What sharding does each leaf get on this mesh? The one place where rules meet a tree and a mesh.
+"""Resolving: the sharding of each leaf of a tree on a mesh. The one place where rules meet both.
 
 Everything in scalax that places an array comes through `resolve`: all validation is here, and every
-decision is recorded (`Resolution.answers`), so that reports can say why.
+decision is recorded (`Resolution.decisions`), so that reports can say why.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
-from scalax.rules._answers import Answer, strangers
-from scalax.rules._base import ShardingRule, as_rule, is_pure, settled
-from scalax.rules._prefix import RuleLike, is_rule, key_of, split
+from scalax.rules._base import ShardingRule, as_rule, decide, is_pure, is_rule
+from scalax.rules._decisions import Decision, non_arrays
+from scalax.rules._prefix import RuleLike, key_of, split
 
 
 class ResolveMode(enum.Enum):
@@ -50,14 +50,14 @@ class Resolution:
 
     Attributes:
         tree: the leaves, with paths from the root of the tree that was given.
-        answers: what was decided, by which rule and why.
+        decisions: what was decided, by which rule and why.
         shardings: the NamedShardings; None where the compiler decides.
         treedef: the structure of the tree.
         seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
     """
 
     tree: NamedTree
-    answers: list[Answer]
+    decisions: list[Decision]
     shardings: list[NamedSharding | None]
     treedef: Any
     seen: Sequence[str] = ()
@@ -106,23 +106,23 @@ def resolve(
     axes = MeshAxes.of(mesh)
     task = _Task(axes, mesh, mode, where, on_indivisible)
     parts = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
-    trees = [NamedTree.of(part.subtree, join(at, part.at), as_leaf) for part in parts]
+    trees = [NamedTree.of(part.tree, join(at, part.path), as_leaf) for part in parts]
     for tree in trees:
-        task.reject_strangers(tree)
+        task.reject_non_arrays(tree)
     if task.problems:
         task.finish()
-    answers, shardings = [], []
+    decisions, shardings = [], []
     for part, tree in zip(parts, trees, strict=True):
-        said = task.ask(part.rule, tree)
-        answers.extend(cast(list[Answer], said))  # a Problem among them ends this resolve
-        shardings.extend(task.shardings(tree, said))
+        decided = task.decide(part.rule, tree)
+        decisions.extend(cast(list[Decision], decided))  # a Problem among them ends this resolve
+        shardings.extend(task.shardings(tree, decided))
     task.finish()
     if is_rule(rules):
         whole = trees[0]
-        return Resolution(whole, answers, shardings, whole.treedef, whole.paths)
+        return Resolution(whole, decisions, shardings, whole.treedef, whole.paths)
     whole = NamedTree(
         [
-            tree.path_below(part.at, i)
+            tree.path_below(part.path, i)
             for part, tree in zip(parts, trees, strict=True)
             for i in range(len(tree))
         ],
@@ -132,7 +132,7 @@ def resolve(
         at,
     )
     seen = [path for tree in trees for path in tree.paths]
-    return Resolution(whole, answers, shardings, whole.treedef, seen)
+    return Resolution(whole, decisions, shardings, whole.treedef, seen)
 
 
 class _Task:
@@ -151,24 +151,22 @@ class _Task:
         self.problems: list[Problem] = []
         self.passed: list[str] = []  # dimensions that do not divide and may
 
-    def reject_strangers(self, tree: NamedTree) -> None:
+    def reject_non_arrays(self, tree: NamedTree) -> None:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
-        self.problems.extend(strangers(tree))
+        self.problems.extend(non_arrays(tree))
 
-    def ask(
+    def decide(
         self, value: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree
-    ) -> list[Answer | Problem]:
+    ) -> list[Decision | Problem]:
         """What the rule says about every leaf of *tree*; nothing where it raised."""
-        rule = as_rule(value)
-        assert rule is not None  # `split` gave it
         try:
-            return settled(rule, tree, self.axes.sizes)
+            return decide(as_rule(value), tree, self.axes.sizes)
         except ShardingError as error:
             # A user's code. The other parts of the tree are looked at too, so that all is said at once.
             self.problems.extend(error.problems)
             return []
 
-    def shardings(self, tree: NamedTree, answers: list[Answer | Problem]) -> list[NamedSharding | None]:
+    def shardings(self, tree: NamedTree, answers: list[Decision | Problem]) -> list[NamedSharding | None]:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
@@ -186,7 +184,7 @@ class _Task:
                 self._checked(tree, i, answer)
         return [checked[key] for key in keys]
 
-    def _checked(self, tree: NamedTree, index: int, answer: Answer | Problem) -> NamedSharding | None:
+    def _checked(self, tree: NamedTree, index: int, answer: Decision | Problem) -> NamedSharding | None:
         if isinstance(answer, Problem):
             self.problems.append(answer)
             return None
@@ -251,7 +249,7 @@ class _Task:
         self,
         tree: NamedTree,
         index: int,
-        answer: Answer,
+        answer: Decision,
         spec: PartitionSpec,
         uneven: list[tuple[int, tuple[str, ...]]],
     ) -> PartitionSpec:
@@ -275,7 +273,7 @@ class _Task:
             self.passed.append(f'{tree.describe(index)}, {said}; {specs.text(reduced)} is used')
         return reduced
 
-    def _problem(self, tree: NamedTree, index: int, answer: Answer, fault: specs.Fault) -> None:
+    def _problem(self, tree: NamedTree, index: int, answer: Decision, fault: specs.Fault) -> None:
         self.problems.append(
             Problem(
                 fault.kind,
@@ -299,7 +297,7 @@ class _Task:
             )
 
 
-def _typed(answer: Answer | Problem, leaf: Any) -> Answer | Problem:
+def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
     if isinstance(answer, Problem) or answer.spec is None:
         return answer
     if specs.UNCONSTRAINED not in specs.entries(answer.spec):

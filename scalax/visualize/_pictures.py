@@ -14,7 +14,7 @@ from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
 from scalax._util.folding import Fold, fold
 from scalax.errors import Problem, ShardingError, shown
-from scalax.explain._text import MOST_RUNS
+from scalax.explain._rows import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from scalax._report.pages import escape
 from scalax._report.svg import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
 from scalax.visualize._blocks import Blocks
-from scalax.visualize._boxes import listed
 from scalax.visualize._panels import (
     Cell,
     Panel,
@@ -24,6 +23,7 @@ from scalax.visualize._panels import (
     panels,
     writings,
 )
+from scalax.visualize._text import listed
 
 MOST_LINE = 110  # characters of a line of text
 _MOST_ROWS, _MOST_COLUMNS = 16, 16

@@ -17,7 +17,8 @@ from scalax._transforms.calls.signatures import explicit_spec, is_opaque, slot_p
 from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
-from scalax.rules._prefix import RuleLike, is_rule
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
 OnMismatch = Literal['error', 'reshard']
@@ -277,7 +278,7 @@ def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Pro
         return []
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     problems = []
-    for (path, leaf), answer, sharding in zip(flat, resolution.answers, resolution.shardings, strict=True):
+    for (path, leaf), answer, sharding in zip(flat, resolution.decisions, resolution.shardings, strict=True):
         kind = type_of(leaf)
         if sharding is not None and is_opaque(kind):
             name = (kind if isinstance(kind, type) else type(kind)).__name__

@@ -23,7 +23,8 @@ import numpy as np
 from scalax._tree.path_identity import uncertain_paths
 from scalax._util.lru_cache import Recent
 from scalax.errors import ArgumentError, StructureError, did_you_mean
-from scalax.rules._prefix import RuleLike, is_rule
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 EXTRA_KEYWORDS = '**'
