@@ -291,7 +291,7 @@ def test_many_kinds_of_leaves_are_counted():
         in drawn
     )
     drawn = visualize({f'leaf {"x" * size}': leaf((1,), P()) for size in range(20)}).to_text(80)
-    assert '\n... and 12 more arrays that lie so\n' in drawn
+    assert '\n... and 12 more arrays with this sharding\n' in drawn
 
 
 def test_tree_without_arrays():

@@ -11,7 +11,7 @@ from scalax._report.pages import paragraphs
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import PlanError
+from scalax.errors import PlanError, plural
 
 _HEADS = ('', 'mesh', 'at least', 'memory', 'outcome')
 _OUTCOME = 4
@@ -102,8 +102,8 @@ class Search:
     def _head(self) -> str:
         planned = sum(candidate.plan is not None for candidate in self.candidates)
         stopped = '; stopped before its end' if self.interrupted else ''
-        meshes = 'mesh' if len(self.candidates) == 1 else 'meshes'
-        return f'{len(self.candidates)} {meshes} on {self.topology}, {planned} of them planned{stopped}'
+        meshes = plural(len(self.candidates), 'mesh', 'meshes')
+        return f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]

@@ -18,7 +18,7 @@ from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._rule import Rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
-from scalax.errors import ArgumentError, RuleError, checked_flag
+from scalax.errors import ArgumentError, RuleError, checked_flag, plural
 
 
 def sharded_op(
@@ -252,7 +252,7 @@ class ShardedOp:
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):
             raise ArgumentError(
-                f'{self._name} takes {len(self._labels)} operand{"" if len(self._labels) == 1 else "s"} '
+                f'{self._name} takes {plural(len(self._labels), "operand")} '
                 f'({", ".join(self._labels)}), got {len(operands)}'
             )
         for label, operand in zip(self._labels, operands, strict=True):
@@ -276,7 +276,7 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
         names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
     if len(names) != wanted + 1:
         raise RuleError(
-            f'{name}: the rule {rule.text!r} has {wanted} operand{"" if wanted == 1 else "s"}, the function '
+            f'{name}: the rule {rule.text!r} has {plural(wanted, "operand")}, the function '
             f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
             'keyword-only'
         )

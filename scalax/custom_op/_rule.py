@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scalax._tree.paths import describe_leaf
-from scalax.errors import ArgumentError, RuleError, did_you_mean
+from scalax.errors import ArgumentError, RuleError, did_you_mean, plural
 from scalax.rules._pattern import Dimension, Pattern, as_text, names_in, parse, pattern_error
 
 
@@ -300,7 +300,7 @@ def _wrong_rank(pattern: Pattern, label: str, rank: int, dots: int) -> str:
         said = f'at least {least}'
     else:
         said = f"{least + dots} ('...' stands for {dots} dimensions)"
-    return f'{label} has {rank} dimension{"" if rank == 1 else "s"}, and {said} in the rule'
+    return f'{label} has {plural(rank, "dimension")}, and {said} in the rule'
 
 
 def _text(pattern: Pattern) -> str:

@@ -10,8 +10,8 @@ from scalax._report import pages
 from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
-from scalax.errors import checked_flag
-from scalax.explain._rows import ReportRow, array_text, arrays, folded_path, spec_text
+from scalax.errors import checked_flag, plural
+from scalax.explain._rows import ReportRow, array_text, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
@@ -138,7 +138,7 @@ def _render(diff: ReportDiff, width: int, folded: bool) -> str:
 
 def _summary(diff: ReportDiff) -> list[str]:
     counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
-    said = ', '.join(f'{arrays(count)} {what}' for count, what in counts if count)
+    said = ', '.join(f'{plural(count, "array")} {what}' for count, what in counts if count)
     lines = [said or 'no array changed']
     old, new = axis_sizes_text(diff.mesh_before), axis_sizes_text(diff.mesh_after)
     if old != new:

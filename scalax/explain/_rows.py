@@ -13,6 +13,7 @@ from scalax._report.pages import visible
 from scalax._report.tables import fits, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text, text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
+from scalax.errors import plural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +152,6 @@ def spec_text(row: ReportRow) -> str:
     return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
 
 
-def arrays(count: int) -> str:
-    """So many arrays, in words."""
-    return '1 array' if count == 1 else f'{count} arrays'
-
-
 def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
     """The lines of a table; without folding there is one for each row."""
     if folded:
@@ -176,12 +172,12 @@ def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
     whole = replicated(rows)
     count, size = unreduced(rows)
     return [
-        f'{arrays(len(rows))}, {human_bytes(sum(row.bytes for row in rows))} in all, '
+        f'{plural(len(rows), "array")}, {human_bytes(sum(row.bytes for row in rows))} in all, '
         f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
         f'({axis_sizes_text(mesh)})',
-        f'replicated: {arrays(len(whole.paths))}, {human_bytes(whole.bytes)} on each device',
+        f'replicated: {plural(len(whole.paths), "array")}, {human_bytes(whole.bytes)} on each device',
         *(
-            [f'unreduced: {arrays(count)}, {human_bytes(size)} on each device, to be combined']
+            [f'unreduced: {plural(count, "array")}, {human_bytes(size)} on each device, to be combined']
             if count
             else []
         ),

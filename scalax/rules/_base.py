@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
-from scalax.errors import Problem, RuleError, ShardingError, StructureError
+from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
 from scalax.rules._merge import left, merged, occupied_by, spec_of, two_meshes, unanswered
 
@@ -479,7 +479,7 @@ class Stacked(_Around):
         if said.spec is None:
             return said
         if len(shape) < self.dims:
-            reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
+            reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
             return dataclasses.replace(said, spec=REPLICATED, reason=reason, stack=())
         if id(said) not in memo:
             spec = specs.replaced(said.spec, [*[None] * self.dims, *specs.entries(said.spec)])

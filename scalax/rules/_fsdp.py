@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
-from scalax.errors import Problem, RuleError
+from scalax.errors import Problem, RuleError, plural
 from scalax.rules._base import BuiltinRule
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
@@ -84,7 +84,7 @@ class FSDPShardingRule(BuiltinRule):
         elements = math.prod(tree.shapes[index])
         taken = tree.occupied[index] if tree.occupied else REPLICATED
         if elements < self.min_fsdp_size:
-            reason = f'{elements} element{"" if elements == 1 else "s"} < min_fsdp_size {self.min_fsdp_size}'
+            reason = f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
         elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
             reason = f'FSDP: {", ".join(used)} in use'
         elif entries(taken) and None not in entries(taken)[: len(tree.shapes[index])]:

@@ -19,6 +19,7 @@ from scalax.errors import (
     checked_flag,
     did_you_mean,
     near_names,
+    plural,
     shown,
     warn,
 )
@@ -181,13 +182,12 @@ class LogicalAxisShardingRule(BuiltinRule):
         """A leaf whose dimensions nobody names is an error, or replicated with ``strict=False``."""
         if not self.strict:
             return _UNNAMED
-        count = len(self.axis_names)
         return Problem(
             'unmatched',
             tree.describe(index),
             'the leaf does not name its dimensions, and no regex of axis_names matches the path '
             f'{tree.path_seen(index)}',
-            rule=f'LogicalAxisShardingRule with {count} regex{"" if count == 1 else "es"}',
+            rule=f'LogicalAxisShardingRule with {plural(len(self.axis_names), "regex", "regexes")}',
             hint='add a pair for these leaves to axis_names, put a rule for them behind this one '
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',
         )
@@ -434,11 +434,10 @@ class NamedLeaf:
 
     def _rank_fault(self) -> Fault:
         pattern, rank = self.named.pattern, len(self.shape)
-        count = len(pattern.dimensions)
         return Fault(
             'names-rank',
-            f'{self.named.text!r} names {"" if pattern.ellipsis is None else "at least "}{count} '
-            f'dimension{"" if count == 1 else "s"}, the array has {rank}'
+            f'{self.named.text!r} names {"" if pattern.ellipsis is None else "at least "}'
+            f'{plural(len(pattern.dimensions), "dimension")}, the array has {rank}'
             + (' without its stack of layers' if self.stacked else ''),
             _BOXED if self.named.number is None else _RANK,
         )

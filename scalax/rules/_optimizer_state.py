@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax.errors import Problem, RuleError, near_names
+from scalax.errors import Problem, RuleError, near_names, plural
 from scalax.rules._base import BuiltinRule, ShardingRule, answers_of, as_rule, is_pure
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._prefix import split
@@ -105,7 +105,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         rules = [section.rule for section in self.sections]
         shapes = [shape for section in self.sections for _, shape, _ in section.leaves]
         text = repr(rules[0]) if len(rules) == 1 else f'<{len(rules)} rules>'
-        count = f'{len(shapes)} parameter{"" if len(shapes) == 1 else "s"}'
+        count = plural(len(shapes), 'parameter')
         return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
 
     @property

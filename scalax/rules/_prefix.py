@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
-from scalax.errors import ScalaxError, StructureError, did_you_mean
+from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
 from scalax.rules._base import ShardingRule, is_rule
 from scalax.rules._decisions import short
 
@@ -141,7 +141,7 @@ def _node(node: Any, children: dict[str, Any]) -> str:
         return 'None'
     if jax.tree_util.all_leaves([node]):
         return 'a leaf'
-    return f'a {type(node).__name__} with {len(children)} {"child" if len(children) == 1 else "children"}'
+    return f'a {type(node).__name__} with {plural(len(children), "child", "children")}'
 
 
 def _first_ten(items: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import OnIndivisible, checked_policy, entries, no_axis, spec_axes
-from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names
+from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
 from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each, is_pure
 from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, short
 
@@ -138,7 +138,7 @@ class TreePathShardingRule(BuiltinRule):
             tree.describe(index),
             f'no regex of the rule matches the path {tree.path_seen(index)}'
             + (f'; {near!r} comes near' if near else ''),
-            rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
+            rule=f'TreePathShardingRule with {plural(len(self.rules), "regex", "regexes")}',
             hint=self._unmatched_hint,
         )
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
-from scalax._util.folding import Fold, fold
-from scalax.errors import Problem, ShardingError, shown
+from scalax._util.folding import Fold, fold, times
+from scalax.errors import Problem, ShardingError, plural, shown
 from scalax.explain._rows import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
@@ -151,7 +151,7 @@ def _shown(sharding: NamedSharding) -> NamedSharding | specs.Fault:
 
 
 def _error(problems: Sequence[Problem]) -> ShardingError:
-    count = '1 leaf has' if len(problems) == 1 else f'{len(problems)} leaves have'
+    count = plural(len(problems), 'leaf has', 'leaves have')
     lines = [f'{count} no sharding that could be shown:']
     lines.append(shown(f'{problem.leaf}: {problem.detail}' for problem in problems))
     hints = dict.fromkeys(problem.hint for problem in problems)
@@ -161,7 +161,6 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
 
 def array_text(picture: Picture, member: Member) -> str:
     """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
-    times = '' if member.count == 1 else f'{member.count} x '
     shape = ','.join(map(str, picture.blocks.shape))
     name = f'{member.name}: ' if member.name else ''
-    return f'{name}{times}{member.dtype}[{shape}]'
+    return f'{name}{times(member.count)}{member.dtype}[{shape}]'

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._report.pages import escape
 from scalax._report.svg import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
+from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._panels import (
     Cell,
@@ -144,7 +145,7 @@ class _Drawer:
 
 
 def _many(cell: Cell) -> str:
-    return '1 device' if len(cell.devices) == 1 else f'{len(cell.devices)} devices'
+    return plural(len(cell.devices), 'device')
 
 
 def _label(x: float, y: float, text: str, anchor: str, weight: str = 'normal') -> str:

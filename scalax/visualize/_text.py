@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from scalax._report.tables import terminal_width, wrapped
+from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._panels import (
     Panel,
@@ -45,9 +46,7 @@ def arrays_texts(picture: Picture) -> list[str]:
     lines = [array_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
     rest = sum(member.count for member in picture.members[_MOST_MEMBERS:])
     if rest:
-        lines.append(
-            f'... and {rest} more array{"" if rest == 1 else "s"} that lie{"s" if rest == 1 else ""} so'
-        )
+        lines.append(f'... and {plural(rest, "more array", "more arrays")} with this sharding')
     return lines
 
 
