@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from scalax._tree.specs import canonical, entries, entry_axes
-from scalax.custom_op._rule import Factors, Fit
+from scalax.custom_op._rule import FactorMap, Factors
 from scalax.errors import RuleError, did_you_mean
 
 Axes = Mapping[str, tuple[str, ...]]
@@ -21,7 +21,7 @@ Axes = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the factors of one call lie on a mesh.
+    """The mesh axes of the factors in one call.
 
     Attributes:
         fit: the factors of the operands and the results.
@@ -29,17 +29,17 @@ class Layout:
         sizes: the sizes of the mesh axes.
     """
 
-    fit: Fit
+    fit: FactorMap
     axes: Axes
     sizes: Mapping[str, int]
 
     @classmethod
-    def of_specs(cls, fit: Fit, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]) -> Layout:
-        """The layout that asks for the least moving.
+    def of_specs(cls, fit: FactorMap, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]) -> Layout:
+        """The layout that moves least.
 
         Args:
             fit: the factors.
-            specs: how the operands lie, and then how the results are wanted.
+            specs: the specs of the operands, and then those wanted for the results.
             sizes: the sizes of the mesh axes that count; others are left alone.
 
         Where arrays disagree the largest operand counts, then the next; results come last.
@@ -51,7 +51,7 @@ class Layout:
         used: set[str] = set()
         for i in order:
             for factor, entry in zip(arrays[i], entries(specs[i]), strict=False):
-                if factor is None or factor in fit.whole or factor in axes:
+                if factor is None or factor in fit.replicated or factor in axes:
                     continue
                 names = [axis for axis in entry_axes(entry) if axis in sizes and axis not in used]
                 while names and fit.sizes[factor] % math.prod(sizes[axis] for axis in names):
@@ -73,7 +73,7 @@ class Layout:
         )
 
 
-def _elements(fit: Fit, factors: Factors) -> int:
+def _elements(fit: FactorMap, factors: Factors) -> int:
     return math.prod(fit.sizes[factor] for factor in factors if factor is not None)
 
 

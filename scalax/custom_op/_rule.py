@@ -94,7 +94,7 @@ def _names(text: str, option: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_factors(rule: Rule, arrow: int) -> None:
-    """Raises about factors that the rule leaves nothing to do with, or too much."""
+    """Raises about factors that nothing handles, or that are handled twice."""
     text, reduced, whole = rule.text, rule.reduction_factors, rule.need_replication_factors
     kept = {name: at for name, at in names_in(text) if at > arrow}
     for name, at in names_in(text):
@@ -129,25 +129,25 @@ Factors = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class FactorMap:
     """The factors of operands and results, one entry an array.
 
     Attributes:
         operands: the factors of each operand.
         results: the factors of each result.
         sizes: the size of each factor.
-        whole: the factors that are never sharded.
+        replicated: the factors that are never sharded.
         reduced: the factors whose blocks are combined.
     """
 
     operands: tuple[Factors, ...]
     results: tuple[Factors, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str]
+    replicated: frozenset[str]
     reduced: frozenset[str]
 
-    def batched(self, batched: Sequence[bool], size: int) -> Fit:
-        """The fit under ``jax.vmap``: a new first factor, of all results and of some operands."""
+    def batched(self, batched: Sequence[bool], size: int) -> FactorMap:
+        """The map under ``jax.vmap``: a new first factor, of all results and of some operands."""
         name = f'vmap {len(self.sizes)}'  # no name of a rule holds a space
         operands = [
             (name, *factors) if more else factors
@@ -160,8 +160,8 @@ class Fit:
             sizes={name: size, **self.sizes},
         )
 
-    def with_more(self, shapes: Sequence[tuple[int, ...]]) -> Fit:
-        """The fit with more operands behind the others, which are never sharded."""
+    def with_more(self, shapes: Sequence[tuple[int, ...]]) -> FactorMap:
+        """The map with more operands behind the others, which are never sharded."""
         more = [(None,) * len(shape) for shape in shapes]
         return dataclasses.replace(self, operands=(*self.operands, *more))
 
@@ -180,14 +180,14 @@ class Fit:
             return ', '.join(' '.join(map(word, factors)) for factors in arrays)
 
         rule = f'{text(self.operands)} -> {text(self.results)}'
-        whole = [names[factor] for factor in self.sizes if factor in self.whole]
+        whole = [names[factor] for factor in self.sizes if factor in self.replicated]
         reduced = [names[factor] for factor in self.sizes if factor in self.reduced]
         special = {'reduction_factors': reduced, 'need_replication_factors': [*whole, *nameless]}
         return rule, {kind: tuple(factors) for kind, factors in special.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class FittedOperands:
     """The operands of a call, fitted to a rule; made by `fit_operands`."""
 
     rule: Rule
@@ -197,8 +197,8 @@ class Operands:
     dots: int
     described: tuple[str, ...]
 
-    def with_results(self, results: Sequence[Any]) -> Fit:
-        """The fit of a call with these results: the types of what the function returns for whole arrays.
+    def with_results(self, results: Sequence[Any]) -> FactorMap:
+        """The map of a call with these results: the types of what the function returns for whole arrays.
 
         Raises:
             RuleError: they contradict the rule.
@@ -214,17 +214,17 @@ class Operands:
             raise RuleError(
                 _lines(f'{self.name}: the results contradict the rule {self.rule.text!r}', texts, wrong)
             )
-        return Fit(
+        return FactorMap(
             self.factors,
             tuple(factors),
             {factor: size for factor, (size, _) in sizes.items()},
-            # What no operand has, the function makes: whole, on every device.
+            # A factor of results only is made by the function, whole, on every device.
             frozenset(self.rule.need_replication_factors) | (set(sizes) - set(self.sizes)),
             frozenset(self.rule.reduction_factors),
         )
 
 
-def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> Operands:
+def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> FittedOperands:
     """Fits a rule to the operands of a call.
 
     Args:
@@ -253,13 +253,13 @@ def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> Operands
         raise ArgumentError(
             _lines(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
         )
-    return Operands(rule, name, tuple(factors), sizes, dots, described)
+    return FittedOperands(rule, name, tuple(factors), sizes, dots, described)
 
 
 def _all_factors(
     patterns: Sequence[Pattern], arrays: Mapping[str, Any], dots: int, sizes: dict[str, tuple[int, str]]
 ) -> tuple[list[Factors], list[str]]:
-    """The factors of some arrays, and what is wrong; fills in *sizes*, each with who said so."""
+    """The factors of some arrays, and what is wrong; adds to *sizes* each size with the array that has it."""
     found, wrong = [], []
     for pattern, (label, array) in zip(patterns, arrays.items(), strict=True):
         dimensions = _dimensions(pattern, len(array.shape), dots)

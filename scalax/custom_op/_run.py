@@ -23,7 +23,7 @@ from scalax._trace.constraints import reshard
 from scalax._transforms.shard_map import is_mapped
 from scalax._tree.specs import canonical
 from scalax.custom_op._layout import FactorContext, Layout
-from scalax.custom_op._rule import Fit
+from scalax.custom_op._rule import FactorMap
 from scalax.errors import RuleError
 
 Results = tuple[Any, ...]
@@ -38,12 +38,12 @@ class Operation:
         factors: the factors that the function knows by name.
         fit: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
-        check_vma: whether JAX can follow which values differ between devices.
+        check_vma: whether JAX can track which values differ between devices.
     """
 
     name: str
     factors: tuple[str, ...]
-    fit: Fit
+    fit: FactorMap
     local: Callable[..., Results]
     check_vma: bool = True
 
@@ -67,7 +67,7 @@ class Operation:
 
 
 def run(operation: Operation, *operands: Any) -> Results:
-    """Runs an operation inside a function that JAX compiles; right under ``jax.vmap``."""
+    """Runs an operation inside a function that JAX compiles, also under ``jax.vmap``."""
     if any(map(_is_key, operands)):
         return run(*_with_key_data(operation, operands))
 
@@ -89,7 +89,7 @@ def _is_key(operand: Any) -> bool:
 
 
 def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operation on the numbers behind typed PRNG keys: partitioned, a key has a dimension more."""
+    """The operation on the data of typed PRNG keys: when partitioned, a key has one more dimension."""
     impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
 
     def local(ctx: FactorContext, *blocks: Any) -> Results:
@@ -141,7 +141,7 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
 
 
 def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Layout:
-    """How the factors lie along the Explicit axes of a mesh, by the types of the operands."""
+    """The layout along the Explicit axes of a mesh, from the types of the operands."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
@@ -185,7 +185,10 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """The arrays that a function closes over.
+    """The arrays that a function closes over, as operands that every device has whole.
+
+    ``custom_partitioning`` takes no function that closes over arrays, such as a table of numbers. Tracing the
+    function on whole arrays shows which they are; traced again on blocks, it is given them.
 
     Attributes:
         values: the arrays, in the order in which JAX found them.

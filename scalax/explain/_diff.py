@@ -1,4 +1,4 @@
-"""What did a change of rules or models do? The difference of two reports, as a value."""
+"""The difference of two reports, as a value and a table."""
 
 from __future__ import annotations
 

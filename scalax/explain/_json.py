@@ -1,4 +1,4 @@
-"""How does a report become text, and come back? JSON that reads well as a golden file: a line a leaf."""
+"""Reports as JSON with one line for each leaf, which reads well as a golden file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a resolve become a report? One row a leaf, and the regexes that did nothing."""
+"""Makes the report of a resolve: one row for each leaf, and the regexes that decided nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a report become HTML? A plain table, and the data that its script makes a tree of."""
+"""Reports as HTML: a plain table, and the data that a script turns into a tree."""
 
 from __future__ import annotations
 

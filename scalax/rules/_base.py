@@ -1,9 +1,9 @@
-"""What a rule is: the base class that users extend, and the rules that its operators make.
+"""`ShardingRule`, the base class that users extend, and the rules that its operators make.
 
-A built-in rule decides about the leaves of a `NamedTree` in one go (`ShardingRule.answers`): for each
-leaf an `Answer`, or None for "no answer", which lets a composition ask the next rule. What a leaf that
-nobody answered gets is the rule's own default (`ShardingRule.fallback`). A user's subclass writes
-`apply` only, and so answers everything.
+A built-in rule answers about all leaves of a `NamedTree` at once (`ShardingRule.answers`): for each leaf a
+`Decision`, or None for "no answer", which lets a composition ask the next rule. A leaf without an answer gets
+the default of the rule (`ShardingRule.fallback`). A user's subclass writes `apply` only, and so decides about
+every leaf.
 
 Users write the operators; these classes are what they make. The precedence, leaf by leaf:
 
@@ -36,7 +36,7 @@ from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
-from scalax.rules._merge import left, merged, occupied_by, spec_of, two_meshes, unanswered
+from scalax.rules._merge import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
 
 
 class ShardingRule(abc.ABC):
@@ -56,9 +56,9 @@ class ShardingRule(abc.ABC):
     """
 
     by_path: ClassVar[bool] = False
-    """Whether it looks at paths and ranks alone; rules that it is made of may look at more."""
+    """Whether it looks at paths and ranks alone; its parts may look at more."""
     by_shape: ClassVar[bool] = False
-    """Whether it looks at shapes, and what is taken of them, alone."""
+    """Whether it looks at nothing but shapes and what is occupied of them."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -87,16 +87,16 @@ class ShardingRule(abc.ABC):
                 f'structure {whole.treedef}: it returns one PartitionSpec for each leaf of its argument'
             ) from None
         given: dict[Any, Decision] = {}
-        said: list[Answer] = []
+        answers: list[Answer] = []
         for index in indices:
             value = values[index]
             if value is not None and not isinstance(value, PartitionSpec | NamedSharding):
-                said.append(not_a_spec(whole, index, f'{name}.apply', value))
+                answers.append(not_a_spec(whole, index, f'{name}.apply', value))
                 continue
             if value not in given:
                 given[value] = Decision.of(value, name, 'said by apply()', 'error')
-            said.append(given[value])
-        return said
+            answers.append(given[value])
+        return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """What a leaf gets that this rule does not answer: an answer, or the error to raise."""
@@ -179,10 +179,10 @@ class BuiltinRule(ShardingRule):
         tree = NamedTree.of(pytree)
         if problems := non_arrays(tree):
             raise ShardingError(problems)
-        said = with_defaults(self, self.answers(tree, None), tree, None)
-        if problems := [one for one in said if isinstance(one, Problem)]:
+        decided = with_defaults(self, self.answers(tree, None), tree, None)
+        if problems := [one for one in decided if isinstance(one, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], said)])
+        return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], decided)])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
@@ -190,10 +190,10 @@ class BuiltinRule(ShardingRule):
 
 
 def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-    """What any rule says about every leaf; see `ShardingRule.answers`.
+    """The answers of any rule about every leaf; see `ShardingRule.answers`.
 
-    A subclass of a built-in rule that writes an `apply` of its own means that one to count. A rule that has
-    no leaf to decide about is not asked, wherever it stands.
+    Where a subclass of a built-in rule overrides `apply`, that counts. A rule that has no leaf to decide
+    about is not asked.
     """
     if not len(tree):
         return []
@@ -205,7 +205,7 @@ def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None
 def answers_of_each(
     rules: Mapping[int, ShardingRule], tree: NamedTree, axis_sizes: AxisSizes | None
 ) -> dict[int, Answer]:
-    """What rules say about the leaves that each is to decide about; a rule is asked once, about all of its.
+    """The answers of several rules, each about its own leaves; a rule is asked once, about all of them.
 
     Args:
         rules: leaf number -> its rule.
@@ -215,19 +215,19 @@ def answers_of_each(
     groups: dict[int, tuple[ShardingRule, list[int]]] = {}
     for index, rule in rules.items():
         groups.setdefault(id(rule), (rule, []))[1].append(index)
-    said: dict[int, Answer] = {}
+    answers: dict[int, Answer] = {}
     for rule, mine in groups.values():
-        said.update(zip(mine, answers_of(rule, tree.select(mine), axis_sizes), strict=True))
-    return said
+        answers.update(zip(mine, answers_of(rule, tree.select(mine), axis_sizes), strict=True))
+    return answers
 
 
 def is_pure(rule: ShardingRule) -> bool:
-    """Whether what `ask` gives may be reused; see `ShardingRule.is_pure`."""
+    """Whether answers of a rule may be reused; see `ShardingRule.is_pure`."""
     return rule.is_pure and not _applies_itself(rule)
 
 
 def looks_at_paths_only(rule: ShardingRule) -> bool:
-    """Whether what `ask` gives depends on paths and ranks alone, not on the sizes of arrays."""
+    """Whether the answers of a rule depend on paths and ranks alone, not on the sizes of arrays."""
     return rule.by_path and not _applies_itself(rule) and all(map(looks_at_paths_only, rule.parts))
 
 
@@ -236,7 +236,7 @@ def _applies_itself(rule: ShardingRule) -> bool:
 
 
 def decide(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
-    """What a rule says about every leaf, with its own default where it has no answer."""
+    """What a rule decides about every leaf, with its default where it has no answer."""
     return with_defaults(rule, answers_of(rule, tree, axis_sizes), tree, axis_sizes)
 
 
@@ -244,8 +244,8 @@ def with_defaults(
     rule: ShardingRule, answers: list[Answer], tree: NamedTree, axis_sizes: AxisSizes | None
 ) -> list[Decision | Problem]:
     """The answers with the rule's default in place of None."""
-    for index, said in enumerate(answers):
-        if said is None:
+    for index, answer in enumerate(answers):
+        if answer is None:
             answers[index] = rule.fallback(tree, index, axis_sizes)
     return cast(list[Decision | Problem], answers)  # every None was filled
 
@@ -255,7 +255,7 @@ def with_defaults(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConstantRule(BuiltinRule):
-    """A PartitionSpec, a NamedSharding or None where a rule is wanted: it answers every leaf."""
+    """A PartitionSpec, a NamedSharding or None where a rule is wanted: the same for every leaf."""
 
     value: PartitionSpec | NamedSharding | None
     by_path: ClassVar[bool] = True
@@ -301,7 +301,7 @@ class FirstAnswer(BuiltinRule):
         return cls(tuple(flat))
 
     def __repr__(self) -> str:
-        # Specs have no `|` of their own: each of those in front stands beside a rule in brackets.
+        # Specs have no `|` of their own, so brackets put each leading one beside a rule.
         specs = 0
         while specs < len(self.rules) - 1 and isinstance(self.rules[specs], ConstantRule):
             specs += 1
@@ -326,8 +326,8 @@ class FirstAnswer(BuiltinRule):
         answers: list[Answer] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
-            for i, said in zip(left, answers_of(rule, tree.select(left), axis_sizes), strict=True):
-                answers[i] = said
+            for i, answer in zip(left, answers_of(rule, tree.select(left), axis_sizes), strict=True):
+                answers[i] = answer
             left = [i for i in left if answers[i] is None]
         return answers
 
@@ -364,46 +364,46 @@ class Overlay(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         below = answers_of(self.first, tree, axis_sizes)
-        for i, said in enumerate(below):
-            if said is None:
+        for i, answer in enumerate(below):
+            if answer is None:
                 default = self.first.fallback(tree, i, axis_sizes)
-                # No answer of a strict rule is its error; of any other it leaves the leaf to `second`.
+                # A strict rule without an answer is an error; any other leaves the leaf to `second`.
                 below[i] = default if isinstance(default, Problem) else None
-        open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
-        part = tree.select(open_)
+        undecided = [i for i, one in enumerate(below) if not isinstance(one, Problem) and _is_open(one)]
+        part = tree.select(undecided)
         outers = part.occupied or [REPLICATED] * len(part)
-        first = left(outers, [below[i] for i in open_], part.shapes)
+        first = unoccupied(outers, [below[i] for i in undecided], part.shapes)
         keys = [
-            (outer, spec_of(said), len(shape))
-            for outer, said, shape in zip(outers, first, part.shapes, strict=True)
+            (outer, claim(answer), len(shape))
+            for outer, answer, shape in zip(outers, first, part.shapes, strict=True)
         ]
         known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
-        taken = [known[key] for key in keys]
-        part = part.with_occupied(taken)
-        above = left(outers, answers_of(self.second, part, axis_sizes), part.shapes)
+        occupied = [known[key] for key in keys]
+        part = part.with_occupied(occupied)
+        above = unoccupied(outers, answers_of(self.second, part, axis_sizes), part.shapes)
         answers = list(below)
-        # One answer for equal leaves, as each rule gives: what is equal is then validated once.
+        # One object for equal decisions, so that each is validated once.
         memo: dict[Any, Decision] = {}
-        for j, (i, mine, said) in enumerate(zip(open_, first, above, strict=True)):
+        for j, (i, mine, answer) in enumerate(zip(undecided, first, above, strict=True)):
             answers[i] = mine
-            if not isinstance(mine, Decision) or isinstance(said, Problem):
-                answers[i] = said
-            elif said is None:
-                alike = (part.shapes[j], id(taken[j])) if self.second.by_shape else j
+            if not isinstance(mine, Decision) or isinstance(answer, Problem):
+                answers[i] = answer
+            elif answer is None:
+                alike = (part.shapes[j], id(occupied[j])) if self.second.by_shape else j
                 asked = id(mine), alike
                 if asked not in memo:
                     default = self.second.fallback(part, j, axis_sizes)
-                    # Reports show the reason; an error of a strict rule is none here.
+                    # Reports show the reason. A strict rule without an answer is no error here.
                     same = id(mine), default.reason if isinstance(default, Decision) else ''
                     memo[asked] = memo.setdefault(same, unanswered(mine, default))
                 answers[i] = memo[asked]
-            elif said.spec is not None:
-                if None not in (mine.mesh, said.mesh) and mine.mesh != said.mesh:
-                    answers[i] = two_meshes(tree, i, mine, said)
+            elif answer.spec is not None:
+                if None not in (mine.mesh, answer.mesh) and mine.mesh != answer.mesh:
+                    answers[i] = two_meshes(tree, i, mine, answer)
                     continue
-                key = id(mine), id(said), tree.shapes[i]
+                key = id(mine), id(answer), tree.shapes[i]
                 if key not in memo:
-                    memo[key] = merged(mine, said, tree.shapes[i], axis_sizes or {})
+                    memo[key] = merged(mine, answer, tree.shapes[i], axis_sizes or {})
                 answers[i] = memo[key]
         return answers
 
@@ -412,9 +412,9 @@ class Overlay(BuiltinRule):
         return self.second.fallback(tree, index, axis_sizes)
 
 
-def _is_open(said: Answer) -> bool:
-    """Whether another rule may still say something: not where the compiler was given the choice."""
-    return not (isinstance(said, Decision) and said.spec is None)
+def _is_open(answer: Answer) -> bool:
+    """Whether another rule may decide too: not where the leaf is left to the compiler."""
+    return not (isinstance(answer, Decision) and answer.spec is None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -453,39 +453,39 @@ class Stacked(_Around):
         memo: dict[int, Decision] = {}
         layer = self._layer(tree)
         return [
-            self._restacked(said, shape, memo) if isinstance(said, Decision) else said
-            for said, shape in zip(answers_of(self.rule, layer, axis_sizes), tree.shapes, strict=True)
+            self._restacked(answer, shape, memo) if isinstance(answer, Decision) else answer
+            for answer, shape in zip(answers_of(self.rule, layer, axis_sizes), tree.shapes, strict=True)
         ]
 
     def _layer(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        taken = list(map(self._taken, tree.occupied, layer.shapes))
-        return layer.with_occupied(taken) if taken else layer
+        occupied = list(map(self._occupied, tree.occupied, layer.shapes))
+        return layer.with_occupied(occupied) if occupied else layer
 
-    def _taken(self, taken: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-        """What was taken of one layer; the axes of the stack are in use all the same."""
-        stack, layer = PartitionSpec(*taken[: self.dims]), PartitionSpec(*taken[self.dims :])
+    def _occupied(self, occupied: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """What is occupied of one layer; the axes of the stack are in use too."""
+        stack, layer = PartitionSpec(*occupied[: self.dims]), PartitionSpec(*occupied[self.dims :])
         return occupied_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the rule for one layer."""
-        # This leaf alone: the whole tree once for each leaf would take the square of its size.
+        # This leaf alone: the whole tree for each leaf would take quadratic time.
         one = self._layer(dataclasses.replace(tree.select([index]), parent=None))
         default = self.rule.fallback(one, 0, axis_sizes)
         return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
 
-    def _restacked(self, said: Decision, shape: tuple[int, ...], memo: dict[int, Decision]) -> Decision:
-        """What was said of one layer, for the stack. Arrays without the stacked dimensions stay whole."""
-        if said.spec is None:
-            return said
+    def _restacked(self, answer: Decision, shape: tuple[int, ...], memo: dict[int, Decision]) -> Decision:
+        """The decision about one layer, for the stack; arrays of too few dimensions are replicated."""
+        if answer.spec is None:
+            return answer
         if len(shape) < self.dims:
             reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
-            return dataclasses.replace(said, spec=REPLICATED, reason=reason, stack=())
-        if id(said) not in memo:
-            spec = specs.replaced(said.spec, [*[None] * self.dims, *specs.entries(said.spec)])
-            stack = (*range(self.dims), *(dim + self.dims for dim in said.stack))
-            memo[id(said)] = dataclasses.replace(said, spec=spec, stack=stack)
-        return memo[id(said)]
+            return dataclasses.replace(answer, spec=REPLICATED, reason=reason, stack=())
+        if id(answer) not in memo:
+            spec = specs.replaced(answer.spec, [*[None] * self.dims, *specs.entries(answer.spec)])
+            stack = (*range(self.dims), *(dim + self.dims for dim in answer.stack))
+            memo[id(answer)] = dataclasses.replace(answer, spec=spec, stack=stack)
+        return memo[id(answer)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -505,8 +505,8 @@ class InMemory(_Around):
         """See `ShardingRule.answers`."""
         memo: dict[int, Decision] = {}
         return [
-            self._placed(said, memo) if isinstance(said, Decision) else said
-            for said in answers_of(self.rule, tree, axis_sizes)
+            self._placed(answer, memo) if isinstance(answer, Decision) else answer
+            for answer in answers_of(self.rule, tree, axis_sizes)
         ]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
@@ -514,9 +514,9 @@ class InMemory(_Around):
         default = self.rule.fallback(tree, index, axis_sizes)
         return default if isinstance(default, Problem) else self._placed(default, {})
 
-    def _placed(self, said: Decision, memo: dict[int, Decision]) -> Decision:
-        if said.spec is None:
-            return said
-        if id(said) not in memo:
-            memo[id(said)] = dataclasses.replace(said, memory_kind=self.memory_kind)
-        return memo[id(said)]
+    def _placed(self, answer: Decision, memo: dict[int, Decision]) -> Decision:
+        if answer.spec is None:
+            return answer
+        if id(answer) not in memo:
+            memo[id(answer)] = dataclasses.replace(answer, memory_kind=self.memory_kind)
+        return memo[id(answer)]

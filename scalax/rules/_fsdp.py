@@ -1,4 +1,4 @@
-"""Which dimension of each array should fully sharded data parallelism (FSDP) shard?"""
+"""The rule for fully sharded data parallelism (FSDP): shards one dimension of each large array."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ _UNNAMED = Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=Fal
 
 
 def _own_names(tree: NamedTree) -> list[DimensionNames | None]:
-    """What the leaves themselves call their dimensions. Their boxes are found in the whole tree only."""
+    """The names in the leaves themselves. Their boxes can be found in the whole tree only."""
     whole, indices = tree.root()
     names = names_by_leaf(whole.tree)
     return [names[i] for i in indices]
@@ -308,7 +308,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class NamedLeaf:
-    """What a rule decides from: the names and the shape of a leaf, what is taken, and the mesh."""
+    """One decision: the names and the shape of a leaf, what is occupied of it, and the mesh."""
 
     rule: LogicalAxisShardingRule
     named: Named
@@ -318,7 +318,7 @@ class NamedLeaf:
     axis_sizes: AxisSizes | None
 
     def decide(self) -> tuple[Decision | Fault, list[str]]:
-        """The answer, or what is wrong; and which axes had to go for it, where the policy allows that."""
+        """The decision, or what is wrong; and the axes that were dropped, where the policy allows that."""
         dimensions = self.named.pattern.of_rank(len(self.shape))
         fault = self._rank_fault() if dimensions is None else self._name_fault(dimensions)
         if fault is not None:
@@ -342,7 +342,7 @@ class NamedLeaf:
             for part, size in zip(parts, sizes, strict=True):
                 axes, why, busy = self._choose(part, used)
                 if not axes and set(busy).intersection(spec_axes(self.occupied)):
-                    why = ''  # it is another rule that is in the way
+                    why = ''  # another rule uses them, as the note says
                     notes.append(self._in_vain(busy, dim, 'in use'))
                 kept = self._dividing(axes, size, is_whole=len(parts) == 1)
                 if kept != axes:
@@ -393,7 +393,7 @@ class NamedLeaf:
     def _lacks(self, absent: Sequence[str], present: Sequence[str]) -> str:
         """Which mesh axes of a name the mesh lacks: all if it has none of them, else one that looks misspelt.
 
-        To skip them is the contract, and a mapping for many meshes names many. An axis is not meant by
+        Skipping them is the contract: one mapping serves many meshes. An axis is not meant by
         another name where it is named itself.
         """
         if self.axis_sizes is None or not absent:
@@ -416,7 +416,7 @@ class NamedLeaf:
 
     def _dividing(self, axes: tuple[str, ...], size: int | None, is_whole: bool) -> tuple[str, ...]:
         """The axes without those, from the right, by which a dimension or a part of one does not divide."""
-        # A whole dimension that may not be left out is judged where everything else about a spec is.
+        # With the policy "error", whole dimensions are checked with the rest of the spec, in `resolve`.
         judged = is_whole and self.rule.on_indivisible == 'error'
         if size is not None and self.axis_sizes is not None and not judged:
             while size % math.prod(self.axis_sizes[axis] for axis in axes):

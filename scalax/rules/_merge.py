@@ -15,35 +15,35 @@ from scalax.errors import Problem
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
-def spec_of(said: Answer) -> PartitionSpec:
-    """What an answer takes of a leaf: a stack of layers is not free, though nothing is placed there."""
-    if not isinstance(said, Decision) or said.spec is None:
+def claim(answer: Answer) -> PartitionSpec:
+    """What a decision occupies of a leaf. A stack of layers is not free, though nothing shards it."""
+    if not isinstance(answer, Decision) or answer.spec is None:
         return REPLICATED
-    return close(said.spec, said.stack) if said.stack else said.spec
+    return close(answer.spec, answer.stack) if answer.stack else answer.spec
 
 
-def left(
+def unoccupied(
     outers: Sequence[PartitionSpec], answers: Sequence[Answer], shapes: Sequence[tuple[int, ...]]
 ) -> list[Answer]:
-    """What rules further out leave of each answer, which is all of it that will be placed."""
+    """The answers without what outer rules occupy already: nested rules cannot use it again."""
     memo: dict[Any, Answer] = {}
     kept: list[Answer] = []
-    for outer, said, shape in zip(outers, answers, shapes, strict=True):
-        if outer and isinstance(said, Decision) and said.spec is not None:
-            key = id(said), outer, len(shape)
+    for outer, answer, shape in zip(outers, answers, shapes, strict=True):
+        if outer and isinstance(answer, Decision) and answer.spec is not None:
+            key = id(answer), outer, len(shape)
             if key not in memo:
-                spec = remainder(outer, said.spec, len(shape))
-                same = spec == specs.canonical(said.spec)
-                memo[key] = said if same else _reduced(said, spec, outer)
-            said = memo[key]
-        kept.append(said)
+                spec = remainder(outer, answer.spec, len(shape))
+                same = spec == specs.canonical(answer.spec)
+                memo[key] = answer if same else _reduced(answer, spec, outer)
+            answer = memo[key]
+        kept.append(answer)
     return kept
 
 
-def _reduced(said: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
-    notes = (*said.notes, *_lost(said, spec, outer))
-    clauses = said.clauses if _asks(spec) else ()  # of which nothing is left decides nothing
-    return dataclasses.replace(said, spec=spec, notes=notes, clauses=clauses)
+def _reduced(answer: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
+    notes = (*answer.notes, *_lost(answer, spec, outer))
+    clauses = answer.clauses if _asks(spec) else ()  # decides nothing if nothing is left
+    return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
 def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) -> Problem:
@@ -58,11 +58,11 @@ def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) ->
 
 
 def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
-    """What two answers with specs say together about a leaf of this shape."""
+    """The decision of two with specs together, about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
     filled = fill(below.spec, above.spec, len(shape), below.stack)
     is_same = filled == specs.canonical(below.spec)
-    # Who asked for something and got nothing did not decide.
+    # A rule that got nothing of what it asked for did not decide.
     counts = not is_same or not _asks(above.spec) or (above.memory_kind and not below.memory_kind)
     both = dataclasses.replace(
         below,
@@ -97,14 +97,14 @@ def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes:
 
 
 def unanswered(below: Decision, default: Decision | Problem) -> Decision:
-    """The answer of *a* where *b* has none, with the reason that *b* has for that."""
+    """The decision of *a* where *b* has no answer, with the reason of *b* for that."""
     if isinstance(default, Problem) or not default.reason:
         return below
     return dataclasses.replace(below, notes=(*below.notes, default.reason))
 
 
 def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
-    """What an answer asked for and did not get, and why, in a few words."""
+    """What a decision asked for and did not get, and why, in a few words."""
     assert asked.spec is not None
     kept, used = specs.entries(placed), {*specs.spec_axes(before), *before.unreduced, *before.reduced}
     notes = []
@@ -148,13 +148,13 @@ def fill(
     used = {*specs.spec_axes(below), *below.unreduced, *below.reduced}
     first, second = specs.entries(below), specs.entries(above)
     entries: list[Any] = []
-    # A spec that is longer than the array stays so: validation names the leaf.
+    # A spec that is longer than the array stays so; validation reports it.
     for dim in range(max(rank, len(first), len(second))):
         entry = first[dim] if dim < len(first) else None
         if entry is None and dim < len(second) and dim not in closed:
             entry = second[dim]
             if entry is not specs.UNCONSTRAINED:
-                # An axis that `above` uses twice stays so too, and is reported as its mistake.
+                # An axis that `above` uses twice stays too; validation reports it.
                 entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
         entries.append(entry)
     filled = specs.replaced(below, entries)
@@ -165,7 +165,7 @@ def fill(
 
 
 def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """What of a spec can still be placed, once a rule further out took dimensions and axes.
+    """A spec without the dimensions and axes that an outer rule occupies.
 
     Example:
         >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
@@ -183,7 +183,7 @@ def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partition
 
 
 def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
-    """The spec in which those of *dims* are not free that hold nothing.
+    """The spec in which the empty ones of some dimensions are not free.
 
     Example:
         >>> close(PartitionSpec('a'), (0, 1))
@@ -191,15 +191,15 @@ def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     """
     entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
     for dim in dims:
-        # Nobody fills a dimension that the compiler was given.
+        # UNCONSTRAINED is never filled.
         entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
     return specs.replaced(spec, entries)
 
 
 def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """What a rule and those further out took of a leaf of *rank* dimensions, for the next rule to see.
+    """What a rule and the outer ones occupy of a leaf of *rank* dimensions, for the next rule to see.
 
-    Axes that they use elsewhere than in one of these dimensions stand behind the last one.
+    Axes that they use outside these dimensions come after the last one.
 
     Example:
         >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)

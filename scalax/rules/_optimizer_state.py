@@ -133,12 +133,12 @@ class OptimizerStateShardingRule(BuiltinRule):
         params.ask_again(
             (place.param, occupied[i]) for i, place in enumerate(places) if place and i in occupied
         )
-        said = [params.answer(whole, i, place, occupied.get(i)) for i, place in enumerate(places)]
-        if not any(one and place for one, place in zip(said, places, strict=True)):
-            for i, one in enumerate(said):
-                if one is None and _is_float(whole, i):
-                    said[i] = _mismatch(whole, i, self._known, places[i])
-        return [said[i] for i in indices]
+        answers = [params.answer(whole, i, place, occupied.get(i)) for i, place in enumerate(places)]
+        if not any(answer and place for answer, place in zip(answers, places, strict=True)):
+            for i, answer in enumerate(answers):
+                if answer is None and _is_float(whole, i):
+                    answers[i] = _mismatch(whole, i, self._known, places[i])
+        return [answers[i] for i in indices]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """What belongs to no parameter is replicated; an error if it looks as if it should belong to one."""
@@ -270,13 +270,13 @@ class _Params:
     def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
         self._axis_sizes = axis_sizes
         self._rows: list[tuple[Section, NamedTree, int]] = []
-        self._said: dict[tuple[int, PartitionSpec | None], Answer] = {}
+        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {}
         self.known = known
         self.shapes, self.paths = known.shapes, known.paths
         for section, tree in known.trees:
             self._rows.extend((section, tree, i) for i in range(len(tree)))
-            for said in answers_of(section.rule, tree, axis_sizes):
-                self._said[len(self._said), None] = said
+            for answer in answers_of(section.rule, tree, axis_sizes):
+                self._answers[len(self._answers), None] = answer
         self._memo: dict[Any, Decision | None] = {}
 
     def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
@@ -290,8 +290,8 @@ class _Params:
                 section, tree, _ = self._rows[mine[0]]
                 part = tree.select([self._rows[param][2] for param in mine])
                 part = part.with_occupied([now[param] for param in mine])
-                for param, said in zip(mine, answers_of(section.rule, part, self._axis_sizes), strict=True):
-                    self._said[param, now[param]] = said
+                for param, answer in zip(mine, answers_of(section.rule, part, self._axis_sizes), strict=True):
+                    self._answers[param, now[param]] = answer
 
     def is_copy(self, shape: tuple[int, ...], place: _Place | None) -> bool:
         """Whether a leaf has the shape of its parameter."""
@@ -304,16 +304,16 @@ class _Params:
         shape = state.shapes[index]
         if place is None:
             return _SMALL if _is_small(shape) else None
-        said = self._of_parameter(place.param, occupied)
-        if isinstance(said, Problem):
-            detail = f'its parameter {self.paths[place.param]!r}: {said.detail}'
-            return dataclasses.replace(said, leaf=state.describe(index), detail=detail)
+        answer = self._of_parameter(place.param, occupied)
+        if isinstance(answer, Problem):
+            detail = f'its parameter {self.paths[place.param]!r}: {answer.detail}'
+            return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
         own = self.shapes[place.param]
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
-        key = (id(said), own, shape, role, place.inside)
+        key = (id(answer), own, shape, role, place.inside)
         if key not in self._memo:
-            self._memo[key] = _derived(said, own, shape, role, place.inside)
+            self._memo[key] = _derived(answer, own, shape, role, place.inside)
         derived = self._memo[key]
         if derived is not None or place.inside or self.known.is_weak(place.param):
             return derived
@@ -327,15 +327,15 @@ class _Params:
         )
 
     def _of_parameter(self, param: int, occupied: PartitionSpec | None) -> Decision | Problem:
-        said = self._said[param, occupied]
-        if said is None:
+        answer = self._answers[param, occupied]
+        if answer is None:
             section, tree, i = self._rows[param]
-            said = self._said[param, occupied] = section.rule.fallback(tree, i, self._axis_sizes)
-        return said
+            answer = self._answers[param, occupied] = section.rule.fallback(tree, i, self._axis_sizes)
+        return answer
 
 
 def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
-    """The place of every leaf of the state; None for what lies beside the parameters."""
+    """The place of every leaf of the state; None for what belongs to no parameter."""
     found = [list(_ending(path, params)) for path in state.paths]
     if any(len(places) > 1 for places in found):
         votes = collections.Counter(place.before for places in found for place in places)
@@ -383,30 +383,31 @@ def _parameter_above(path: str, params: _Known) -> _Place | None:
 
 
 def _derived(
-    said: Decision, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
+    answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
 ) -> Decision | None:
     """The answer for a leaf of *shape*, given its parameter's; None where the shapes do not fit."""
-    origin = f'{_NAME} -> {said.origin}'
+    origin = f'{_NAME} -> {answer.origin}'
     if shape == own:
-        reason = ': '.join(part for part in ('as its parameter', said.reason) if part)
-        return dataclasses.replace(said, origin=origin, reason=reason)
+        reason = ': '.join(part for part in ('as its parameter', answer.reason) if part)
+        return dataclasses.replace(answer, origin=origin, reason=reason)
     if _is_small(shape):
         return _SMALL
     choices = kept_dimensions(own, shape, role, inside)
     if not choices:
         return None
-    if said.spec is None:
-        return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
-    entries = (*specs.entries(said.spec), *[None] * len(own))
+    if answer.spec is None:
+        return dataclasses.replace(answer, origin=origin, reason='left to the compiler as its parameter')
+    entries = (*specs.entries(answer.spec), *[None] * len(own))
     # Where several dimensions may be the stack of layers, all of them count as it.
-    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
+    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in answer.stack}))
     distinct = dict.fromkeys(
-        specs.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
+        specs.replaced(answer.spec, [None if dim is None else entries[dim] for dim in dims])
+        for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
-            said,
+            answer,
             spec=REPLICATED,
             origin=origin,
             stack=stack,
@@ -414,7 +415,7 @@ def _derived(
         )
     kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
     reason = f'{kept} of its parameter'
-    return dataclasses.replace(said, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
+    return dataclasses.replace(answer, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:

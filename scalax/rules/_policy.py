@@ -1,4 +1,4 @@
-"""Which spec does a leaf get by a user's function of its path and shape?"""
+"""The rule that calls a user's function for each leaf."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ResolveMode(enum.Enum):
     CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
     compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
     function: UNCONSTRAINED dimensions are fine, and one that does not divide is padded, so it only warns.
-    EAGER: the same function, run without being compiled: nothing pads.
+    EAGER: the same function, run without being compiled: nothing is padded.
     """
 
     CONCRETE = enum.auto()
@@ -95,7 +95,7 @@ def resolve(
         mesh: the mesh; an AbstractMesh is enough.
         mode: what the shardings are for.
         where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
-        at: where the tree lies in something larger, if in anything; prefixed to leaf paths in messages.
+        at: the path of the tree in a larger one, if any; prefixed to leaf paths in messages.
         on_indivisible: the policy of bare specs. Rules carry their own.
         as_leaf: what rules see in place of each leaf.
 
@@ -136,7 +136,7 @@ def resolve(
 
 
 class _Task:
-    """One resolve on its way: collects what is wrong until all leaves have been seen."""
+    """One resolve: collects problems until all leaves have been seen."""
 
     def __init__(
         self,
@@ -158,11 +158,11 @@ class _Task:
     def decide(
         self, value: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree
     ) -> list[Decision | Problem]:
-        """What the rule says about every leaf of *tree*; nothing where it raised."""
+        """What the rule decides about every leaf of *tree*; an empty list where it raised."""
         try:
             return decide(as_rule(value), tree, self.axes.sizes)
         except ShardingError as error:
-            # A user's code. The other parts of the tree are looked at too, so that all is said at once.
+            # Raised by a user's rule. The other subtrees are checked too, to report all problems at once.
             self.problems.extend(error.problems)
             return []
 
@@ -171,14 +171,14 @@ class _Task:
         if not answers:
             return []
         if self.mode in _VALUES and AxisType.Auto not in self.axes.types.values():
-            # Without an Auto axis JAX knows no UNCONSTRAINED: what the type says now stands for it.
+            # Without an Auto axis JAX has no UNCONSTRAINED; the axes of the type take its place.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
         first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
         before = len(self.problems), len(self.passed)
         checked = {key: self._checked(tree, i, answers[i]) for key, i in first.items()}
         if before != (len(self.problems), len(self.passed)):
-            # What is wrong is said of every leaf that it is wrong for, in tree order.
+            # Report each problem for every leaf that has it, in tree order.
             del self.problems[before[0] :], self.passed[before[1] :]
             for i, answer in enumerate(answers):
                 self._checked(tree, i, answer)
@@ -204,7 +204,7 @@ class _Task:
                     ),
                 )
             return None
-        # What else does not fit follows from the other mesh, and that is to be mended first.
+        # Other faults follow from the wrong mesh, which has to be fixed first.
         is_own = self._is_own(answer.mesh)
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
@@ -213,7 +213,7 @@ class _Task:
             wrong.append(
                 specs.Fault(
                     'unconstrained',
-                    'an UNCONSTRAINED dimension is not a place where an array can lie',
+                    'an UNCONSTRAINED dimension does not say where an array is placed',
                     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
                 )
             )
@@ -286,7 +286,7 @@ class _Task:
         )
 
     def finish(self) -> None:
-        """Raises about all problems, or warns about all that was let pass."""
+        """Raises about all problems, or warns about dimensions that do not divide and may."""
         if self.problems:
             raise ShardingError(self.problems, str(self.axes), self.where)
         if self.passed:
@@ -337,7 +337,7 @@ _REORDERED = specs.Fault(
 
 
 def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> specs.Fault:
-    """What is another about a mesh. Only one of devices may differ in their order."""
+    """Says how another mesh differs. Only meshes with devices can differ in their order."""
     detail = f'the NamedSharding is of another mesh: {given}'
     hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
     theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
@@ -367,7 +367,7 @@ class _Known:
         treedef: its structure.
         signature: the shapes and dtypes of its leaves.
         shardings: those of its leaves.
-        certain: whether trees of this structure have the same paths; None until somebody asks.
+        certain: whether trees of this structure have the same paths; None if not known yet.
     """
 
     rules: Any
@@ -386,7 +386,7 @@ class _Known:
 
 
 class ResolutionCache:
-    """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
+    """Remembers the shardings of the trees resolved last, for rules whose answers never change.
 
     Entries are found by comparison, not by hash: comparing two equal lists of shapes costs a pointer
     comparison an item, hashing them costs several times that on a tree of 100,000 leaves. Trees whose
@@ -407,7 +407,7 @@ class ResolutionCache:
         """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
         leaves = [rules] if is_rule(rules) else jax.tree.leaves(rules, is_leaf=is_rule)
         if not all(map(is_rule, leaves)):
-            # Compared with nothing: `resolve` says what is wrong with them.
+            # `resolve` raises about what is no rule.
             resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
             return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)

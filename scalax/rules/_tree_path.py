@@ -112,8 +112,7 @@ class TreePathShardingRule(BuiltinRule):
                 fixed = self._clause_answer(number, value)
                 for i in mine:
                     answers[i] = fixed
-        # A rule may be the value of several clauses. One answer serves many leaves, and so does what a
-        # clause makes of it.
+        # A rule may be the value of several clauses, and one decision serves many leaves.
         memo: dict[tuple[int, int], Decision] = {}
         for i, said in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
             answers[i] = said
@@ -263,7 +262,7 @@ class ExactRankRule(TreePathShardingRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         said = super().answers(tree, axis_sizes)
-        # One answer serves all leaves of a clause, and is looked at once for each rank of these.
+        # One decision serves all leaves of a clause; it is checked once for each rank.
         wrong: dict[tuple[int, int, int], Problem | None] = {}
         for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
             key = id(answer), len(shape), tree.stacked(index)
@@ -276,7 +275,7 @@ class ExactRankRule(TreePathShardingRule):
 
     def _wrong(self, said: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
         """What is wrong with an answer of this rule about a leaf of that rank, without its stack."""
-        # Answers about arrays of one element have no clauses, and those of other rules are their own affair.
+        # Decisions about arrays of one element have no clauses; those of other rules are not checked.
         if not isinstance(said, Decision) or not said.clauses or said.clauses[0][0] is not self:
             return None
         value = self.rules[said.clauses[0][1]][1]
@@ -294,7 +293,7 @@ class ExactRankRule(TreePathShardingRule):
                 'catalogue.SPLIT_HEADS in front; others a row of your own.',
             )
         absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
-        # Axes by other names are no tables' of the catalogue.
+        # Other axes are not those of the catalogue.
         for_tables = [f'{axis}=None' for axis in absent if axis in TABLE_AXES]
         if axis_sizes is None or not for_tables:
             return None

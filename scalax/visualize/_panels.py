@@ -1,4 +1,4 @@
-"""What of the blocks is drawn, and how are devices written? The same for text and for SVG.
+"""Panels of blocks and the words around them, the same for text and for SVG.
 
 At most two dimensions make a panel of rows and columns; a third one makes a row of panels. Dimensions
 that are not cut are left out of the picture. What does not fit is left out, and counted where it was.

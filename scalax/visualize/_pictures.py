@@ -1,4 +1,4 @@
-"""Which pictures does a tree need? One for each way of lying that its leaves have."""
+"""The pictures of a tree: one for each shape and sharding that its leaves have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Leaves of one shape that lie in one way.
+    """Leaves of one shape and sharding.
 
     Attributes:
         members: which leaves these are.
@@ -97,7 +97,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
 
 
 def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) -> list[int]:
-    """A number for each leaf, the same for leaves of one shape that lie in one way."""
+    """A number for each leaf, the same for leaves of one shape and sharding."""
     # Trees have many leaves and few shardings, and those are slow to hash.
     distinct = {id(sharding): sharding for sharding in shardings}
     layouts: dict[Hashable, int] = {}
@@ -121,9 +121,11 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):
-        return specs.Fault('traced', 'only the compiler will know where this traced value lies', _INSPECT)
+        return specs.Fault(
+            'traced', 'only the compiler will know where this traced value is placed', _INSPECT
+        )
     if not isinstance(sharding, Sharding):
-        return specs.Fault('no-sharding', 'this has no sharding: it lies on no device yet', _RULES)
+        return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if isinstance(sharding, NamedSharding):
         return _shown(sharding)
     try:
@@ -134,7 +136,7 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
 
 
 def _is_typed(sharding: Any) -> bool:
-    """Whether the type of a traced value says all about where it lies: all of its axes are Explicit."""
+    """Whether the type of a traced value says all about its sharding: all of its axes are Explicit."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}

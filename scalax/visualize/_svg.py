@@ -1,4 +1,4 @@
-"""How does one array look as SVG? Blocks in the colours of their devices; no script, no ids, no network.
+"""The blocks of one array as SVG, in the colours of their devices.
 
 Lines and labels are drawn in ``currentColor``, so that a picture takes the colour of the text around it.
 Without ids, two pictures on one page cannot clash.

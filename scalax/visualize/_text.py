@@ -34,7 +34,7 @@ def render_text(pictures: Sequence[Picture], width: int | None) -> str:
     parts = []
     for picture in pictures[:MOST_PICTURES]:
         dimensions, drawn = drawing(picture.blocks, width)
-        above = [*arrays_texts(picture), lies_text(picture), dimensions]
+        above = [*arrays_texts(picture), placement_text(picture), dimensions]
         # Boxes fit already, and their blanks are part of them.
         parts.append([*wrapped(above, width), *drawn, *wrapped(notes(picture, pictures), width)])
     parts.append(wrapped(closing(pictures), width))
@@ -50,8 +50,8 @@ def arrays_texts(picture: Picture) -> list[str]:
     return lines
 
 
-def lies_text(picture: Picture) -> str:
-    """How those arrays lie, and what blocks that makes."""
+def placement_text(picture: Picture) -> str:
+    """The placement of those arrays, and the blocks that it makes."""
     return f'{picture.blocks.placement}: {blocks_text(picture.blocks)}'
 
 
@@ -67,7 +67,7 @@ def closing(pictures: Sequence[Picture]) -> list[str]:
         return ['There are no arrays in the tree.']
     rest = pictures[MOST_PICTURES:]
     count = sum(picture.count for picture in rest)
-    ways = f'{count} arrays that lie in {len(rest)} other ways' if len(rest) > 1 else '1 more kind of array'
+    ways = f'{count} arrays with {len(rest)} other shardings' if len(rest) > 1 else '1 more kind of array'
     lines = [f'... and {ways} are not drawn: visualize a part of the tree.'] if rest else []
     numberings = _numberings(pictures)
     return [*lines, *(numberings if len(numberings) == 1 else [])]

@@ -14,9 +14,9 @@ from scalax._report.tables import wrapped
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture, pictures_of
 from scalax.visualize._svg import MOST_LINE, draw
-from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, lies_text, notes, render_text
+from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, notes, placement_text, render_text
 
-_TITLE = 'Where arrays lie'
+_TITLE = 'Where arrays are'
 # Files of their own follow the reader's choice of light or dark; inside a page, that page decides.
 _COLORS = (
     'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
@@ -29,7 +29,7 @@ class Visualization:
     """Which device holds which block of which array; ``str()`` of it draws that for a terminal.
 
     Attributes:
-        pictures: one for each way of lying that the leaves of the tree have, in tree order.
+        pictures: one for each shape and sharding that the leaves of the tree have, in tree order.
     """
 
     pictures: tuple[Picture, ...]
@@ -70,7 +70,7 @@ class Visualization:
 
 
 def visualize(pytree: Any) -> Visualization:
-    """Shows where the arrays of a tree lie.
+    """Shows which device holds which block of the arrays of a tree.
 
     Args:
         pytree: the leaves are jax.Arrays, or ``jax.ShapeDtypeStruct`` with shardings, as
@@ -135,7 +135,7 @@ def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
     )
     return (
         f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">{names}'
-        f'{_paragraphs([lies_text(picture), _dimensions(picture)])}</figcaption>'
+        f'{_paragraphs([placement_text(picture), _dimensions(picture)])}</figcaption>'
         f'<div style="overflow-x: auto">{svg}</div>'
         f'{_paragraphs(notes(picture, pictures), "margin-top: 8px; opacity: 0.75")}</figure>'
     )
@@ -144,7 +144,8 @@ def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
 def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:
     """A picture and, as part of it, the words that belong to it."""
     head = below(
-        [_wrapped(arrays_texts(picture), 'bold'), _wrapped([lies_text(picture), _dimensions(picture)])], 0
+        [_wrapped(arrays_texts(picture), 'bold'), _wrapped([placement_text(picture), _dimensions(picture)])],
+        0,
     )
     said = notes(picture, pictures)
     return below([head, draw(picture.blocks), *([_wrapped(said)] if said else [])], 12)
@@ -155,7 +156,7 @@ def _dimensions(picture: Picture) -> str:
 
 
 def _label(picture: Picture) -> str:
-    return f'{", ".join(arrays_texts(picture))}: {lies_text(picture)}'
+    return f'{", ".join(arrays_texts(picture))}: {placement_text(picture)}'
 
 
 def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
