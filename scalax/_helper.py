@@ -25,7 +25,7 @@ from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules._prefix import RuleLike
-from scalax.rules._resolve import ResolutionCache, Use, resolve
+from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 
 if TYPE_CHECKING:
     from scalax._plan import Plan
@@ -255,7 +255,9 @@ class MeshShardingHelper:
         """
         from scalax.explain import make_report
 
-        resolution = resolve(rules, tree, self._mesh, use=Use.BOUNDARY, on_indivisible=self._on_indivisible)
+        resolution = resolve(
+            rules, tree, self._mesh, mode=ResolveMode.BOUNDARY, on_indivisible=self._on_indivisible
+        )
         return make_report(rules, resolution, dict(self._mesh.shape))
 
     @renamed(tree_or_array='tree')

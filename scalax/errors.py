@@ -171,7 +171,7 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
         lines.extend(f'    {line}' for line in _details(of_leaf[leaves[item.first]]))
     more = sum(item.count for item in folds[_SHOWN:])
     if more:
-        lines.append(f'  ... and {more} more {"leaf" if more == 1 else "leaves"}')
+        lines.append(f'  ... and {plural(more, "more leaf", "more leaves")}')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     # What begins another hint is said there.
     told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
@@ -205,6 +205,16 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
     if len(lines) > limit:
         text.append(f'  ... and {len(lines) - limit} more')
     return '\n'.join(text)
+
+
+def plural(count: int, noun: str, several: str = '') -> str:
+    """A number of things in words.
+
+    Example:
+        >>> plural(1, 'leaf', 'leaves'), plural(2, 'leaf', 'leaves'), plural(0, 'array')
+        ('1 leaf', '2 leaves', '0 arrays')
+    """
+    return f'{count} {noun if count == 1 else several or f"{noun}s"}'
 
 
 def checked_flag(option: str, value: object, error: type[ScalaxError] = ArgumentError) -> bool:

@@ -15,7 +15,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, owner_of, told_apart
 from scalax._tree.paths import NamedTree
 from scalax._util.renamed_keywords import renamed
-from scalax.errors import ArgumentError, did_you_mean, shown
+from scalax.errors import ArgumentError, did_you_mean, plural, shown
 from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import resolve
 
@@ -142,7 +142,7 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(listen)
     if compiled:
         raise AssertionError(
-            f'{name} was compiled {compiled} more time{"" if compiled == 1 else "s"}: a shape, dtype, weak '
+            f'{name} was compiled {plural(compiled, "more time")}: a shape, dtype, weak '
             'type, static value or sharding was new, or a value was not where the calls before had it '
             "(jax.config.update('jax_explain_cache_misses', True) says what)"
         )

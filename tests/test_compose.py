@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, RuleError, ShardingError
-from scalax.rules._base import Everywhere, FirstAnswer
-from scalax.rules._free import fill
+from scalax.rules._base import ConstantRule, FirstAnswer
+from scalax.rules._merge import fill
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -307,7 +307,7 @@ def rules(draw, shape, helper, depth=2):
         return FSDPShardingRule(tuple(names), min_fsdp_size=draw(st.sampled_from([1, 64])))
     spec = draw(specs(shape, helper))
     if kind == 2:
-        return Everywhere(spec)
+        return ConstantRule(spec)
     if kind <= 4:
         return TreePathShardingRule((draw(st.sampled_from(['w', 'x'])), spec), strict=kind == 4)
     if kind == 5:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._tree.paths import NamedTree
 from scalax.errors import RuleError
-from scalax.rules._base import settled
+from scalax.rules._base import decide
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -106,4 +106,4 @@ def test_equal_leaves_share_one_answer():
     tree = NamedTree.of([np.zeros((16, 8), np.float32)] * 5 + [np.zeros((8, 16), np.float32)] * 5)
     rule = (TreePathShardingRule(('.*', P('tp'))) & FSDP).stacked(1).with_memory_kind('device')
     for one in (rule, rule.parts[0], rule.parts[0].parts[0]):
-        assert len({id(answer) for answer in settled(one, tree, {'fsdp': 4, 'tp': 2})}) <= 2
+        assert len({id(answer) for answer in decide(one, tree, {'fsdp': 4, 'tp': 2})}) <= 2

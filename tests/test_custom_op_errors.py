@@ -449,9 +449,9 @@ def test_an_array_that_depends_on_blocks() -> None:
 def test_no_gradient_of_what_depends_on_placement() -> None:
     placed = op('b c -> b c', lambda ctx, x: x * ctx.index('b'), depends_on_placement=True)
     assert message(ArgumentError, lambda: jax.grad(lambda x: placed(x).sum())(NUMBERS)) == (
-        'total has no gradient: its results depend on how the operands lie (depends_on_placement=True), '
-        'those of its function on whole arrays do not. What to do: give it one with '
-        'total.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
+        'total has no gradient: its results depend on the shardings of its operands '
+        '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give it one '
+        'with total.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
     )
 
 

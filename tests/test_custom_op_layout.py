@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from scalax.custom_op._fit import Fit, fit_operands
 from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import read_rule
+from scalax.custom_op._rule import FactorMap, fit_operands, read_rule
 
 P = PartitionSpec
 SIZES = {'x': 2, 'y': 4, 'z': 3}
@@ -17,7 +16,7 @@ SIZES = {'x': 2, 'y': 4, 'z': 3}
 
 def fit_of(
     text: str, *shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], **options: tuple[str, ...]
-) -> Fit:
+) -> FactorMap:
     rule = read_rule(text, options.get('reduction_factors', ()), options.get('need_replication_factors', ()))
     operands = {f'operand {i}': jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
     return fit_operands(rule, 'op', operands).with_results(

@@ -205,7 +205,7 @@ What to do: give NamedShardings of the helper's own mesh, or PartitionSpecs.""",
   a: float32[8]
     the rule leaves this leaf to the compiler (None), but there is no compiler here
   b: float32[8]
-    an UNCONSTRAINED dimension is not a place where an array can lie
+    an UNCONSTRAINED dimension does not say where an array is placed
     asked for: P(UNCONSTRAINED,) from the spec given
 What to do: None is for sjit, constraints and annotations; give PartitionSpec() to replicate.
 What to do: UNCONSTRAINED is for constraints and annotations inside a compiled function.""",

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain._text import spec_text
+from scalax.explain._rows import spec_text
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])

@@ -5,8 +5,8 @@ from jax.sharding import PartitionSpec as P
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from scalax._report.tables import human_bytes
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain._text import human_bytes
 from tests.browser import browser_or_skip
 from tests.test_explain_html import HOSTILE, hostile_report, report, synthetic_report
 

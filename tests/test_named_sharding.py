@@ -234,7 +234,7 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
     'unconstrained, as a place': (
         AUTO,
         P(U),
-        'an UNCONSTRAINED dimension is not a place where an array can lie',
+        'an UNCONSTRAINED dimension does not say where an array is placed',
         'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
     ),
 }

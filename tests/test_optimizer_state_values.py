@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import canonical
 from scalax.errors import RuleError, ShardingError, StructureError
-from scalax.rules._base import settled
+from scalax.rules._base import decide
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -92,7 +92,7 @@ def test_what_a_leaf_gets(path, shape, spec, reason):
     rule = OptimizerStateShardingRule(P('a', 'b'), W)
     tree = {'mirror': W, 'leaf': nested(path, struct(*shape))}  # the mirror: a state of these params
     named = NamedTree.of(tree)
-    answer = dict(zip(named.paths, settled(rule, named, None), strict=True))[f'leaf/{path}']
+    answer = dict(zip(named.paths, decide(rule, named, None), strict=True))[f'leaf/{path}']
     assert (canonical(answer.spec), answer.reason) == (spec, reason)
 
 
@@ -418,6 +418,9 @@ def test_messages(param_rule, params, state, message):
     assert str(error.value) == message
 
 
+OF = 'the params of OptimizerStateShardingRule'
+
+
 @pytest.mark.parametrize(
     ('param_rule', 'params', 'kind', 'message'),
     [
@@ -425,18 +428,23 @@ def test_messages(param_rule, params, state, message):
             'fsdp',
             W,
             RuleError,
-            "OptimizerStateShardingRule: param_rule holds 'fsdp' of type str, which is not a rule: give a "
-            'ShardingRule, a PartitionSpec, or a pytree prefix of these, and the params second',
+            f"the rules of {OF} hold 'fsdp' of type str, which is not a rule: "
+            "give a ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('fsdp')",
         ),
         (
             {'w': np.zeros((8, 16), np.float32)},
             P(),
             RuleError,
-            "OptimizerStateShardingRule: param_rule holds float32[8, 16] of type ndarray at 'w', which is "
-            'not a rule: give a ShardingRule, a PartitionSpec, or a pytree prefix of these, and the params '
-            'second',
+            f"the rules of {OF} hold float32[8, 16] of type ndarray at 'w', which is not a rule: "
+            'give a ShardingRule, a PartitionSpec, a NamedSharding or None; are the '
+            'tree and the rules the wrong way round?',
         ),
-        (P(), {}, RuleError, 'OptimizerStateShardingRule: params has no leaves, so no state can be its'),
+        (
+            P(),
+            {},
+            RuleError,
+            'OptimizerStateShardingRule: params has no leaves, so that no state can belong to it',
+        ),
         (
             P(),
             {'w': np.tanh, 'b': struct(8)},
@@ -448,16 +456,17 @@ def test_messages(param_rule, params, state, message):
             {'w': P(), 'typo': P()},
             {'w': struct(8), 'b': {'c': struct(8)}},
             StructureError,
-            'OptimizerStateShardingRule: param_rule does not have the structure of params: there is no rule '
-            "for 'b/c'; params has nothing at 'typo'. Give one rule for all parameters, or a tree of rules "
-            'with the same nodes.',
+            f'the rules do not have the structure of {OF} at its root: there '
+            "is no rule for 'b'; the tree has nothing called 'typo' (known: 'b', 'w'). Give one rule for "
+            'each subtree (in sjit, None leaves one to the compiler).',
         ),
         (
             [P()],
             (struct(8),),
             StructureError,
-            'OptimizerStateShardingRule: param_rule does not have the structure of params: their nodes are '
-            'of different types. Give one rule for all parameters, or a tree of rules with the same nodes.',
+            f'the rules do not have the structure of {OF} at its root: the rules hold a list with '
+            '1 child there, the tree holds a tuple with 1 child. Give one rule for the '
+            'whole subtree, or a tree of rules with the same nodes.',
         ),
     ],
 )

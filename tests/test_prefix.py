@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ShardingError, StructureError
-from scalax.rules._prefix import is_rule, key_of, split
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import key_of, split
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
@@ -53,9 +54,9 @@ def test_each_rule_gets_its_subtree(rules, tree, parts):
     found = split(rules, tree)
     paths = [
         [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
-        for leaves in (jax.tree_util.tree_leaves_with_path(part.subtree) for part in found)
+        for leaves in (jax.tree_util.tree_leaves_with_path(part.tree) for part in found)
     ]
-    assert list(zip([part.at for part in found], paths, strict=True)) == parts
+    assert list(zip([part.path for part in found], paths, strict=True)) == parts
 
 
 def test_rules_see_paths_that_start_at_their_subtree():

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, ShardingError, StructureError
-from scalax.rules._resolve import Use, resolve
+from scalax.rules._resolve import ResolveMode, resolve
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -188,7 +188,7 @@ def test_every_decision_is_recorded():
         'b': FSDPShardingRule('data'),
         'x': None,
     }
-    answers = resolve(rules, tree, HELPER.mesh, use=Use.BOUNDARY).answers
+    answers = resolve(rules, tree, HELPER.mesh, mode=ResolveMode.BOUNDARY).decisions
     fsdp = "FSDPShardingRule('data'"
     assert [(answer.spec, answer.origin, answer.reason) for answer in answers] == [
         (P(), f'{fsdp})', '8 elements < min_fsdp_size 1048576'),
@@ -310,7 +310,9 @@ def test_the_helpers_policy_is_not_that_of_rules():
 
 def test_values_inside_a_function_are_padded_with_a_warning():
     with pytest.warns(IndivisibleWarning) as caught:
-        resolution = resolve(P('data'), {'x': leaf(6)}, HELPER.mesh, use=Use.INTERMEDIATE, where='here')
+        resolution = resolve(
+            P('data'), {'x': leaf(6)}, HELPER.mesh, mode=ResolveMode.INTERMEDIATE, where='here'
+        )
     assert resolution.shardings[0].spec == P('data')
     assert [str(warning.message) for warning in caught] == [
         'dimensions of here that do not divide (mesh: data=4, tp=2):\n'
@@ -320,7 +322,7 @@ def test_values_inside_a_function_are_padded_with_a_warning():
     # A type cannot be padded.
     explicit = MeshShardingHelper([8], ['data'], axis_types=AxisType.Explicit)
     with pytest.raises(ShardingError):
-        resolve(P('data'), leaf(6), explicit.mesh, use=Use.INTERMEDIATE)
+        resolve(P('data'), leaf(6), explicit.mesh, mode=ResolveMode.INTERMEDIATE)
 
 
 # --- What None and UNCONSTRAINED mean where -------------------------------------------------------
@@ -331,12 +333,12 @@ def test_values_inside_a_function_are_padded_with_a_warning():
     [(None, None, 'compiler', 'compiler'), (P(U), None, None, P(U)), (P(), P(), P(), P())],
 )
 def test_uses(spec, concrete, boundary, intermediate):
-    for use, expected in zip(Use, (concrete, boundary, intermediate, intermediate), strict=True):
+    for mode, expected in zip(ResolveMode, (concrete, boundary, intermediate, intermediate), strict=True):
         if expected is None:
             with pytest.raises(ShardingError):
-                resolve(spec, leaf(8), HELPER.mesh, use=use)
+                resolve(spec, leaf(8), HELPER.mesh, mode=mode)
         else:
-            [sharding] = resolve(spec, leaf(8), HELPER.mesh, use=use).shardings
+            [sharding] = resolve(spec, leaf(8), HELPER.mesh, mode=mode).shardings
             assert ('compiler' if sharding is None else sharding.spec) == expected
 
 

@@ -287,11 +287,11 @@ def test_many_kinds_of_leaves_are_counted():
     drawn = visualize({f'{size:02}': leaf((size,), P()) for size in range(60)}).to_text(100)
     assert drawn.count('all 8 devices │') == 50
     assert (
-        '\n\n... and 10 arrays that lie in 10 other ways are not drawn: visualize a part of the tree.\n'
+        '\n\n... and 10 arrays with 10 other shardings are not drawn: visualize a part of the tree.\n'
         in drawn
     )
     drawn = visualize({f'leaf {"x" * size}': leaf((1,), P()) for size in range(20)}).to_text(80)
-    assert '\n... and 12 more arrays that lie so\n' in drawn
+    assert '\n... and 12 more arrays with this sharding\n' in drawn
 
 
 def test_tree_without_arrays():

@@ -99,11 +99,11 @@ def test_leaves_without_a_sharding():
         str(caught.value)
         == """\
 5 leaves have no sharding that could be shown:
-  host: float32[8, 4]: this has no sharding: it lies on no device yet
+  host: float32[8, 4]: this has no sharding: it is on no device yet
   name: str: this is not an array
   open: float32[8]: P(UNCONSTRAINED,) leaves a dimension to the compiler
-  step: Python int: this has no sharding: it lies on no device yet
-  struct: int32[2]: this has no sharding: it lies on no device yet
+  step: Python int: this has no sharding: it is on no device yet
+  struct: int32[2]: this has no sharding: it is on no device yet
 What to do: give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.
 What to do: visualize a tree of arrays only.
 What to do: show the array that the compiler returns, or name mesh axes or None for that dimension."""
@@ -119,7 +119,7 @@ def test_traced_values_whose_type_does_not_say():
         str(caught.value)
         == """\
 1 leaf has no sharding that could be shown:
-  (the leaf itself): float32[8, 4]: only the compiler will know where this traced value lies
+  (the leaf itself): float32[8, 4]: only the compiler will know where this traced value is placed
 What to do: look at arguments and results outside the function, or at values inside with \
 jax.debug.inspect_array_sharding(x, callback=...), which gets the sharding."""
     )

@@ -8,9 +8,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from visualize_cases import HELPER, POD, leaf
 
+from scalax._report.svg import contrast, ink, scaled
 from scalax.visualize import visualize
 from scalax.visualize._blocks import blocks_of
-from scalax.visualize._colors import colors_of, contrast, ink, scaled
+from scalax.visualize._svg import colors_of
 
 SVG = '{http://www.w3.org/2000/svg}'
 CUBE = AbstractMesh((2, 2, 2), ('x', 'y', 'z'))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax.errors import MeshError, did_you_mean
+from scalax.errors import MeshError, did_you_mean, plural
 
 
 def build_mesh(
@@ -117,7 +117,7 @@ def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subs
         return tuple(count // fixed if dim == -1 else dim for dim in dims)
     if fixed != count:
         raise MeshError(
-            f'mesh ({asked}) needs {fixed} {"device" if fixed == 1 else "devices"}, there '
+            f'mesh ({asked}) needs {plural(fixed, "device")}, there '
             f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
         )
     return dims

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from scalax.visualize._colors import told_apart
+from scalax._report.svg import told_apart
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scalax._report.pages import visible
+from scalax._report.tables import human_bytes
 from scalax._tree.specs import axis_sizes_text
 from scalax.explain import ReportDiff
-from scalax.explain._text import human_bytes
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan

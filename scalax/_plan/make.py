@@ -28,7 +28,7 @@ from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
-from scalax.rules._resolve import Use, resolve
+from scalax.rules._resolve import ResolveMode, resolve
 
 
 def make_plan(
@@ -175,7 +175,7 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
     known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
-    resolution = resolve(known, structs, mesh, use=Use.BOUNDARY, where='a compiled program')
+    resolution = resolve(known, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(
         report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)

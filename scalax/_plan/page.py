@@ -12,10 +12,9 @@ from scalax._plan.bars import Bar, memory_bars, time_bars
 from scalax._plan.text import HEADS, MOST_BUFFERS, cells_of, head, verdict
 from scalax._plan.torus_pictures import NOBODY, Chips, chips_of
 from scalax._report.pages import escape, paragraphs, still_page, table
+from scalax._report.svg import Drawn, below, document, text_lines, told_apart
+from scalax._report.tables import human_bytes
 from scalax.errors import PlanError
-from scalax.explain._text import human_bytes
-from scalax.visualize._colors import told_apart
-from scalax.visualize._svg import Drawn, below, document, text_lines
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scalax._plan.device_coords import Place
+from scalax._report.saved import loaded, of
 from scalax._util import strict_json
 from scalax.errors import DataError
 from scalax.explain import ShardingReport
-from scalax.explain._json import fields, loaded, of
+from scalax.explain._json import fields
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan

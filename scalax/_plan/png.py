@@ -11,9 +11,9 @@ from scalax._plan.bars import memory_bars, time_bars
 from scalax._plan.text import head, verdict
 from scalax._plan.torus_pictures import NOBODY, Chips, chips_of
 from scalax._report.pages import visible
+from scalax._report.svg import told_apart
+from scalax._report.tables import human_bytes
 from scalax.errors import MissingDependencyError
-from scalax.explain._text import human_bytes
-from scalax.visualize._colors import told_apart
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan

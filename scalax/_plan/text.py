@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from scalax._plan.collectives import Collective
 from scalax._plan.hlo_loops import Counted
 from scalax._report.pages import visible
-from scalax._report.tables import table
+from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
-from scalax.explain._text import columns, human_bytes
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan
@@ -27,7 +26,7 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
-    width = columns(width)
+    width = terminal_width(width)
     lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
     return '\n'.join(map(visible, lines))
 

@@ -6,10 +6,12 @@ little room for the other columns, every path has one, and the rest of its row i
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from scalax._report.pages import visible
+from scalax.errors import ArgumentError
 
 Piece = tuple[int, str]
 """A column, and what stands there, with the blanks around it."""
@@ -17,6 +19,32 @@ Piece = tuple[int, str]
 GAP = '  '
 _INDENT = 4
 _LEAST = 20  # columns that the parts of a path take
+
+
+def human_bytes(count: int) -> str:
+    """A number of bytes in binary units.
+
+    Example:
+        >>> human_bytes(1536), human_bytes(3), human_bytes(5 * 2**40)
+        ('1.5 KiB', '3 B', '5.0 TiB')
+    """
+    size = float(count)
+    for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
+        if size < 1024 or unit == 'TiB':
+            return f'{int(size)} B' if unit == 'B' else f'{size:.1f} {unit}'
+        size /= 1024
+    raise AssertionError('unreachable')
+
+
+def terminal_width(width: int | None) -> int:
+    """The columns that a table may take: *width*, or those of the terminal; at least 60.
+
+    Raises:
+        ArgumentError: *width* is no number of columns.
+    """
+    if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
+        raise ArgumentError(f'width is a number of columns or None, got {width!r}')
+    return max(60, width or shutil.get_terminal_size((120, 24)).columns)
 
 
 def fits(cells: Sequence[Sequence[str]], width: int) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 from scalax._plan import Plan
 from scalax._report.pages import paragraphs
 from scalax._report.pages import table as html_table
-from scalax._report.tables import table, wrapped
+from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import PlanError
-from scalax.explain._text import columns, human_bytes
+from scalax.errors import PlanError, plural
 
 _HEADS = ('', 'mesh', 'at least', 'memory', 'outcome')
 _OUTCOME = 4
@@ -91,7 +90,7 @@ class Search:
         Args:
             width: the columns that it may take; those of the terminal by default.
         """
-        width = columns(width)
+        width = terminal_width(width)
         return '\n'.join(
             [*wrapped([self._head], width), '', *table([_HEADS, *self._cells()], width, _OUTCOME, 3)]
         )
@@ -103,8 +102,8 @@ class Search:
     def _head(self) -> str:
         planned = sum(candidate.plan is not None for candidate in self.candidates)
         stopped = '; stopped before its end' if self.interrupted else ''
-        meshes = 'mesh' if len(self.candidates) == 1 else 'meshes'
-        return f'{len(self.candidates)} {meshes} on {self.topology}, {planned} of them planned{stopped}'
+        meshes = plural(len(self.candidates), 'mesh', 'meshes')
+        return f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]

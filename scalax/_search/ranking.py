@@ -10,6 +10,7 @@ from typing import Any
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes, topologies
 from scalax._plan import Plan, make_plan
+from scalax._report.tables import human_bytes
 from scalax._search.factorizations import Constraints, possible_meshes
 from scalax._search.found import Candidate, Search
 from scalax._search.progress import Advance, progress
@@ -21,7 +22,6 @@ from scalax.errors import (
     checked_flag,
     did_you_mean,
 )
-from scalax.explain._text import human_bytes
 
 _NEAR = 1.08
 """A quick plan that is so near to the limit is compiled in full before it is said not to fit."""

@@ -23,7 +23,7 @@ from scalax._tree import specs
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, MeshError
 from scalax.rules._prefix import RuleLike, split
-from scalax.rules._resolve import Use, resolve, with_types
+from scalax.rules._resolve import ResolveMode, resolve, with_types
 
 
 @renamed(pytree='tree', sharding_rule='rules')
@@ -120,7 +120,7 @@ def constrain(
         rules,
         pytree,
         mesh,
-        use=Use.INTERMEDIATE if is_compiled() else Use.EAGER,
+        mode=ResolveMode.INTERMEDIATE if is_compiled() else ResolveMode.EAGER,
         where=where,
         on_indivisible=on_indivisible,
     )
@@ -295,7 +295,7 @@ def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
         return pytree
     leaves: list[Any] = []
     for part in parts:
-        subtree = part.subtree
+        subtree = part.tree
         if isinstance(part.rule, NamedSharding):
             subtree = constrain(subtree, part.rule, part.rule.mesh)
         leaves.extend(jax.tree.leaves(subtree))

@@ -25,7 +25,8 @@ from scalax._tree.specs import OnIndivisible
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._prefix import RuleLike, check, is_rule, key_of
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import are_pure
 
 

@@ -40,7 +40,7 @@ from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 from scalax.rules._prefix import RuleLike, check, key_of
-from scalax.rules._resolve import Resolution, Use, named_sharding, resolve
+from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
 AnyMesh = Mesh | AbstractMesh
 EXPLICIT = AxisType.Explicit
@@ -234,7 +234,7 @@ class _Switched(abc.ABC):
             layout,
             row,
             mesh=mesh,
-            use=Use.BOUNDARY,
+            mode=ResolveMode.BOUNDARY,
             where=f'the arguments of {self.name!r}{where}',
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
@@ -303,7 +303,7 @@ class _Auto(_Switched):
             self._rules,
             results,
             outer,
-            use=Use.BOUNDARY,
+            mode=ResolveMode.BOUNDARY,
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
@@ -368,7 +368,7 @@ class _Explicit(_Switched):
         return shardings
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
-        resolve(None, results, outer, use=Use.BOUNDARY, where=f'the outputs of {self.name!r}')  # are arrays
+        resolve(None, results, outer, mode=ResolveMode.BOUNDARY, where=f'the outputs of {self.name!r}')
         if abstract(outer) == inner:
             return results
         results = jax.tree.map(lambda leaf: _crossed(leaf, inner, outer, _type_of(leaf)), results)

@@ -33,9 +33,9 @@ from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
-from scalax.rules._base import ShardingRule, looks_at_paths_only
-from scalax.rules._prefix import RuleLike, is_rule
-from scalax.rules._resolve import Resolution, Use, named_sharding, resolve, with_types
+from scalax.rules._base import ShardingRule, is_rule, looks_at_paths_only
+from scalax.rules._prefix import RuleLike
+from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve, with_types
 
 
 def shard_map(
@@ -136,7 +136,9 @@ class _Mapped:
         def body(*blocks: Any) -> Any:
             results = self.on_blocks(fun, treedef.unflatten(blocks))
             where = f'the outputs of {self._convention.name!r} (out_specs)'
-            resolve(None, results, self.mesh, use=Use.BOUNDARY, where=where)  # names what is no array
+            resolve(
+                None, results, self.mesh, mode=ResolveMode.BOUNDARY, where=where
+            )  # names what is no array
             return results
 
         body.__name__ = body.__qualname__ = self._convention.name
@@ -176,7 +178,7 @@ class _Mapped:
             layout,
             row,
             mesh=self.mesh,
-            use=Use.BOUNDARY,
+            mode=ResolveMode.BOUNDARY,
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
@@ -200,7 +202,7 @@ class _Mapped:
             out_specs,
             outputs,
             self.mesh,
-            use=Use.BOUNDARY,
+            mode=ResolveMode.BOUNDARY,
             where=where,
             as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
         )
@@ -266,7 +268,9 @@ class _Mapped:
         """Raises about arguments that a policy would leave whole: blocks are what *fun* means."""
         problems = []
         for resolution in resolutions:
-            for i, (answer, shape) in enumerate(zip(resolution.answers, resolution.tree.shapes, strict=True)):
+            for i, (answer, shape) in enumerate(
+                zip(resolution.decisions, resolution.tree.shapes, strict=True)
+            ):
                 cut = PartitionSpec() if answer.spec is None else self._cut(answer.spec)
                 for dim, names in specs.indivisible(cut, shape, self._axes):
                     fault = specs.divisibility_fault(dim, names, shape, self._axes)

@@ -161,8 +161,8 @@ class NamedTree:
 
     Rules see a tree in this form. ``prefix`` is its path in the tree that the user gave (for messages
     only: rules never see it); None for that tree itself. ``parent`` and ``indices`` are set on a
-    selection of leaves, which has no structure of its own. ``taken`` holds, in a composition, the spec that
-    another rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see
+    selection of leaves, which has no structure of its own. ``occupied`` holds, in a composition, the spec
+    that another rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see
     others. ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is
     ``''`` too.
     """
@@ -174,7 +174,7 @@ class NamedTree:
     prefix: str | None = None
     parent: NamedTree | None = None
     indices: Sequence[int] = ()
-    taken: Sequence[PartitionSpec] = ()
+    occupied: Sequence[PartitionSpec] = ()
     shown: Sequence[Any] = ()
     bare: bool = False
 
@@ -220,14 +220,14 @@ class NamedTree:
             self.prefix,
             self,
             indices,
-            rows(self.taken),
+            rows(self.occupied),
             rows(self.shown),
             self.bare,
         )
 
-    def with_taken(self, taken: Sequence[PartitionSpec]) -> NamedTree:
+    def with_occupied(self, occupied: Sequence[PartitionSpec]) -> NamedTree:
         """The same leaves, of each of which another rule has sharded some dimensions already."""
-        return dataclasses.replace(self, taken=taken)
+        return dataclasses.replace(self, occupied=occupied)
 
     def without_first(self, dims: int) -> NamedTree:
         """The same leaves without their first dimensions, which are stacks of layers."""
@@ -243,7 +243,7 @@ class NamedTree:
             self.prefix,
             self.parent and self.parent.without_first(dims),
             self.indices,
-            [PartitionSpec(*spec[dims:]) for spec in self.taken],
+            [PartitionSpec(*spec[dims:]) for spec in self.occupied],
             self.shown or self.leaves,
             self.bare,
         )

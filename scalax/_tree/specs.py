@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean, plural
 
 OnIndivisible = Literal['error', 'replicate', 'warn']
 _POLICIES: tuple[OnIndivisible, ...] = ('error', 'replicate', 'warn')
@@ -226,8 +226,8 @@ def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[
         found.append(
             Fault(
                 'rank',
-                f'the spec has {len(spec)} {"entry" if len(spec) == 1 else "entries"}, the array '
-                f'{len(shape)} dimension{"" if len(shape) == 1 else "s"}',
+                f'the spec has {plural(len(spec), "entry", "entries")}, the array '
+                f'{plural(len(shape), "dimension")}',
                 'give a spec at most one entry a dimension (PartitionSpec() replicates).'
                 if shape
                 else 'a scalar takes PartitionSpec(), which replicates it.',

@@ -1,4 +1,4 @@
-"""Which mapping and which mesh are in force? Where both come from, for everything in this package."""
+"""The mapping and the mesh in force, and patterns that name dimensions."""
 
 from __future__ import annotations
 

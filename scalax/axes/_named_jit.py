@@ -1,4 +1,4 @@
-"""How is a function compiled by named axes? Arrays are data, everything else is part of the program."""
+"""`named_jit`: compiled functions whose arrays are sharded by the names of their dimensions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls.conventions import Convention, name_of
+from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
-from scalax.axes import _haliax
-from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
+from scalax.axes._query import physical_axis_name
+from scalax.axes._static import (
+    StaticPart,
+    combine,
+    is_array,
+    keep_only,
+    partition,
+    reject_structs,
+    require_hashable,
+)
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
@@ -48,7 +59,7 @@ def named_jit(
         fn: the function; without it a decorator is returned.
         axis_resources: the mapping that is active inside; by default the one that is active at the call.
         in_axis_resources: the mapping, or any rule, by which arguments are sharded first; what names no
-            dimensions stays where it lies, as all arguments do by default.
+            dimensions stays where it is, as all arguments do by default.
         out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
             left to the compiler.
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
@@ -153,7 +164,7 @@ _INSTEAD = {
     'donate_argnames': 'give donate_kwargs',
     'donate_argnums': 'give donate_args',
     'in_shardings': 'give in_axis_resources, a mapping or any rule',
-    'on_mismatch': 'arguments that lie otherwise than in_axis_resources says are moved',
+    'on_mismatch': 'arguments with another sharding than in_axis_resources says are moved',
     'out_shardings': 'give out_axis_resources, a mapping or any rule',
     'static_argnames': _STATIC,
     'static_argnums': _STATIC,
@@ -163,7 +174,7 @@ _INSTEAD = {
 class _NamedJit:
     """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
 
-    # Slots, because libraries copy what is in ``__dict__`` to the functions that they make of this one.
+    # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
     __slots__ = (
         '__dict__',
         '__weakref__',
@@ -195,7 +206,7 @@ class _NamedJit:
         functools.update_wrapper(self, fn, updated=())
         self._name = name_of(fn)
         if inspect.ismethod(fn):
-            # The arrays of what it is a method of are data; a method alone JAX compares by identity.
+            # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
         self._fn, self._mesh, self._jit_kwargs = fn, mesh, jit_kwargs
         self._mapping = None if axis_resources is None else as_rule(axis_resources)
@@ -216,8 +227,8 @@ class _NamedJit:
         """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
         try:
-            return joined(*compiled(*operands))
-        except TypeError:  # perhaps JAX's about what it does not take, by the names that arguments have here
+            return combine(*compiled(*operands))
+        except TypeError:  # perhaps JAX's, about a ShapeDtypeStruct, with the argument names of `body`
             reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
             raise
 
@@ -227,18 +238,18 @@ class _NamedJit:
         return compiled.lower(*operands)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its operands: what is donated, other arrays, and the rest."""
+        """The compiled function of a call, and its operands: donated arrays, others, and the rest."""
         whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
-        data, rest = split(whole)
+        data, static = partition(whole)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
-        require_hashable(rest, whole, f'{self._name} got', remedy)
+        require_hashable(static, whole, f'{self._name} got', remedy)
         donated = self._donations(whole)
-        arrays = [flag for flag, array in zip(donated, rest.arrays, strict=True) if array]
-        given = chosen(data, [not flag for flag in arrays])
+        arrays = [flag for flag, array in zip(donated, static.arrays, strict=True) if array]
+        given = keep_only(data, [not flag for flag in arrays])
         return self._compiled(len(args), frozenset(kwargs)), (
-            chosen(data, arrays),
+            keep_only(data, arrays),
             given,
-            _Call(rest, tuple(arrays)),
+            _Call(static, tuple(arrays)),
         )
 
     def _check_keywords(self, donated: Mapping[str, Any]) -> None:
@@ -317,15 +328,15 @@ class _NamedJit:
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
-        def body(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
+        def body(donated: Any, given: Any, call: _Call) -> tuple[Any, StaticPart]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
-            whole = joined([next(parts[flag]) for flag in call.donated], call.rest)
+            whole = combine([next(parts[flag]) for flag in call.donated], call.static)
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
-            with inside, _haliax.entered(mapping, mesh):
+            with inside, _haliax_context(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
-            data, rest = split(output)
-            require_hashable(rest, output, f'the output of {self._name} has', 'return something immutable')
-            return data, rest
+            data, static = partition(output)
+            require_hashable(static, output, f'the output of {self._name} has', 'return something immutable')
+            return data, static
 
         body.__name__ = body.__qualname__ = self._name
         return body
@@ -339,23 +350,23 @@ def _flag(asked: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What of a call belongs to the program; *donated* has an entry for every array."""
+    """The static part of a call; *donated* has an entry for every array."""
 
-    rest: Rest
+    static: StaticPart
     donated: tuple[bool, ...]
 
 
 def _inline(
     body: Callable[..., Any], inputs: Any, outputs: ShardingRule | None, mesh: AbstractMesh
 ) -> Callable[..., Any]:
-    """For calls inside of ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
+    """For calls inside ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
 
     def constrained(tree: Any, rules: Any) -> Any:
         return tree if rules is None else constraints.constrain(tree, rules, mesh, where='named_jit')
 
-    def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, Rest]:
-        data, rest = body(constrained(donated, inputs), constrained(given, inputs), call)
-        return constrained(data, outputs), rest
+    def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, StaticPart]:
+        data, static = body(constrained(donated, inputs), constrained(given, inputs), call)
+        return constrained(data, outputs), static
 
     return inline
 
@@ -385,3 +396,31 @@ def _place_of(mesh: Any) -> MeshShardingHelper | AbstractMesh | None:
 @functools.lru_cache(maxsize=64)
 def _helper_over(mesh: Mesh) -> MeshShardingHelper:
     return MeshShardingHelper.from_mesh(mesh)
+
+
+def _haliax_context(mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None) -> Any:
+    """A context in which haliax's operations shard what they make by this mapping, on this mesh.
+
+    They read haliax's own mapping and the mesh in force. Nothing is entered where haliax is not imported, or
+    where it cannot apply the mapping: haliax takes a mapping as it is, over Auto axes only.
+    """
+    partitioning = sys.modules.get('haliax.partitioning')
+    if partitioning is None or mapping is None or mesh is None:
+        return contextlib.nullcontext()
+    entries = {name: _entry(name, mapping, mesh) for name, _ in mapping.axis_mapping}
+    used = [axis for entry in entries.values() if entry is not None for axis in entry_axes(entry)]
+    if len(set(used)) < len(used) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    )
+    stack.enter_context(
+        partitioning.axis_mapping({name: entry for name, entry in entries.items() if entry is not None})
+    )
+    return stack
+
+
+def _entry(name: str, mapping: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
+    # Through an axis of haliax, whose name may be any text.
+    return physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)

@@ -1,4 +1,4 @@
-"""What does the active mapping say of a name on the active mesh?"""
+"""Questions to the active mapping: the mesh axes, the spec and the sharding of named dimensions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.specs import canonical, entry_axes
-from scalax.axes._arrays import is_array
 from scalax.axes._mapping import (
     AxisMapping,
     as_rule,
@@ -21,10 +20,11 @@ from scalax.axes._mapping import (
     mesh_in_force,
     required_mesh,
 )
+from scalax.axes._static import is_array
 from scalax.errors import RuleError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._answers import REPLICATED, AxisSizes
-from scalax.rules._named_leaf import Named, NamedLeaf
+from scalax.rules._decisions import REPLICATED, AxisSizes
+from scalax.rules._logical_axis import Named, NamedLeaf
 from scalax.rules._pattern import Pattern
 from scalax.rules._resolve import named_sharding
 

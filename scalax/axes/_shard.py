@@ -1,4 +1,4 @@
-"""How is a tree sharded by the names of its dimensions? One function, inside and outside of ``jax.jit``."""
+"""`shard`: places or constrains the arrays of a tree by the names of their dimensions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax._hostdata import transfer
 from scalax._mesh import meshes
 from scalax._trace import constraints
-from scalax.axes._arrays import chosen, joined, split
 from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in_force, names_text
+from scalax.axes._static import combine, keep_only, partition
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._resolve import Use, resolve
+from scalax.rules._resolve import ResolveMode, resolve
 
 
 def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Any:
@@ -137,17 +137,19 @@ def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule
 
 
 def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
-    data, rest = split(tree)
+    data, static = partition(tree)
     # A rule that is not strict would replicate what nobody names; here that stays as it is.
     rules = rule if rule.strict else rule | None
     if constraints.is_traced():
-        return joined(constraints.constrain(data, rules, mesh, where='shard'), rest)
+        return combine(constraints.constrain(data, rules, mesh, where='shard'), static)
     meshes.require_devices(mesh, 'shard')
     leaves = jax.tree.leaves(data)
-    shardings = resolve(rules, data, mesh, use=Use.BOUNDARY, where='the tree given to shard').shardings
+    shardings = resolve(
+        rules, data, mesh, mode=ResolveMode.BOUNDARY, where='the tree given to shard'
+    ).shardings
     moved = [sharding is not None for sharding in shardings]
     # A tree, not a list: errors name leaves by their paths.
     wanted = [sharding for sharding in shardings if sharding is not None]
-    placed = transfer.put_on(cast(Mesh, mesh), chosen(data, moved), lambda: wanted)
+    placed = transfer.put_on(cast(Mesh, mesh), keep_only(data, moved), lambda: wanted)
     new = iter(jax.tree.leaves(placed))
-    return joined([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], rest)
+    return combine([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], static)

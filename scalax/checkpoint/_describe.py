@@ -9,11 +9,11 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from scalax._report.tables import table
+from scalax._report.tables import table, terminal_width
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, canonical_dtype
 from scalax._tree.specs import axis_sizes_text
-from scalax.explain._text import columns
+from scalax.errors import plural
 
 _KINDS = ('array', 'int', 'float', 'bool')
 
@@ -71,10 +71,10 @@ class Description:
         for leaf in self.leaves:
             cells.append((leaf.path or '(the leaf itself)', leaf.array, leaf.spec))
         meshes = dict.fromkeys(axis_sizes_text(leaf.mesh) for leaf in self.leaves if leaf.mesh)
-        counts = f'{len(self.leaves)} {"leaf" if len(self.leaves) == 1 else "leaves"} of step {self.step}'
-        by = f'{self.processes} process{"" if self.processes == 1 else "es"}' if self.processes else 'Orbax'
+        counts = f'{plural(len(self.leaves), "leaf", "leaves")} of step {self.step}'
+        by = f'{plural(self.processes, "process", "processes")}' if self.processes else 'Orbax'
         on = f' on the mesh {" and ".join(f"({mesh})" for mesh in meshes)}' if meshes else ''
-        return '\n'.join([*table(cells, columns(None), 0, -1), '', f'{counts}, saved by {by}{on}'])
+        return '\n'.join([*table(cells, terminal_width(None), 0, -1), '', f'{counts}, saved by {by}{on}'])
 
 
 def decoded(step: int, head: Any) -> Description:

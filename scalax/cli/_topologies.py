@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalax._mesh.topologies import SIZES
-from scalax.explain._text import human_bytes
+from scalax._report.tables import human_bytes
 from scalax.plan import HARDWARE, Hardware
 
 

@@ -1,4 +1,7 @@
-"""How does an operation say itself how it runs on many devices? Operations with a partitioning of their own.
+"""Operations with a partitioning of their own: a function of blocks, and a rule about its dimensions.
+
+They run inside and outside of ``jax.jit`` on any mesh, can be differentiated, and can be checked under every
+sharding of their operands.
 
 >>> from scalax.custom_op import sharded_op
 >>> @sharded_op('b c -> b', reduction_factors=('c',))
@@ -6,7 +9,7 @@
 ...     return ctx.psum(x.sum(axis=-1), 'c')
 """
 
-from scalax.custom_op._context import FactorContext
+from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._op import ShardedOp, sharded_op
 
 __all__ = ['FactorContext', 'ShardedOp', 'sharded_op']

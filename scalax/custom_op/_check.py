@@ -1,4 +1,4 @@
-"""Does an operation give the same values however its operands lie? Tried on a mesh, in every way there is."""
+"""`ShardedOp.check`: runs an operation under every sharding of its operands, and compares the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the gradient of an operation? The one it was given, or that of its function on whole arrays."""
+"""The gradient of an operation: the one it was given, or that of its function on whole arrays."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Gradient:
     def _check_plain(self) -> None:
         if not self.plain:
             raise ArgumentError(
-                f'{self.name} has no gradient: its results depend on how the operands lie '
+                f'{self.name} has no gradient: its results depend on the shardings of its operands '
                 '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give '
                 f'it one with {self.name}.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
             )
@@ -133,8 +133,8 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
     # The function was not written for types with shardings.
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
-        # As the operation itself has them: of a product whose operand lies in two ways in one program, XLA
-        # (of JAX 0.12.0.1) may end the process.
+        # In the layout of the operation itself: XLA (of JAX 0.12.0.1) may end the process where one program
+        # has an operand of a product in two shardings.
         layout = explicit_layout(operation, mesh, operands)
         operands = as_laid_out(layout, mesh, operands)
         pulled: Results = jax.sharding.auto_axes(

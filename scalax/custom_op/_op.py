@@ -1,4 +1,4 @@
-"""What is a sharded operation? A local function with a rule, called like a function of whole arrays."""
+"""`sharded_op`: an operation made of a function on blocks, called like a function of whole arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from scalax._trace.contexts import MeshOwner
 from scalax._util.lru_cache import LRUCache, type_key
 from scalax.custom_op import _check
-from scalax.custom_op._context import FactorContext
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
+from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._rule import Rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
-from scalax.errors import ArgumentError, RuleError, checked_flag
+from scalax.errors import ArgumentError, RuleError, checked_flag, plural
 
 
 def sharded_op(
@@ -33,7 +33,7 @@ def sharded_op(
 
     The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule,
     then static arguments, which are keyword-only. On each device it is given the blocks of the operands that
-    lie there, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the
+    it holds, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the
     blocks are the arrays.
 
     Args:
@@ -46,7 +46,7 @@ def sharded_op(
         check_vma: whether JAX follows, while it traces, which values differ between devices, so that a
             forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
             False: then it is only asked that the blocks of every reduction factor are combined somehow.
-        depends_on_placement: says that results are meant to depend on how the operands lie. `check` then
+        depends_on_placement: results are meant to depend on the shardings of the operands. `check` then
             compares no values, and there is a gradient only after `ShardedOp.defvjp`.
 
     Returns:
@@ -76,14 +76,14 @@ def sharded_op(
 class ShardedOp:
     """What `sharded_op` makes: called with whole arrays, it runs on each device's blocks.
 
-    Right inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
+    Works inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
     ``jax.lax.scan``, over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks
     there. The gradient is that of the function on whole arrays, which the compiler partitions, unless
     `defvjp` gives another.
 
     Attributes:
         rule: the text of the rule.
-        depends_on_placement: whether results are meant to depend on how operands lie.
+        depends_on_placement: whether results are meant to depend on the shardings of operands.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShardedOp:
         self.rule = rule.text
         self.depends_on_placement = depends_on_placement
         self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
-        self._forget()
+        self._reset()
 
     def __repr__(self) -> str:
         return f'<sharded_op {self._name}: {self.rule!r}>'
@@ -150,7 +150,7 @@ class ShardedOp:
                     f'{type(given).__name__}'
                 )
         self._gradient = self._gradient.given(forward, backward)
-        self._forget()
+        self._reset()
 
     def check(
         self,
@@ -223,8 +223,8 @@ class ShardedOp:
                 f'argument ({known})'
             )
 
-    def _forget(self) -> None:
-        """Starts without anything compiled."""
+    def _reset(self) -> None:
+        """Drops what was compiled."""
         self._compiled: LRUCache[Any, Callable[..., Any]] = LRUCache()
         self._without_static = self._compile({})
 
@@ -252,7 +252,7 @@ class ShardedOp:
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):
             raise ArgumentError(
-                f'{self._name} takes {len(self._labels)} operand{"" if len(self._labels) == 1 else "s"} '
+                f'{self._name} takes {plural(len(self._labels), "operand")} '
                 f'({", ".join(self._labels)}), got {len(operands)}'
             )
         for label, operand in zip(self._labels, operands, strict=True):
@@ -263,7 +263,7 @@ class ShardedOp:
 
 
 def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str, ...]:
-    """What the function calls its operands.
+    """The names of the operands: those of the function's parameters.
 
     Raises:
         RuleError: it does not have as many as the rule.
@@ -276,7 +276,7 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
         names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
     if len(names) != wanted + 1:
         raise RuleError(
-            f'{name}: the rule {rule.text!r} has {wanted} operand{"" if wanted == 1 else "s"}, the function '
+            f'{name}: the rule {rule.text!r} has {plural(wanted, "operand")}, the function '
             f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
             'keyword-only'
         )

@@ -1,8 +1,8 @@
-"""How does an operation run on each device's block? JAX is asked in the way that the mesh's axes allow.
+"""Running an operation on each device's block, in the way that the types of the mesh axes allow.
 
-Over Auto axes the compiler chooses shardings, so only ``custom_partitioning`` learns them, while it compiles.
-Over Explicit axes they are in the types: ``shard_map`` takes them from there. Along axes that are Manual
-already the operands are blocks, about whose neighbours nobody asked: the function runs on them as it is.
+- Auto axes: the compiler chooses shardings. ``custom_partitioning`` learns them while it compiles.
+- Explicit axes: shardings are part of types, and ``shard_map`` takes them from there.
+- Manual axes: the operands are blocks already, and the function runs on them as it is.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
 from scalax._tree.specs import canonical
-from scalax.custom_op._constants import Constants
-from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit
-from scalax.custom_op._layout import Layout
+from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._rule import FactorMap
+from scalax.errors import RuleError
 
 Results = tuple[Any, ...]
 
@@ -37,12 +38,12 @@ class Operation:
         factors: the factors that the function knows by name.
         fit: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
-        check_vma: whether JAX can follow which values differ between devices.
+        check_vma: whether JAX can track which values differ between devices.
     """
 
     name: str
     factors: tuple[str, ...]
-    fit: Fit
+    fit: FactorMap
     local: Callable[..., Results]
     check_vma: bool = True
 
@@ -66,7 +67,7 @@ class Operation:
 
 
 def run(operation: Operation, *operands: Any) -> Results:
-    """Runs an operation inside a function that JAX compiles; right under ``jax.vmap``."""
+    """Runs an operation inside a function that JAX compiles, also under ``jax.vmap``."""
     if any(map(_is_key, operands)):
         return run(*_with_key_data(operation, operands))
 
@@ -88,7 +89,7 @@ def _is_key(operand: Any) -> bool:
 
 
 def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operation on the numbers behind typed PRNG keys: partitioned, a key has a dimension more."""
+    """The operation on the data of typed PRNG keys: when partitioned, a key has one more dimension."""
     impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
 
     def local(ctx: FactorContext, *blocks: Any) -> Results:
@@ -140,7 +141,7 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
 
 
 def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Layout:
-    """How the factors lie along the Explicit axes of a mesh, by the types of the operands."""
+    """The layout along the Explicit axes of a mesh, from the types of the operands."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
@@ -180,3 +181,52 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
     call.def_partition(partition, sharding_rule=rule, **special)
     results: Results = call(*operands, *constants.values)
     return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The arrays that a function closes over, as operands that every device has whole.
+
+    ``custom_partitioning`` takes no function that closes over arrays, such as a table of numbers. Tracing the
+    function on whole arrays shows which they are; traced again on blocks, it is given them.
+
+    Attributes:
+        values: the arrays, in the order in which JAX found them.
+    """
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], operands: Sequence[Any]) -> Constants:
+        """Those that a function uses when it is called with *operands*."""
+        return cls(tuple(jax.make_jaxpr(fun)(*operands).consts))
+
+    def given_to(self, fun: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """The function as one of its own operands and, behind them, of the constants."""
+        if not self.values:
+            return fun
+
+        def call(*operands: Any) -> tuple[Any, ...]:
+            own, given = operands[: -len(self.values)], operands[-len(self.values) :]
+            closed = jax.make_jaxpr(fun)(*own)
+            consts = [given[self._index(value)] for value in closed.consts]
+            return tuple(jaxpr_as_fun(closed.replace(consts=consts))(*own))
+
+        return call
+
+    def _index(self, value: Any) -> int:
+        for i, known in enumerate(self.values):
+            if value is known or _equal(value, known):
+                return i
+        raise RuleError(
+            f'an array ({value.dtype}{list(value.shape)}) that the function of a sharded_op makes outside of '
+            'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
+            'ctx.size, or make it an operand'
+        )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+        return False
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return same and bool(np.array_equal(np.asarray(one), np.asarray(other)))

@@ -1,8 +1,8 @@
-"""Does a function keep what its rule promises? Asked while JAX traces it, before anything is compiled.
+"""Checks that a function keeps to its rule, before anything is compiled.
 
-The function is traced twice more, without computing: on whole arrays, and on blocks of every factor that may
-be sharded. There JAX follows which values differ between devices, so that a sum which was forgotten is found,
-whatever mesh the operation will meet.
+The function is traced twice, without computing: on whole arrays, and on blocks of every factor that may be
+sharded. JAX then tracks which values differ between devices, so that a forgotten sum is found whatever the
+mesh will be.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from scalax._tree.paths import describe_leaf
-from scalax.custom_op._context import FactorContext
-from scalax.custom_op._fit import Fit, fit_operands, shown_factor
-from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import Rule
+from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._rule import FactorMap, Rule, fit_operands, shown_factor
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())
@@ -31,7 +29,7 @@ def verified(
     local: Callable[..., tuple[Any, ...]],
     operands: Sequence[Any],
     check_vma: bool,
-) -> Fit:
+) -> FactorMap:
     """Fits a rule to a call, and tries the function on blocks.
 
     Args:
@@ -66,7 +64,7 @@ def verified(
 def _try_on_blocks(
     name: str,
     rule: Rule,
-    fitted: Fit,
+    fitted: FactorMap,
     local: Callable[..., tuple[Any, ...]],
     operands: Sequence[Any],
     whole: Sequence[Any],
@@ -152,14 +150,14 @@ def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
     )
 
 
-def _block_counts(fitted: Fit) -> dict[str, int]:
+def _block_counts(fitted: FactorMap) -> dict[str, int]:
     """Into how many blocks each factor is cut: few, but factors of equal size differently where they can be.
 
     So a result whose dimensions are in another order than the rule says has blocks of another shape.
     """
     counts: dict[str, int] = {}
     for factor, size in fitted.sizes.items():
-        if size > 1 and factor not in fitted.whole:
+        if size > 1 and factor not in fitted.replicated:
             taken = {count for other, count in counts.items() if fitted.sizes[other] == size}
             divisors = _divisors(size)
             counts[factor] = next((count for count in divisors if count not in taken), divisors[0])

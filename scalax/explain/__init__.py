@@ -1,4 +1,8 @@
-"""What did each leaf get, which rule said so, and what does it cost? Reports of one resolve."""
+"""Reports of one resolve: what each leaf got, which rule decided it, and what it costs.
+
+`make_report` makes one; a report is a value that prints, compares, is saved and loaded, and shows itself in
+notebooks.
+"""
 
 from scalax.explain._diff import LeafChange, ReportDiff
 from scalax.explain._make import make_report

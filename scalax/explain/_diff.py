@@ -1,4 +1,4 @@
-"""What did a change of rules or models do? The difference of two reports, as a value."""
+"""The difference of two reports, as a value and a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import table, wrapped
+from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
-from scalax.errors import checked_flag
-from scalax.explain._rows import ReportRow
-from scalax.explain._text import array_text, arrays, columns, folded_path, human_bytes, spec_text
+from scalax.errors import checked_flag, plural
+from scalax.explain._rows import ReportRow, array_text, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
@@ -73,7 +72,7 @@ class ReportDiff:
             width: the columns it may take; those of the terminal by default.
             fold: whether leaves that differ in numbers in their paths only share a line.
         """
-        return _render(self, columns(width), checked_flag('fold', fold))
+        return _render(self, terminal_width(width), checked_flag('fold', fold))
 
     def _repr_html_(self) -> str:
         cells = _cells(_pairs(self), True)
@@ -139,7 +138,7 @@ def _render(diff: ReportDiff, width: int, folded: bool) -> str:
 
 def _summary(diff: ReportDiff) -> list[str]:
     counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
-    said = ', '.join(f'{arrays(count)} {what}' for count, what in counts if count)
+    said = ', '.join(f'{plural(count, "array")} {what}' for count, what in counts if count)
     lines = [said or 'no array changed']
     old, new = axis_sizes_text(diff.mesh_before), axis_sizes_text(diff.mesh_after)
     if old != new:

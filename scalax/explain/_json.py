@@ -1,4 +1,4 @@
-"""How does a report become text, and come back? JSON that reads well as a golden file: a line a leaf."""
+"""Reports as JSON with one line for each leaf, which reads well as a golden file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import dataclasses
 import json
 import os
 from collections.abc import Container, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from scalax._report.saved import count, loaded, of
 from scalax._tree import specs
 from scalax._util import strict_json
-from scalax.errors import ArgumentError, DataError
+from scalax.errors import DataError
 from scalax.explain._rows import ReportRow
 
 VERSION = 1
 _UNCONSTRAINED = 'UNCONSTRAINED'
-_MOST = 1 << 63  # what is counted in reports is less: bytes, sizes
 _TEXTS = ('path', 'dtype', 'rule', 'reason')
 _COUNTS = ('bytes', 'bytes_per_device')
 _ROW = {*_TEXTS, *_COUNTS, 'shape', 'spec', 'memory_kind'}
-
-T = TypeVar('T')
 
 
 def plain_row(row: ReportRow) -> dict[str, Any]:
@@ -95,76 +93,6 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
     rows = tuple(_row(of(dict, row, 'a row'), mesh) for row in of(list, _item(values, 'rows'), 'rows'))
     idle = {kind: _texts(_item(values, kind), kind) for kind in ('unused_rules', 'shadowed_rules')}
     return {'rows': rows, 'mesh': mesh, **idle}
-
-
-def loaded(
-    text_or_path: str | os.PathLike[str], what: str, owner: str, version: int
-) -> tuple[dict[str, Any], str]:
-    """The items of what was written, and what to call it in messages.
-
-    Args:
-        text_or_path: the JSON itself, or the path of a file of it.
-        what: what it is of, such as ``'report'``.
-        owner: the class whose ``load`` was called.
-        version: the version that is read.
-
-    Raises:
-        DataError: it is none, or one of another version.
-        ArgumentError: it is neither text nor a path.
-    """
-    text, name = _text_and_name(text_or_path, what, owner)
-    if not text.strip():
-        raise DataError(f'{name} is not the JSON of a {what}: it is empty')
-    try:
-        values = strict_json.parse(text)
-    except ValueError as error:
-        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
-    if not isinstance(values, dict) or 'version' not in values:
-        raise DataError(f'{name} is not the JSON of a {what}: it has no version')
-    written = values['version']
-    if type(written) is not int or written != version:
-        raise DataError(
-            f'{name} is a {what} of version {strict_json.brief(written)}, this scalax reads version '
-            f'{version}: write it anew with {what}.to_json()'
-        )
-    return values, name
-
-
-def _text_and_name(text_or_path: str | os.PathLike[str], what: str, owner: str) -> tuple[str, str]:
-    if not isinstance(text_or_path, str | os.PathLike):
-        raise ArgumentError(
-            f'{owner}.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
-            f'give it what {what}.to_json() returns, or where that was written'
-        )
-    # Text begins with a brace, or (where it is damaged) is empty, a list or of several lines; no sensible
-    # path is.
-    if isinstance(text_or_path, str):
-        stripped = text_or_path.strip()
-        ends = stripped[:1] + stripped[-1:]
-        if ends[:1] in ('', '{') or ends == '[]' or '\n' in text_or_path:
-            return text_or_path, 'the text'
-    name = repr(os.fspath(text_or_path))
-    try:
-        return strict_json.read(text_or_path).decode('utf-8'), name
-    except FileNotFoundError:
-        raise  # a golden file may be there or not
-    except (OSError, ValueError) as error:
-        raise DataError(f'{name} is not the JSON of a {what}: {strict_json.reason(error)}') from error
-
-
-def of(kind: type[T], value: object, what: str) -> T:
-    """*value*, which is of that kind, or else no part of a report."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'{what} is not of type {kind.__name__}: {strict_json.brief(value)}')
-    return value
-
-
-def count(value: object, what: str) -> int:
-    """*value*, which is the number of something."""
-    number = of(int, value, what)
-    if not 0 <= number < _MOST:
-        raise ValueError(f'{what} is not a number from 0 to 2**63: {strict_json.brief(number)}')
-    return number
 
 
 def _item(values: Mapping[str, Any], key: str) -> Any:

@@ -1,4 +1,4 @@
-"""How does a resolve become a report? One row a leaf, and the regexes that did nothing."""
+"""Makes the report of a resolve: one row for each leaf, and the regexes that decided nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scalax._tree.paths import dtype_on_devices
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules import LogicalAxisShardingRule, OptimizerStateShardingRule, TreePathShardingRule, catalogue
-from scalax.rules._answers import ONE_ELEMENT, Answer
-from scalax.rules._base import ShardingRule
-from scalax.rules._prefix import RuleLike, is_rule
+from scalax.rules._base import ShardingRule, is_rule
+from scalax.rules._decisions import ONE_ELEMENT, Decision
+from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import Resolution
 
 
@@ -36,7 +36,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
         return tuple(math.prod(mesh[a] for a in specs.entry_axes(entry)) for entry in specs.entries(spec))
 
     def row(
-        path: str, leaf: Any, shape: tuple[int, ...], answer: Answer, spec: PartitionSpec | None
+        path: str, leaf: Any, shape: tuple[int, ...], answer: Decision, spec: PartitionSpec | None
     ) -> ReportRow:
         # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
         dtype, bits = facts_of(dtype_on_devices(leaf))
@@ -57,7 +57,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
         )
 
     placed = [None if sharding is None else sharding.spec for sharding in resolution.shardings]
-    rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.answers, placed))
+    rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.decisions, placed))
     unused, shadowed = _idle_clauses(rules, resolution)
     return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
 
@@ -68,7 +68,7 @@ def _bits(dtype: Any) -> int:
     return int(8 * dtype.itemsize if extended else jax.dtypes.itemsize_bits(dtype))
 
 
-def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
+def _reason(answer: Decision, spec: PartitionSpec | None) -> str:
     if spec is None:
         return 'left to the compiler'
     parts = [answer.reason]
@@ -79,7 +79,7 @@ def _reason(answer: Answer, spec: PartitionSpec | None) -> str:
 
 def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], list[str]]:
     """The regexes that decide about no leaf: those that match none, and those always shadowed."""
-    distinct = {id(answer): answer for answer in resolution.answers}.values()
+    distinct = {id(answer): answer for answer in resolution.decisions}.values()
     used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
     unused: list[str] = []
     shadowed: list[str] = []
@@ -90,7 +90,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
         params = of_params.get(_key(rule), [])
         rows = [
             (path, answer)
-            for path, answer in zip(resolution.seen, resolution.answers, strict=True)
+            for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
             # A rule of both params and their state sees the paths of the state nowhere.
             if _key(rule) in outside and not (params and _is_of_state(answer))
         ]
@@ -117,7 +117,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     return unused, shadowed
 
 
-def _is_of_state(answer: Answer) -> bool:
+def _is_of_state(answer: Decision) -> bool:
     return OptimizerStateShardingRule.__name__ in answer.origin
 
 
@@ -125,7 +125,7 @@ def _nests(rule: ShardingRule, number: int) -> bool:
     return isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
 
 
-def _decided_before(rule: ShardingRule, number: int, answer: Answer) -> bool:
+def _decided_before(rule: ShardingRule, number: int, answer: Decision) -> bool:
     return any(owner == rule and clause < number for owner, clause in answer.clauses)
 
 

@@ -1,4 +1,4 @@
-"""How does a report become HTML? A plain table, and the data that its script makes a tree of."""
+"""Reports as HTML: a plain table, and the data that a script turns into a tree."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
+from scalax._report.tables import human_bytes
 from scalax._util.folding import MOST_RUNS, Fold, runs
-from scalax.explain._text import (
-    HEADS,
-    Line,
-    array_text,
-    arrays,
-    cells_of,
-    human_bytes,
-    spec_text,
-)
+from scalax.errors import plural
+from scalax.explain._rows import HEADS, Line, array_text, cells_of, spec_text
 
 
 @functools.cache
@@ -38,7 +32,10 @@ def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
     if rest:
         count = sum(fold.count for fold, _ in rest)
         size = sum(fold.count * row.bytes_per_device for fold, row in rest)
-        below = [f'smaller ones, not shown: {arrays(count)}, {human_bytes(size)} on each device', *below]
+        below = [
+            f'smaller ones, not shown: {plural(count, "array")}, {human_bytes(size)} on each device',
+            *below,
+        ]
     return f'{pages.table(HEADS, cells, right=[3])}\n{pages.paragraphs(below)}'
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,9 +15,18 @@ from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
-from scalax.explain._rich import RichReport, print_report
-from scalax.explain._rows import ReplicatedSummary, ReportRow, replicated, unreduced
-from scalax.explain._text import folded_path, idle_notes, lines_of, render_table, totals
+from scalax.explain._rich import RichTable, print_rich
+from scalax.explain._rows import (
+    ReplicatedSummary,
+    ReportRow,
+    folded_path,
+    idle_notes,
+    lines_of,
+    render_table,
+    replicated,
+    totals,
+    unreduced,
+)
 
 _TITLE = 'Sharding report'
 
@@ -65,8 +75,7 @@ class ShardingReport:
                 ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
         """
         checked_flag('fold', fold)
-        notes = idle_notes(self.unused_rules, self.shadowed_rules)
-        return render_table(self.rows, self.mesh, notes, width, fold)
+        return render_table(self.rows, self.mesh, self._notes, width, fold)
 
     def print(self, file: TextIO | None = None) -> None:
         """Prints the report: in colours to a terminal if rich is installed, else as ``str()`` of it.
@@ -74,10 +83,16 @@ class ShardingReport:
         Args:
             file: where to; standard output by default.
         """
-        print_report(self, file)
+        out = sys.stdout if file is None else file
+        if not print_rich(self.__rich__(), out):
+            print(self, file=out)
 
-    def __rich__(self) -> RichReport:
-        return RichReport(self)
+    def __rich__(self) -> RichTable:
+        return RichTable(self.rows, self.mesh, self._notes)
+
+    @property
+    def _notes(self) -> list[str]:
+        return idle_notes(self.unused_rules, self.shadowed_rules)
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the report as a page of its own, which loads nothing from anywhere.
@@ -104,7 +119,7 @@ class ShardingReport:
         """The report where scripts do not run, and what they show where they do."""
         lines = lines_of(self.rows, folded=True)
         idle = self.unused_rules, self.shadowed_rules
-        below = [*totals(self.rows, self.mesh), *idle_notes(*idle)]
+        below = [*totals(self.rows, self.mesh), *self._notes]
         return plain(lines, below), data(title, lines, self.mesh, *idle, unreduced(self.rows))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,23 +1,20 @@
-"""How does a report look in a terminal with colours? The columns of the text table, and bars."""
+"""Reports in colours, for terminals where rich is installed: the columns of the text table, and bars."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from scalax._report.tables import GAP, fits, lay_out, plain, wrapped
-from scalax.explain._rows import ReportRow
-from scalax.explain._text import (
+from scalax._report.tables import GAP, fits, lay_out, plain, terminal_width, wrapped
+from scalax.explain._rows import (
     HEADS,
     Line,
+    ReportRow,
     cells_of,
-    columns,
     footnotes,
-    idle_notes,
     lines_of,
     totals,
     with_footnotes,
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-    from scalax.explain._report import ShardingReport
-
 # Colours of mesh axes, of the sixteen that every terminal's theme makes readable.
 _AXES = ('cyan', 'magenta', 'green', 'blue', 'bright_cyan', 'bright_magenta')
 _WARN = 'yellow'
@@ -37,17 +32,24 @@ _BAR_HEAD = ''
 
 
 @dataclasses.dataclass(frozen=True)
-class RichReport:
-    """What rich prints of a report: as wide as the console lets it be."""
+class RichTable:
+    """A report as rich prints it: as wide as the console.
 
-    report: ShardingReport
+    Attributes:
+        rows: its rows.
+        mesh: mesh axis name -> size.
+        notes: the lines below the totals, in the colour of warnings.
+    """
+
+    rows: Sequence[ReportRow]
+    mesh: Mapping[str, int]
+    notes: Sequence[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.text import Text
 
-        report = self.report
-        lines = lines_of(report.rows, folded=True)
-        width = columns(options.max_width)
+        lines = lines_of(self.rows, folded=True)
+        width = terminal_width(options.max_width)
         cells, below = _cells(lines, width, may_have_bars=not options.ascii_only)
         heads, *rows = lay_out(cells, width, 0, 3)
         text = Text(no_wrap=True, overflow='ignore')
@@ -57,34 +59,33 @@ class RichReport:
         text.append(('-' if options.ascii_only else '─') * longest)
         for (_, row), pieces in zip(lines, rows, strict=True):
             for line in pieces:
-                styled = [_styled(cells[0][column], said, row, report.mesh) for column, said in line]
+                styled = [_styled(cells[0][column], said, row, self.mesh) for column, said in line]
                 whole = Text(GAP).join(styled)
                 whole.rstrip()
                 text.append('\n').append_text(whole)
         yield text
         for said in footnotes(below, width):
             yield Text(said, 'dim')
-        yield Text('\n'.join(['', *wrapped(totals(report.rows, report.mesh), width)]))
-        for note in wrapped(idle_notes(report.unused_rules, report.shadowed_rules), width):
+        yield Text('\n'.join(['', *wrapped(totals(self.rows, self.mesh), width)]))
+        for note in wrapped(self.notes, width):
             yield Text(note, _WARN)
 
 
-def print_report(report: ShardingReport, file: TextIO | None) -> None:
-    """Prints with rich if it is installed and *file* is a terminal."""
-    out = sys.stdout if file is None else file
-    isatty = getattr(out, 'isatty', None)  # `print` asks for no more than `write`
-    if isatty and isatty() and importlib.util.find_spec('rich') is not None:
-        from rich.console import Console
+def print_rich(report: RichTable, file: TextIO) -> bool:
+    """Prints in colours, if rich is installed and *file* is a terminal; says whether it did."""
+    isatty = getattr(file, 'isatty', None)  # `print` asks for no more than `write`
+    if not isatty or not isatty() or importlib.util.find_spec('rich') is None:
+        return False
+    from rich.console import Console
 
-        Console(file=out).print(RichReport(report))
-    else:
-        print(report, file=out)
+    Console(file=file).print(report)
+    return True
 
 
 def _cells(
     lines: Sequence[Line], width: int, may_have_bars: bool
 ) -> tuple[Sequence[tuple[str, ...]], list[str]]:
-    """The cells of the table, with bars where there is room for them, and the rules to say below it."""
+    """The cells of the table, with bars where there is room for them, and the rules to list below it."""
     largest = max((row.bytes_per_device * fold.count for fold, row in lines), default=0)
     bars = [_bar(row.bytes_per_device * fold.count / max(1, largest)) for fold, row in lines]
     cells: Sequence[tuple[str, ...]] = [HEADS, *(cells_of(*line) for line in lines)]
@@ -109,7 +110,7 @@ def _styled(head: str, text: str, row: ReportRow, mesh: Mapping[str, int]) -> Te
 
 
 def _path_text(path: str) -> Text:
-    """What many leaves share steps back."""
+    """A path whose part that many leaves share is dimmed."""
     from rich.text import Text
 
     shared = path.rfind('}') + 1
@@ -130,6 +131,6 @@ def _spec_text(spec: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
 
 
 def _bar(share: float) -> str:
-    """A line as long as its share, in halves of a column; what is not nothing is seen."""
+    """A bar as long as its share, in halves of a column; a share above zero has at least one half."""
     halves = max(1, round(2 * _BAR * share)) if share else 0
     return '━' * (halves // 2) + '╸' * (halves % 2)

@@ -1,11 +1,19 @@
-"""What does a report say of one leaf? The rows that reports, tables and comparisons are made of."""
+"""The rows of a report, one for each leaf, and the table of text that they make."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
+
+from scalax._report.pages import visible
+from scalax._report.tables import fits, human_bytes, table, terminal_width, wrapped
+from scalax._tree.specs import axis_sizes_text, text
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
+from scalax.errors import plural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +81,114 @@ def unreduced(rows: Iterable[ReportRow]) -> tuple[int, int]:
     """How many of *rows* are unreduced, and the bytes that each device holds of them."""
     sizes = [row.bytes_per_device for row in rows if row.is_unreduced]
     return len(sizes), sum(sizes)
+
+
+Line = tuple[Fold, ReportRow]
+"""What a line of a table stands for, and the first of its rows."""
+
+HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
+_all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
+
+
+def render_table(
+    rows: Sequence[ReportRow],
+    mesh: Mapping[str, int],
+    notes: Iterable[str] = (),
+    width: int | None = None,
+    folded: bool = True,
+) -> str:
+    """A report as text, no line wider than *width* columns (default: the terminal's).
+
+    Args:
+        rows: one for each leaf.
+        mesh: mesh axis name -> size.
+        notes: lines to add below the totals.
+        width: the columns the table may take.
+        folded: whether leaves that are the same in many layers share a line.
+    """
+    width = terminal_width(width)
+    cells: Sequence[tuple[str, ...]] = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
+    below: list[str] = []
+    if not fits(cells, width):
+        cells, below = with_footnotes(cells)
+    return '\n'.join(
+        [
+            *table(cells, width, 0, 3),
+            *footnotes(below, width),
+            '',
+            *wrapped([*totals(rows, mesh), *notes], width),
+        ]
+    )
+
+
+def with_footnotes(cells: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The same cells with numbers for rules, which stand in the last column, and the rules."""
+    rules = dict.fromkeys(rule for *_, rule in cells[1:] if rule)
+    numbers = {rule: f'[{number}]' for number, rule in enumerate(rules, 1)}
+    numbered = [(*others, numbers.get(rule, '')) for *others, rule in cells[1:]]
+    return [cells[0], *numbered], [f'{number} {rule}' for rule, number in numbers.items()]
+
+
+def footnotes(rules: Sequence[str], width: int) -> list[str]:
+    """The lines of footnotes below a table."""
+    return ['', *wrapped(rules, width)] if rules else []
+
+
+def folded_path(item: Fold) -> str:
+    """The path column of a line that may stand for several leaves."""
+    return visible(item.short_name(MOST_RUNS)) or '(leaf)'
+
+
+def array_text(row: ReportRow, count: int = 1) -> str:
+    """The array of a row, and how many of them: ``80 x float32[8,16]``."""
+    return f'{times(count)}{row.dtype}[{",".join(map(str, row.shape))}]'
+
+
+def spec_text(row: ReportRow) -> str:
+    """The spec of a row, and its memory where that is not the default one."""
+    # That it was reduced already is part of what a spec says.
+    plain = row.spec is not None and row.is_replicated and not row.spec.reduced
+    spec = 'compiler' if row.spec is None else 'replicated' if plain else text(row.spec)
+    return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
+
+
+def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
+    """The lines of a table; without folding there is one for each row."""
+    if folded:
+        folds = fold((row.path, _all_but_path(row)) for row in rows)
+    else:
+        folds = [Fold((row.path,), index) for index, row in enumerate(rows)]
+    return [(item, rows[item.first]) for item in folds]
+
+
+def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
+    """What a line says in each column."""
+    size = human_bytes(row.bytes_per_device * item.count)
+    return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
+
+
+def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
+    """What all rows together come to, in two lines; three where some are unreduced."""
+    whole = replicated(rows)
+    count, size = unreduced(rows)
+    return [
+        f'{plural(len(rows), "array")}, {human_bytes(sum(row.bytes for row in rows))} in all, '
+        f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
+        f'({axis_sizes_text(mesh)})',
+        f'replicated: {plural(len(whole.paths), "array")}, {human_bytes(whole.bytes)} on each device',
+        *(
+            [f'unreduced: {plural(count, "array")}, {human_bytes(size)} on each device, to be combined']
+            if count
+            else []
+        ),
+    ]
+
+
+def idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
+    """A line for each kind of regex that does nothing."""
+    notes = []
+    if unused:
+        notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')
+    if shadowed:
+        notes.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, shadowed))}')
+    return notes

@@ -1,9 +1,9 @@
-"""What do the trees of other libraries say? Names of dimensions, and values without their boxes.
+"""Trees of flax and haliax: the names that they give to dimensions, and values without their boxes.
 
 flax linen keeps an array with partitioning metadata in a box (``nn.Partitioned``,
 ``nn.LogicallyPartitioned``), flax nnx in a variable, haliax in a ``NamedArray``. All are pytree nodes
 around one array, so leaf paths keep their key: ``params/Dense_0/kernel/value``. None of the libraries is
-imported here: whoever has such a node in a tree has imported its library already.
+imported here: a tree can hold such a node only where its library is imported already.
 """
 
 from scalax.interop._boxes import DimensionNames, axis_names, unbox

@@ -1,4 +1,4 @@
-"""Which nodes of a tree are boxes of other libraries, and how do they name the dimensions of an array?"""
+"""Boxes of other libraries in a tree, and the names that they give to the dimensions of arrays."""
 
 from __future__ import annotations
 

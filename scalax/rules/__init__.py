@@ -1,6 +1,7 @@
-"""WHAT is sharded how: rules turn the shapes and paths of a pytree into PartitionSpecs.
+"""Rules, which turn the paths and shapes of a pytree into PartitionSpecs, and resolving them on a mesh.
 
-One rule a file. Rules are immutable values, know axis sizes at most, and never see a device.
+Rules are immutable values, one a file; they know axis sizes at most and never see a device. Rooms above call
+`_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
 """
 
 from scalax.rules._base import ShardingRule

@@ -1,9 +1,9 @@
-"""What a rule is: the base class that users extend, and the rules that its operators make.
+"""`ShardingRule`, the base class that users extend, and the rules that its operators make.
 
-A built-in rule decides about the leaves of a `NamedTree` in one go (`ShardingRule.answers`): for each
-leaf an `Answer`, or None for "no answer", which lets a composition ask the next rule. What a leaf that
-nobody answered gets is the rule's own default (`ShardingRule.fallback`). A user's subclass writes
-`apply` only, and so answers everything.
+A built-in rule answers about all leaves of a `NamedTree` at once (`ShardingRule.answers`): for each leaf a
+`Decision`, or None for "no answer", which lets a composition ask the next rule. A leaf without an answer gets
+the default of the rule (`ShardingRule.fallback`). A user's subclass writes `apply` only, and so decides about
+every leaf.
 
 Users write the operators; these classes are what they make. The precedence, leaf by leaf:
 
@@ -34,10 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
-from scalax.errors import Problem, RuleError, ShardingError, StructureError
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said, not_a_spec, strangers
-from scalax.rules._free import taken_by
-from scalax.rules._merge import left, merged, spec_of, two_meshes, unanswered
+from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
+from scalax.rules._merge import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
 
 
 class ShardingRule(abc.ABC):
@@ -57,9 +56,9 @@ class ShardingRule(abc.ABC):
     """
 
     by_path: ClassVar[bool] = False
-    """Whether it looks at paths and ranks alone; rules that it is made of may look at more."""
+    """Whether it looks at paths and ranks alone; its parts may look at more."""
     by_shape: ClassVar[bool] = False
-    """Whether it looks at shapes, and what is taken of them, alone."""
+    """Whether it looks at nothing but shapes and what is occupied of them."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -69,7 +68,7 @@ class ShardingRule(abc.ABC):
             pytree: a pytree whose leaves have a shape and a dtype.
         """
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """One answer a leaf; None where this rule has none, a Problem where it went wrong.
 
         Args:
@@ -87,21 +86,21 @@ class ShardingRule(abc.ABC):
                 f'{name}.apply() returned a tree of structure {jax.tree.structure(applied)} for a tree of '
                 f'structure {whole.treedef}: it returns one PartitionSpec for each leaf of its argument'
             ) from None
-        given: dict[Any, Answer] = {}
-        said: list[Said] = []
+        given: dict[Any, Decision] = {}
+        answers: list[Answer] = []
         for index in indices:
             value = values[index]
             if value is not None and not isinstance(value, PartitionSpec | NamedSharding):
-                said.append(not_a_spec(whole, index, f'{name}.apply', value))
+                answers.append(not_a_spec(whole, index, f'{name}.apply', value))
                 continue
             if value not in given:
-                given[value] = Answer.of(value, name, 'said by apply()', 'error')
-            said.append(given[value])
-        return said
+                given[value] = Decision.of(value, name, 'said by apply()', 'error')
+            answers.append(given[value])
+        return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """What a leaf gets that this rule does not answer: an answer, or the error to raise."""
-        return Answer(REPLICATED, type(self).__name__, 'no answer')
+        return Decision(REPLICATED, type(self).__name__, 'no answer')
 
     @property
     def is_pure(self) -> bool:
@@ -127,12 +126,10 @@ class ShardingRule(abc.ABC):
             >>> (by_path | fsdp).apply(params)
             {'down': P('fsdp', None), 'norm': P(), 'up': P(None, 'tp')}
         """
-        rule = as_rule(other)
-        return NotImplemented if rule is None else FirstAnswer.of(self, rule)
+        return FirstAnswer.of(self, as_rule(other)) if is_rule(other) else NotImplemented
 
     def __ror__(self, other: Any) -> ShardingRule:
-        rule = as_rule(other)
-        return NotImplemented if rule is None else FirstAnswer.of(rule, self)
+        return FirstAnswer.of(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def __and__(self, other: Any) -> ShardingRule:
         """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
@@ -148,12 +145,10 @@ class ShardingRule(abc.ABC):
             >>> (by_path & fsdp).apply(params)
             {'down': P('fsdp',), 'norm': P(), 'up': P('fsdp', 'tp')}
         """
-        rule = as_rule(other)
-        return NotImplemented if rule is None else Overlay(self, rule)
+        return Overlay(self, as_rule(other)) if is_rule(other) else NotImplemented
 
     def __rand__(self, other: Any) -> ShardingRule:
-        rule = as_rule(other)
-        return NotImplemented if rule is None else Overlay(rule, self)
+        return Overlay(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def stacked(self, dims: int = 1) -> ShardingRule:
         """This rule for layers that are stacked, as for ``jax.lax.scan``.
@@ -182,23 +177,23 @@ class BuiltinRule(ShardingRule):
             ShardingError: some leaves have no spec; all of them are named.
         """
         tree = NamedTree.of(pytree)
-        if problems := strangers(tree):
+        if problems := non_arrays(tree):
             raise ShardingError(problems)
-        said = filled(self, self.answers(tree, None), tree, None)
-        if problems := [one for one in said if isinstance(one, Problem)]:
+        decided = with_defaults(self, self.answers(tree, None), tree, None)
+        if problems := [one for one in decided if isinstance(one, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([answer.spec for answer in cast(list[Answer], said)])
+        return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], decided)])
 
     @abc.abstractmethod
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
 
 
-def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
-    """What any rule says about every leaf; see `ShardingRule.answers`.
+def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
+    """The answers of any rule about every leaf; see `ShardingRule.answers`.
 
-    A subclass of a built-in rule that writes an `apply` of its own means that one to count. A rule that has
-    no leaf to decide about is not asked, wherever it stands.
+    Where a subclass of a built-in rule overrides `apply`, that counts. A rule that has no leaf to decide
+    about is not asked.
     """
     if not len(tree):
         return []
@@ -207,10 +202,10 @@ def ask(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> li
     return rule.answers(tree, axis_sizes)
 
 
-def ask_each(
+def answers_of_each(
     rules: Mapping[int, ShardingRule], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> dict[int, Said]:
-    """What rules say about the leaves that each is to decide about; a rule is asked once, about all of its.
+) -> dict[int, Answer]:
+    """The answers of several rules, each about its own leaves; a rule is asked once, about all of them.
 
     Args:
         rules: leaf number -> its rule.
@@ -220,19 +215,19 @@ def ask_each(
     groups: dict[int, tuple[ShardingRule, list[int]]] = {}
     for index, rule in rules.items():
         groups.setdefault(id(rule), (rule, []))[1].append(index)
-    said: dict[int, Said] = {}
+    answers: dict[int, Answer] = {}
     for rule, mine in groups.values():
-        said.update(zip(mine, ask(rule, tree.select(mine), axis_sizes), strict=True))
-    return said
+        answers.update(zip(mine, answers_of(rule, tree.select(mine), axis_sizes), strict=True))
+    return answers
 
 
 def is_pure(rule: ShardingRule) -> bool:
-    """Whether what `ask` gives may be reused; see `ShardingRule.is_pure`."""
+    """Whether answers of a rule may be reused; see `ShardingRule.is_pure`."""
     return rule.is_pure and not _applies_itself(rule)
 
 
 def looks_at_paths_only(rule: ShardingRule) -> bool:
-    """Whether what `ask` gives depends on paths and ranks alone, not on the sizes of arrays."""
+    """Whether the answers of a rule depend on paths and ranks alone, not on the sizes of arrays."""
     return rule.by_path and not _applies_itself(rule) and all(map(looks_at_paths_only, rule.parts))
 
 
@@ -240,27 +235,27 @@ def _applies_itself(rule: ShardingRule) -> bool:
     return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
-def settled(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer | Problem]:
-    """What a rule says about every leaf, with its own default where it has no answer."""
-    return filled(rule, ask(rule, tree, axis_sizes), tree, axis_sizes)
+def decide(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
+    """What a rule decides about every leaf, with its default where it has no answer."""
+    return with_defaults(rule, answers_of(rule, tree, axis_sizes), tree, axis_sizes)
 
 
-def filled(
-    rule: ShardingRule, answers: list[Said], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> list[Answer | Problem]:
+def with_defaults(
+    rule: ShardingRule, answers: list[Answer], tree: NamedTree, axis_sizes: AxisSizes | None
+) -> list[Decision | Problem]:
     """The answers with the rule's default in place of None."""
-    for index, said in enumerate(answers):
-        if said is None:
+    for index, answer in enumerate(answers):
+        if answer is None:
             answers[index] = rule.fallback(tree, index, axis_sizes)
-    return cast(list[Answer | Problem], answers)  # every None was filled
+    return cast(list[Decision | Problem], answers)  # every None was filled
 
 
 # --- What the operators make ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Everywhere(BuiltinRule):
-    """A PartitionSpec, a NamedSharding or None where a rule is wanted: it answers every leaf."""
+class ConstantRule(BuiltinRule):
+    """A PartitionSpec, a NamedSharding or None where a rule is wanted: the same for every leaf."""
 
     value: PartitionSpec | NamedSharding | None
     by_path: ClassVar[bool] = True
@@ -273,18 +268,21 @@ class Everywhere(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return True
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
-        return [Answer.of(self.value, origin, '', None)] * len(tree)
+        return [Decision.of(self.value, origin, '', None)] * len(tree)
 
 
-def as_rule(value: Any) -> ShardingRule | None:
-    """What stands beside an operator, as a rule; None for what is none."""
-    if value is None or isinstance(value, PartitionSpec | NamedSharding):
-        return Everywhere(value)
-    return value if isinstance(value, ShardingRule) else None
+def is_rule(value: Any) -> bool:
+    """Whether a value is one rule rather than a tree of them."""
+    return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
+
+
+def as_rule(value: ShardingRule | PartitionSpec | NamedSharding | None) -> ShardingRule:
+    """One rule (see `is_rule`) as a `ShardingRule`."""
+    return value if isinstance(value, ShardingRule) else ConstantRule(value)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -303,9 +301,9 @@ class FirstAnswer(BuiltinRule):
         return cls(tuple(flat))
 
     def __repr__(self) -> str:
-        # Specs have no `|` of their own: each of those in front stands beside a rule in brackets.
+        # Specs have no `|` of their own, so brackets put each leading one beside a rule.
         specs = 0
-        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], Everywhere):
+        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], ConstantRule):
             specs += 1
         first = max(specs - 1, 0)
         text = f'({" | ".join(map(repr, self.rules[first:]))})'
@@ -323,17 +321,17 @@ class FirstAnswer(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return all(map(is_pure, self.rules))
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        answers: list[Said] = [None] * len(tree)
+        answers: list[Answer] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
-            for i, said in zip(left, ask(rule, tree.select(left), axis_sizes), strict=True):
-                answers[i] = said
+            for i, answer in zip(left, answers_of(rule, tree.select(left), axis_sizes), strict=True):
+                answers[i] = answer
             left = [i for i in left if answers[i] is None]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the last rule."""
         return self.rules[-1].fallback(tree, index, axis_sizes)
 
@@ -363,60 +361,60 @@ class Overlay(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return is_pure(self.first) and is_pure(self.second)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        below = ask(self.first, tree, axis_sizes)
-        for i, said in enumerate(below):
-            if said is None:
+        below = answers_of(self.first, tree, axis_sizes)
+        for i, answer in enumerate(below):
+            if answer is None:
                 default = self.first.fallback(tree, i, axis_sizes)
-                # No answer of a strict rule is its error; of any other it leaves the leaf to `second`.
+                # A strict rule without an answer is an error; any other leaves the leaf to `second`.
                 below[i] = default if isinstance(default, Problem) else None
-        open_ = [i for i, said in enumerate(below) if not isinstance(said, Problem) and _is_open(said)]
-        part = tree.select(open_)
-        outers = part.taken or [REPLICATED] * len(part)
-        first = left(outers, [below[i] for i in open_], part.shapes)
+        undecided = [i for i, one in enumerate(below) if not isinstance(one, Problem) and _is_open(one)]
+        part = tree.select(undecided)
+        outers = part.occupied or [REPLICATED] * len(part)
+        first = unoccupied(outers, [below[i] for i in undecided], part.shapes)
         keys = [
-            (outer, spec_of(said), len(shape))
-            for outer, said, shape in zip(outers, first, part.shapes, strict=True)
+            (outer, claim(answer), len(shape))
+            for outer, answer, shape in zip(outers, first, part.shapes, strict=True)
         ]
-        known = {key: taken_by(*key) for key in dict.fromkeys(keys)}
-        taken = [known[key] for key in keys]
-        part = part.with_taken(taken)
-        above = left(outers, ask(self.second, part, axis_sizes), part.shapes)
+        known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
+        occupied = [known[key] for key in keys]
+        part = part.with_occupied(occupied)
+        above = unoccupied(outers, answers_of(self.second, part, axis_sizes), part.shapes)
         answers = list(below)
-        # One answer for equal leaves, as each rule gives: what is equal is then validated once.
-        memo: dict[Any, Answer] = {}
-        for j, (i, mine, said) in enumerate(zip(open_, first, above, strict=True)):
+        # One object for equal decisions, so that each is validated once.
+        memo: dict[Any, Decision] = {}
+        for j, (i, mine, answer) in enumerate(zip(undecided, first, above, strict=True)):
             answers[i] = mine
-            if not isinstance(mine, Answer) or isinstance(said, Problem):
-                answers[i] = said
-            elif said is None:
-                alike = (part.shapes[j], id(taken[j])) if self.second.by_shape else j
+            if not isinstance(mine, Decision) or isinstance(answer, Problem):
+                answers[i] = answer
+            elif answer is None:
+                alike = (part.shapes[j], id(occupied[j])) if self.second.by_shape else j
                 asked = id(mine), alike
                 if asked not in memo:
                     default = self.second.fallback(part, j, axis_sizes)
-                    # Reports show the reason; an error of a strict rule is none here.
-                    same = id(mine), default.reason if isinstance(default, Answer) else ''
+                    # Reports show the reason. A strict rule without an answer is no error here.
+                    same = id(mine), default.reason if isinstance(default, Decision) else ''
                     memo[asked] = memo.setdefault(same, unanswered(mine, default))
                 answers[i] = memo[asked]
-            elif said.spec is not None:
-                if None not in (mine.mesh, said.mesh) and mine.mesh != said.mesh:
-                    answers[i] = two_meshes(tree, i, mine, said)
+            elif answer.spec is not None:
+                if None not in (mine.mesh, answer.mesh) and mine.mesh != answer.mesh:
+                    answers[i] = two_meshes(tree, i, mine, answer)
                     continue
-                key = id(mine), id(said), tree.shapes[i]
+                key = id(mine), id(answer), tree.shapes[i]
                 if key not in memo:
-                    memo[key] = merged(mine, said, tree.shapes[i], axis_sizes or {})
+                    memo[key] = merged(mine, answer, tree.shapes[i], axis_sizes or {})
                 answers[i] = memo[key]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the second rule: the first one had no answer either."""
         return self.second.fallback(tree, index, axis_sizes)
 
 
-def _is_open(said: Said) -> bool:
-    """Whether another rule may still say something: not where the compiler was given the choice."""
-    return not (isinstance(said, Answer) and said.spec is None)
+def _is_open(answer: Answer) -> bool:
+    """Whether another rule may decide too: not where the leaf is left to the compiler."""
+    return not (isinstance(answer, Decision) and answer.spec is None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -450,44 +448,44 @@ class Stacked(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.stacked({self.dims})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        memo: dict[int, Answer] = {}
+        memo: dict[int, Decision] = {}
         layer = self._layer(tree)
         return [
-            self._restacked(said, shape, memo) if isinstance(said, Answer) else said
-            for said, shape in zip(ask(self.rule, layer, axis_sizes), tree.shapes, strict=True)
+            self._restacked(answer, shape, memo) if isinstance(answer, Decision) else answer
+            for answer, shape in zip(answers_of(self.rule, layer, axis_sizes), tree.shapes, strict=True)
         ]
 
     def _layer(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        taken = list(map(self._taken, tree.taken, layer.shapes))
-        return layer.with_taken(taken) if taken else layer
+        occupied = list(map(self._occupied, tree.occupied, layer.shapes))
+        return layer.with_occupied(occupied) if occupied else layer
 
-    def _taken(self, taken: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-        """What was taken of one layer; the axes of the stack are in use all the same."""
-        stack, layer = PartitionSpec(*taken[: self.dims]), PartitionSpec(*taken[self.dims :])
-        return taken_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
+    def _occupied(self, occupied: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """What is occupied of one layer; the axes of the stack are in use too."""
+        stack, layer = PartitionSpec(*occupied[: self.dims]), PartitionSpec(*occupied[self.dims :])
+        return occupied_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the rule for one layer."""
-        # This leaf alone: the whole tree once for each leaf would take the square of its size.
+        # This leaf alone: the whole tree for each leaf would take quadratic time.
         one = self._layer(dataclasses.replace(tree.select([index]), parent=None))
         default = self.rule.fallback(one, 0, axis_sizes)
         return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
 
-    def _restacked(self, said: Answer, shape: tuple[int, ...], memo: dict[int, Answer]) -> Answer:
-        """What was said of one layer, for the stack. Arrays without the stacked dimensions stay whole."""
-        if said.spec is None:
-            return said
+    def _restacked(self, answer: Decision, shape: tuple[int, ...], memo: dict[int, Decision]) -> Decision:
+        """The decision about one layer, for the stack; arrays of too few dimensions are replicated."""
+        if answer.spec is None:
+            return answer
         if len(shape) < self.dims:
-            reason = f'fewer than {self.dims} dimension{"" if self.dims == 1 else "s"}: no stack'
-            return dataclasses.replace(said, spec=REPLICATED, reason=reason, stack=())
-        if id(said) not in memo:
-            spec = specs.replaced(said.spec, [*[None] * self.dims, *specs.entries(said.spec)])
-            stack = (*range(self.dims), *(dim + self.dims for dim in said.stack))
-            memo[id(said)] = dataclasses.replace(said, spec=spec, stack=stack)
-        return memo[id(said)]
+            reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
+            return dataclasses.replace(answer, spec=REPLICATED, reason=reason, stack=())
+        if id(answer) not in memo:
+            spec = specs.replaced(answer.spec, [*[None] * self.dims, *specs.entries(answer.spec)])
+            stack = (*range(self.dims), *(dim + self.dims for dim in answer.stack))
+            memo[id(answer)] = dataclasses.replace(answer, spec=spec, stack=stack)
+        return memo[id(answer)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -503,22 +501,22 @@ class InMemory(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.with_memory_kind({self.memory_kind!r})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        memo: dict[int, Answer] = {}
+        memo: dict[int, Decision] = {}
         return [
-            self._placed(said, memo) if isinstance(said, Answer) else said
-            for said in ask(self.rule, tree, axis_sizes)
+            self._placed(answer, memo) if isinstance(answer, Decision) else answer
+            for answer in answers_of(self.rule, tree, axis_sizes)
         ]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """The default of the rule, in this memory."""
         default = self.rule.fallback(tree, index, axis_sizes)
         return default if isinstance(default, Problem) else self._placed(default, {})
 
-    def _placed(self, said: Answer, memo: dict[int, Answer]) -> Answer:
-        if said.spec is None:
-            return said
-        if id(said) not in memo:
-            memo[id(said)] = dataclasses.replace(said, memory_kind=self.memory_kind)
-        return memo[id(said)]
+    def _placed(self, answer: Decision, memo: dict[int, Decision]) -> Decision:
+        if answer.spec is None:
+            return answer
+        if id(answer) not in memo:
+            memo[id(answer)] = dataclasses.replace(answer, memory_kind=self.memory_kind)
+        return memo[id(answer)]

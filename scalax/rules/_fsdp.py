@@ -1,4 +1,4 @@
-"""Which dimension of each array should fully sharded data parallelism (FSDP) shard?"""
+"""The rule for fully sharded data parallelism (FSDP): shards one dimension of each large array."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
-from scalax.errors import Problem, RuleError
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
+from scalax.errors import Problem, RuleError, plural
 from scalax.rules._base import BuiltinRule
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,19 +72,19 @@ class FSDPShardingRule(BuiltinRule):
         """See `ShardingRule.is_pure`."""
         return True
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         size = self._axis_size(axis_sizes)
-        keys = list(zip(tree.shapes, tree.taken or [REPLICATED] * len(tree), strict=True))
+        keys = list(zip(tree.shapes, tree.occupied or [REPLICATED] * len(tree), strict=True))
         chosen = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
         return [chosen[key] for key in keys]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """Arrays that are too small, or of which no dimension divides, are replicated."""
         elements = math.prod(tree.shapes[index])
-        taken = tree.taken[index] if tree.taken else REPLICATED
+        taken = tree.occupied[index] if tree.occupied else REPLICATED
         if elements < self.min_fsdp_size:
-            reason = f'{elements} element{"" if elements == 1 else "s"} < min_fsdp_size {self.min_fsdp_size}'
+            reason = f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
         elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
             reason = f'FSDP: {", ".join(used)} in use'
         elif entries(taken) and None not in entries(taken)[: len(tree.shapes[index])]:
@@ -92,9 +92,9 @@ class FSDPShardingRule(BuiltinRule):
         else:
             size = self._axis_size(axis_sizes) or 'a power of two'
             reason = f'no{" free" if any(entries(taken)) else ""} dimension divides by {size}'
-        return Answer(REPLICATED, repr(self), reason)
+        return Decision(REPLICATED, repr(self), reason)
 
-    def _answer(self, shape: tuple[int, ...], taken: PartitionSpec, size: int | None) -> Answer | None:
+    def _answer(self, shape: tuple[int, ...], taken: PartitionSpec, size: int | None) -> Decision | None:
         if math.prod(shape) < self.min_fsdp_size:
             return None
         if not set(entry_axes(self.fsdp_axis_name)).isdisjoint(spec_axes(taken)):
@@ -104,7 +104,7 @@ class FSDPShardingRule(BuiltinRule):
             return None
         spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
         found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
-        return Answer(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+        return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:

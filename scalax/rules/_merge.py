@@ -1,10 +1,10 @@
-"""What do two answers say together about one leaf, and what of them is lost? For ``a & b``."""
+"""What ``a & b`` makes of two decisions about one leaf, and what of them is lost."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -12,42 +12,41 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax.errors import Problem
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
-from scalax.rules._free import close, fill, left_by
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
-def spec_of(said: Said) -> PartitionSpec:
-    """What an answer takes of a leaf: a stack of layers is not free, though nothing is placed there."""
-    if not isinstance(said, Answer) or said.spec is None:
+def claim(answer: Answer) -> PartitionSpec:
+    """What a decision occupies of a leaf. A stack of layers is not free, though nothing shards it."""
+    if not isinstance(answer, Decision) or answer.spec is None:
         return REPLICATED
-    return close(said.spec, said.stack) if said.stack else said.spec
+    return close(answer.spec, answer.stack) if answer.stack else answer.spec
 
 
-def left(
-    outers: Sequence[PartitionSpec], answers: Sequence[Said], shapes: Sequence[tuple[int, ...]]
-) -> list[Said]:
-    """What rules further out leave of each answer, which is all of it that will be placed."""
-    memo: dict[Any, Said] = {}
-    kept: list[Said] = []
-    for outer, said, shape in zip(outers, answers, shapes, strict=True):
-        if outer and isinstance(said, Answer) and said.spec is not None:
-            key = id(said), outer, len(shape)
+def unoccupied(
+    outers: Sequence[PartitionSpec], answers: Sequence[Answer], shapes: Sequence[tuple[int, ...]]
+) -> list[Answer]:
+    """The answers without what outer rules occupy already: nested rules cannot use it again."""
+    memo: dict[Any, Answer] = {}
+    kept: list[Answer] = []
+    for outer, answer, shape in zip(outers, answers, shapes, strict=True):
+        if outer and isinstance(answer, Decision) and answer.spec is not None:
+            key = id(answer), outer, len(shape)
             if key not in memo:
-                spec = left_by(outer, said.spec, len(shape))
-                same = spec == specs.canonical(said.spec)
-                memo[key] = said if same else _reduced(said, spec, outer)
-            said = memo[key]
-        kept.append(said)
+                spec = remainder(outer, answer.spec, len(shape))
+                same = spec == specs.canonical(answer.spec)
+                memo[key] = answer if same else _reduced(answer, spec, outer)
+            answer = memo[key]
+        kept.append(answer)
     return kept
 
 
-def _reduced(said: Answer, spec: PartitionSpec, outer: PartitionSpec) -> Answer:
-    notes = (*said.notes, *_lost(said, spec, outer))
-    clauses = said.clauses if _asks(spec) else ()  # of which nothing is left decides nothing
-    return dataclasses.replace(said, spec=spec, notes=notes, clauses=clauses)
+def _reduced(answer: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
+    notes = (*answer.notes, *_lost(answer, spec, outer))
+    clauses = answer.clauses if _asks(spec) else ()  # decides nothing if nothing is left
+    return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
-def two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Problem:
+def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) -> Problem:
     """The problem of a leaf for which two NamedShardings are of different meshes."""
     return Problem(
         'other-mesh',
@@ -58,12 +57,12 @@ def two_meshes(tree: NamedTree, index: int, below: Answer, above: Answer) -> Pro
     )
 
 
-def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
-    """What two answers with specs say together about a leaf of this shape."""
+def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
+    """The decision of two with specs together, about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
     filled = fill(below.spec, above.spec, len(shape), below.stack)
     is_same = filled == specs.canonical(below.spec)
-    # Who asked for something and got nothing did not decide.
+    # A rule that got nothing of what it asked for did not decide.
     counts = not is_same or not _asks(above.spec) or (above.memory_kind and not below.memory_kind)
     both = dataclasses.replace(
         below,
@@ -97,15 +96,15 @@ def merged(below: Answer, above: Answer, shape: tuple[int, ...], axis_sizes: Axi
     )
 
 
-def unanswered(below: Answer, default: Answer | Problem) -> Answer:
-    """The answer of *a* where *b* has none, with the reason that *b* has for that."""
+def unanswered(below: Decision, default: Decision | Problem) -> Decision:
+    """The decision of *a* where *b* has no answer, with the reason of *b* for that."""
     if isinstance(default, Problem) or not default.reason:
         return below
     return dataclasses.replace(below, notes=(*below.notes, default.reason))
 
 
-def _lost(asked: Answer, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
-    """What an answer asked for and did not get, and why, in a few words."""
+def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
+    """What a decision asked for and did not get, and why, in a few words."""
     assert asked.spec is not None
     kept, used = specs.entries(placed), {*specs.spec_axes(before), *before.unreduced, *before.reduced}
     notes = []
@@ -129,3 +128,85 @@ def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSiz
         n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
         for n, entry in zip(shape, entries, strict=False)
     )
+
+
+def fill(
+    below: PartitionSpec, above: PartitionSpec, rank: int, closed: Collection[int] = ()
+) -> PartitionSpec:
+    """A spec whose free dimensions are filled from another, with axes that it does not use yet.
+
+    Args:
+        below: the spec.
+        above: the other one.
+        rank: the number of dimensions of the array.
+        closed: dimensions that are not free, though nothing is placed there.
+
+    Example:
+        >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
+        P('fsdp', 'tp')
+    """
+    used = {*specs.spec_axes(below), *below.unreduced, *below.reduced}
+    first, second = specs.entries(below), specs.entries(above)
+    entries: list[Any] = []
+    # A spec that is longer than the array stays so; validation reports it.
+    for dim in range(max(rank, len(first), len(second))):
+        entry = first[dim] if dim < len(first) else None
+        if entry is None and dim < len(second) and dim not in closed:
+            entry = second[dim]
+            if entry is not specs.UNCONSTRAINED:
+                # An axis that `above` uses twice stays too; validation reports it.
+                entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
+        entries.append(entry)
+    filled = specs.replaced(below, entries)
+    unreduced, reduced = above.unreduced - used, above.reduced - used
+    if unreduced or reduced:
+        filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
+    return filled
+
+
+def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """A spec without the dimensions and axes that an outer rule occupies.
+
+    Example:
+        >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
+        P(None, 'c')
+    """
+    taken, used = specs.entries(outer), specs.spec_axes(outer)
+    left: list[Any] = []
+    for dim, entry in enumerate(specs.entries(spec)):
+        if dim < min(rank, len(taken)) and taken[dim] is not None:
+            entry = None
+        elif entry is not specs.UNCONSTRAINED:
+            entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
+        left.append(entry)
+    return specs.replaced(spec, left)
+
+
+def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
+    """The spec in which the empty ones of some dimensions are not free.
+
+    Example:
+        >>> close(PartitionSpec('a'), (0, 1))
+        P('a', UNCONSTRAINED)
+    """
+    entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
+    for dim in dims:
+        # UNCONSTRAINED is never filled.
+        entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
+    return specs.replaced(spec, entries)
+
+
+def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """What a rule and the outer ones occupy of a leaf of *rank* dimensions, for the next rule to see.
+
+    Axes that they use outside these dimensions come after the last one.
+
+    Example:
+        >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
+        P('b', 'a', None)
+    """
+    filled = specs.entries(fill(outer, spec, rank))
+    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in specs.entry_axes(entry))
+    beyond.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
+    seen = [*filled, *[None] * rank][:rank]
+    return PartitionSpec(*seen, tuple(beyond)) if beyond else PartitionSpec(*seen)

@@ -1,8 +1,8 @@
-"""Which spec does each leaf of an optimizer's state get, given the specs of the parameters?
+"""The rule for optimizer states: every leaf gets the spec of the parameter that it belongs to.
 
 Optimizers map over the parameters, so the path of a statistic ends with its parameter's path
-(``0/mu/layers/0/w``); its shape says which dimensions of the parameter it keeps. That is all this rule
-looks at: it knows no optimizer library.
+(``0/mu/layers/0/w``); its shape says which dimensions of the parameter it keeps. The rule looks at nothing
+else, and knows no optimizer library.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree
-from scalax.errors import Problem, near_names
-from scalax.rules._answers import REPLICATED, Answer, AxisSizes, Said
-from scalax.rules._base import BuiltinRule, ShardingRule, ask, is_pure
-from scalax.rules._kept_dimensions import Dimensions, kept_dimensions
-from scalax.rules._sections import Section, sections
+from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax.errors import Problem, RuleError, near_names, plural
+from scalax.rules._base import BuiltinRule, ShardingRule, answers_of, as_rule, is_pure
+from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
+from scalax.rules._prefix import split
 
 _NAME = 'OptimizerStateShardingRule'
 _HINT = (
@@ -65,8 +64,8 @@ class OptimizerStateShardingRule(BuiltinRule):
     If no parameter has a leaf in the state, though it holds arrays of floats, that is an error too.
 
     A parameter that *param_rule* does not answer counts with the default of that rule, so that what
-    mirrors a parameter always lies as it does. In ``a & b``, a rule with a choice chooses for each copy
-    anew among what *a* left of it. The params may be part of the tree: a whole train state
+    mirrors a parameter always has its sharding. In ``a & b``, a rule with a choice chooses for each copy
+    again, among the dimensions that *a* left free. The params may be part of the tree: a whole train state
     takes this one rule.
 
     Args:
@@ -99,14 +98,14 @@ class OptimizerStateShardingRule(BuiltinRule):
     sections: tuple[Section, ...]
 
     def __init__(self, param_rule: Any, params: Any) -> None:
-        object.__setattr__(self, 'sections', tuple(sections(param_rule, params, _NAME)))
+        object.__setattr__(self, 'sections', tuple(_sections(param_rule, params)))
 
     def __repr__(self) -> str:
-        # The shapes of a large model would bury every message; equality compares them.
+        # Without the shapes, of which a large model has thousands; equality compares them.
         rules = [section.rule for section in self.sections]
         shapes = [shape for section in self.sections for _, shape, _ in section.leaves]
         text = repr(rules[0]) if len(rules) == 1 else f'<{len(rules)} rules>'
-        count = f'{len(shapes)} parameter{"" if len(shapes) == 1 else "s"}'
+        count = plural(len(shapes), 'parameter')
         return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
 
     @property
@@ -119,35 +118,37 @@ class OptimizerStateShardingRule(BuiltinRule):
         """See `ShardingRule.parts`."""
         return tuple(section.rule for section in self.sections)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        # A selection shows too little of a state to tell where its parameters lie.
+        # Where the parameters are can be told from the whole state only.
         whole, indices = tree.root()
         params = _Params(self._known, axis_sizes)
         places = _places(whole, self._known)
-        # What rules further out took of a copy, its parameter's rule has to do without.
-        taken = {
+        # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
+        occupied = {
             i: spec
-            for i, spec in zip(indices, tree.taken or [REPLICATED] * len(tree), strict=True)
+            for i, spec in zip(indices, tree.occupied or [REPLICATED] * len(tree), strict=True)
             if any(specs.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
         }
-        params.ask((place.param, taken[i]) for i, place in enumerate(places) if place and i in taken)
-        said = [params.answer(whole, i, place, taken.get(i)) for i, place in enumerate(places)]
-        if not any(one and place for one, place in zip(said, places, strict=True)):
-            for i, one in enumerate(said):
-                if one is None and _is_float(whole, i):
-                    said[i] = _mismatch(whole, i, self._known, places[i])
-        return [said[i] for i in indices]
+        params.ask_again(
+            (place.param, occupied[i]) for i, place in enumerate(places) if place and i in occupied
+        )
+        answers = [params.answer(whole, i, place, occupied.get(i)) for i, place in enumerate(places)]
+        if not any(answer and place for answer, place in zip(answers, places, strict=True)):
+            for i, answer in enumerate(answers):
+                if answer is None and _is_float(whole, i):
+                    answers[i] = _mismatch(whole, i, self._known, places[i])
+        return [answers[i] for i in indices]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
-        """What belongs to no parameter is replicated, but for what must be meant to belong to one."""
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
+        """What belongs to no parameter is replicated; an error if it looks as if it should belong to one."""
         shape = tree.shapes[index]
         if len(shape) < 2 and math.prod(shape) < _MANY:
             return _NO_PARAMETER
         known = self._known
         places = list(_ending(tree.paths[index], known))
-        place = places[-1] if places else _containing(tree.paths[index], known)
-        # Integers beside the parameters are keys and tables; below one, its values in fewer bits.
+        place = places[-1] if places else _parameter_above(tree.paths[index], known)
+        # Integers beside the parameters are keys and tables; below one, its quantized values.
         if not _is_float(tree, index) and not (place is not None and place.inside):
             return _NO_PARAMETER
         return _FEW_ELEMENTS if math.prod(shape) <= _FEW else _mismatch(tree, index, known, place)
@@ -159,15 +160,63 @@ class OptimizerStateShardingRule(BuiltinRule):
 
 _FEW = 32  # elements: tables of coefficients, as muon has
 _MANY = 2**20  # elements of a vector: below that it is a table or scales
-_NO_PARAMETER = Answer(REPLICATED, _NAME, 'belongs to no parameter')
+_NO_PARAMETER = Decision(REPLICATED, _NAME, 'belongs to no parameter')
 _FEW_ELEMENTS = dataclasses.replace(
     _NO_PARAMETER, reason=f'{_NO_PARAMETER.reason}; with more than {_FEW} elements it would be an error'
 )
-_SMALL = Answer(REPLICATED, _NAME, 'at most one element')
+_SMALL = Decision(REPLICATED, _NAME, 'at most one element')
+
+
+# --- The parameters ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The parameters that one rule decides about, as paths, shapes and dtypes."""
+
+    rule: ShardingRule
+    at: str | None
+    treedef: Any
+    # Not hashed: hashing the shapes of a large model would cost at every look-up.
+    leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
+
+    def tree(self) -> NamedTree:
+        """The parameters, as the rule sees them."""
+        return NamedTree(
+            [path for path, _, _ in self.leaves],
+            [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in self.leaves],
+            [shape for _, shape, _ in self.leaves],
+            self.treedef,
+            self.at,
+            bare=jax.tree_util.treedef_is_leaf(self.treedef),
+        )
+
+
+def _sections(param_rule: Any, params: Any) -> Iterator[Section]:
+    """Lays rules over parameters; keeps shapes in place of the arrays.
+
+    Raises:
+        RuleError: something is not a rule, or not an array.
+        StructureError: the rules are not a prefix of the parameters.
+    """
+    parts = split(param_rule, params, f'the params of {_NAME}', RuleError)
+    trees = [NamedTree.of(part.tree, part.path) for part in parts]
+    if not any(map(len, trees)):
+        raise RuleError(f'{_NAME}: params has no leaves, so that no state can belong to it')
+    for part, tree in zip(parts, trees, strict=True):
+        for i, leaf in enumerate(tree.leaves):
+            if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
+                raise RuleError(
+                    f'{_NAME}: params holds {tree.describe(i)}, which is not an '
+                    'array; give what the optimizer was initialised with'
+                )
+        dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
+        leaves = tuple(zip(tree.paths, map(tuple, tree.shapes), dtypes, strict=True))
+        yield Section(as_rule(part.rule), part.path, tree.treedef, leaves)
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies: below *before*, at the parameter number *param* or, if *inside*, below it."""
+    """Where a leaf is: behind *before*, at the parameter number *param* or, if *inside*, below it."""
 
     before: str
     param: int
@@ -216,53 +265,55 @@ class _Known:
 
 
 class _Params:
-    """The parameters in one resolve: their answers, asked for once."""
+    """The parameters in one resolve: the answers of their rules, asked for once."""
 
     def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
         self._axis_sizes = axis_sizes
         self._rows: list[tuple[Section, NamedTree, int]] = []
-        self._said: dict[tuple[int, PartitionSpec | None], Said] = {}
+        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {}
         self.known = known
         self.shapes, self.paths = known.shapes, known.paths
         for section, tree in known.trees:
             self._rows.extend((section, tree, i) for i in range(len(tree)))
-            for said in ask(section.rule, tree, axis_sizes):
-                self._said[len(self._said), None] = said
-        self._memo: dict[Any, Answer | None] = {}
+            for answer in answers_of(section.rule, tree, axis_sizes):
+                self._answers[len(self._answers), None] = answer
+        self._memo: dict[Any, Decision | None] = {}
 
-    def ask(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
-        """Asks again about parameters, and says what rules further out took of each."""
+    def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
+        """Asks about some parameters again, each with the spec that an outer rule gave to a copy of it."""
         left = list(dict.fromkeys(wanted))
         while left:
             now = dict(left)  # each parameter once in a round
-            left = [(param, taken) for param, taken in left if now[param] != taken]
+            left = [(param, occupied) for param, occupied in left if now[param] != occupied]
             for _, group in itertools.groupby(sorted(now), lambda param: id(self._rows[param][1])):
                 mine = list(group)
                 section, tree, _ = self._rows[mine[0]]
                 part = tree.select([self._rows[param][2] for param in mine])
-                part = part.with_taken([now[param] for param in mine])
-                for param, said in zip(mine, ask(section.rule, part, self._axis_sizes), strict=True):
-                    self._said[param, now[param]] = said
+                part = part.with_occupied([now[param] for param in mine])
+                for param, answer in zip(mine, answers_of(section.rule, part, self._axis_sizes), strict=True):
+                    self._answers[param, now[param]] = answer
 
     def is_copy(self, shape: tuple[int, ...], place: _Place | None) -> bool:
         """Whether a leaf has the shape of its parameter."""
         return place is not None and shape == self.shapes[place.param]
 
-    def answer(self, state: NamedTree, index: int, place: _Place | None, taken: PartitionSpec | None) -> Said:
+    def answer(
+        self, state: NamedTree, index: int, place: _Place | None, occupied: PartitionSpec | None
+    ) -> Answer:
         """What a leaf of the state gets."""
         shape = state.shapes[index]
         if place is None:
             return _SMALL if _is_small(shape) else None
-        said = self._of_parameter(place.param, taken)
-        if isinstance(said, Problem):
-            detail = f'its parameter {self.paths[place.param]!r}: {said.detail}'
-            return dataclasses.replace(said, leaf=state.describe(index), detail=detail)
+        answer = self._of_parameter(place.param, occupied)
+        if isinstance(answer, Problem):
+            detail = f'its parameter {self.paths[place.param]!r}: {answer.detail}'
+            return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
         own = self.shapes[place.param]
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
-        key = (id(said), own, shape, role, place.inside)
+        key = (id(answer), own, shape, role, place.inside)
         if key not in self._memo:
-            self._memo[key] = _derived(said, own, shape, role, place.inside)
+            self._memo[key] = _derived(answer, own, shape, role, place.inside)
         derived = self._memo[key]
         if derived is not None or place.inside or self.known.is_weak(place.param):
             return derived
@@ -275,16 +326,16 @@ class _Params:
             hint=_HINT,
         )
 
-    def _of_parameter(self, param: int, taken: PartitionSpec | None) -> Answer | Problem:
-        said = self._said[param, taken]
-        if said is None:
+    def _of_parameter(self, param: int, occupied: PartitionSpec | None) -> Decision | Problem:
+        answer = self._answers[param, occupied]
+        if answer is None:
             section, tree, i = self._rows[param]
-            said = self._said[param, taken] = section.rule.fallback(tree, i, self._axis_sizes)
-        return said
+            answer = self._answers[param, occupied] = section.rule.fallback(tree, i, self._axis_sizes)
+        return answer
 
 
 def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
-    """The place of every leaf of the state; None for what lies beside the parameters."""
+    """The place of every leaf of the state; None for what belongs to no parameter."""
     found = [list(_ending(path, params)) for path in state.paths]
     if any(len(places) > 1 for places in found):
         votes = collections.Counter(place.before for places in found for place in places)
@@ -299,7 +350,7 @@ def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
                     len(params.paths[place.param]),
                 ),
             )
-        return places[0] if places else _containing(state.paths[i], params)
+        return places[0] if places else _parameter_above(state.paths[i], params)
 
     return [choose(i, places) for i, places in enumerate(found)]
 
@@ -320,8 +371,8 @@ def _ending(path: str, params: _Known) -> Iterator[_Place]:
                 yield _Place(path[: max(start - 1, 0)], param)
 
 
-def _containing(path: str, params: _Known) -> _Place | None:
-    """The parameter that a leaf lies below: the deepest one, of those the longest."""
+def _parameter_above(path: str, params: _Known) -> _Place | None:
+    """The parameter that a leaf is below: the deepest one, of those the longest."""
     end = path.rfind('/')
     while end > 0:
         places = [p for p in _ending(path[:end], params) if not params.is_weak(p.param)]
@@ -332,30 +383,31 @@ def _containing(path: str, params: _Known) -> _Place | None:
 
 
 def _derived(
-    said: Answer, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
-) -> Answer | None:
+    answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
+) -> Decision | None:
     """The answer for a leaf of *shape*, given its parameter's; None where the shapes do not fit."""
-    origin = f'{_NAME} -> {said.origin}'
+    origin = f'{_NAME} -> {answer.origin}'
     if shape == own:
-        reason = ': '.join(part for part in ('as its parameter', said.reason) if part)
-        return dataclasses.replace(said, origin=origin, reason=reason)
+        reason = ': '.join(part for part in ('as its parameter', answer.reason) if part)
+        return dataclasses.replace(answer, origin=origin, reason=reason)
     if _is_small(shape):
         return _SMALL
     choices = kept_dimensions(own, shape, role, inside)
     if not choices:
         return None
-    if said.spec is None:
-        return dataclasses.replace(said, origin=origin, reason='left to the compiler as its parameter')
-    entries = (*specs.entries(said.spec), *[None] * len(own))
-    # Where it is unsure which dimension is a stack of layers, each that may be one counts.
-    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in said.stack}))
+    if answer.spec is None:
+        return dataclasses.replace(answer, origin=origin, reason='left to the compiler as its parameter')
+    entries = (*specs.entries(answer.spec), *[None] * len(own))
+    # Where several dimensions may be the stack of layers, all of them count as it.
+    stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in answer.stack}))
     distinct = dict.fromkeys(
-        specs.replaced(said.spec, [None if dim is None else entries[dim] for dim in dims]) for dims in choices
+        specs.replaced(answer.spec, [None if dim is None else entries[dim] for dim in dims])
+        for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess
         several = ' or '.join(map(_dimensions, choices))
         return dataclasses.replace(
-            said,
+            answer,
             spec=REPLICATED,
             origin=origin,
             stack=stack,
@@ -363,7 +415,7 @@ def _derived(
         )
     kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
     reason = f'{kept} of its parameter'
-    return dataclasses.replace(said, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
+    return dataclasses.replace(answer, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:
@@ -382,7 +434,7 @@ def _is_float(state: NamedTree, index: int) -> bool:
 
 
 def _mismatch(state: NamedTree, index: int, params: _Known, place: _Place | None) -> Problem:
-    """What is wrong with a leaf that belongs to no parameter and should."""
+    """The problem of a leaf that should belong to a parameter and does not."""
     if place is None:
         near = params.near(state.paths[index])
         detail = 'its path ends with no parameter path' + (f'; there is {near!r}' if near else '')
@@ -390,3 +442,53 @@ def _mismatch(state: NamedTree, index: int, params: _Known, place: _Place | None
         name, shape = params.paths[place.param] or 'itself', list(params.shapes[place.param])
         detail = f'it has no shape that belongs to the parameter {name!r}: {shape}'
     return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
+
+
+Dimensions = tuple[int | None, ...]
+"""For each dimension of a statistic the parameter's dimension that it is; None for one of its own."""
+
+
+def kept_dimensions(
+    parameter: tuple[int, ...], shape: tuple[int, ...], name: str = '', loose: bool = False
+) -> list[Dimensions]:
+    """All ways to read the shape of a statistic as dimensions of its parameter; empty if there is none.
+
+    Args:
+        parameter: the parameter's shape.
+        shape: the statistic's shape.
+        name: ``'v_row'`` or ``'v_col'`` for the factors of Adafactor as optax calls them: these leave out
+            the largest and the second largest dimension.
+        loose: at the same rank some sizes may differ, as those of a low-rank factor or of block scales.
+
+    Example:
+        >>> kept_dimensions((4, 6), (6,))
+        [(1,)]
+        >>> kept_dimensions((4, 4), (4,))
+        [(0,), (1,)]
+        >>> kept_dimensions((4, 4), (4,), 'v_row')
+        [(0,)]
+        >>> kept_dimensions((4, 6), (1, 6)), kept_dimensions((4, 6), (3, 4, 6))
+        ([(None, 1)], [(None, 0, 1)])
+        >>> kept_dimensions((4, 6), (4, 2)), kept_dimensions((4, 6), (4, 2), loose=True)
+        ([], [(0, None)])
+    """
+    extra = len(shape) - len(parameter)
+    if extra > 0:
+        return [(*[None] * extra, *range(len(parameter)))] if shape[extra:] == parameter else []
+    if name in ('v_row', 'v_col') and extra == -1 and len(parameter) > 1:
+        # The sort of optax's _factored_dims: which of two equal sizes comes last is up to numpy.
+        second, largest = map(int, np.argsort(parameter)[-2:])
+        gone = largest if name == 'v_row' else second
+        dims = tuple(dim for dim in range(len(parameter)) if dim != gone)
+        if shape == tuple(parameter[dim] for dim in dims):
+            return [dims]
+    found: list[Dimensions] = []
+    for dims in itertools.combinations(range(len(parameter)), len(shape)):
+        pairs = list(zip(shape, dims, strict=True))
+        if all(size in (1, parameter[dim]) for size, dim in pairs):
+            found.append(tuple(dim if size == parameter[dim] else None for size, dim in pairs))
+    if not found and loose and extra == 0:
+        pairs = list(zip(shape, range(len(shape)), strict=True))
+        if any(size == parameter[dim] > 1 for size, dim in pairs):
+            found.append(tuple(dim if size == parameter[dim] else None for size, dim in pairs))
+    return found

@@ -1,6 +1,6 @@
-"""How are the dimensions of an array written down? ``'batch (heads head_dim) embed'``, as in einops.
+"""Patterns that name the dimensions of an array, as in einops: ``'batch (heads head_dim) embed'``.
 
-einops' own parser is not used: it says what is wrong, not where.
+The parser of einops is not used: its errors do not say where a pattern is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from scalax.errors import RuleError
 
 Part = str | int | None
-"""Of what a dimension is made: a name, a size without a name, or nothing known."""
+"""A part of a dimension: a name, a size without a name, or None for anything."""
 
 Dimension = tuple[Part, ...]
 """The parts of one dimension, the outermost first; none for a dimension of size 1."""

@@ -1,4 +1,4 @@
-"""Which spec does a leaf get by a user's function of its path and shape?"""
+"""The rule that calls a user's function for each leaf."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import RuleError
-from scalax.rules._answers import Answer, AxisSizes, Said, not_a_spec
-from scalax.rules._base import BuiltinRule, ShardingRule, ask_each
+from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each
+from scalax.rules._decisions import Answer, AxisSizes, Decision, not_a_spec
 
 Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
 
@@ -48,10 +48,10 @@ class PolicyShardingRule(BuiltinRule):
             raise RuleError(f'policy is a function of (path, leaf), got {self.policy!r}')
         checked_policy(self.on_indivisible)
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
-        answers: list[Said] = []
+        answers: list[Answer] = []
         nested: dict[int, ShardingRule] = {}
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             try:
@@ -63,12 +63,12 @@ class PolicyShardingRule(BuiltinRule):
                 nested[index] = said
                 answers.append(None)
             elif said is None or isinstance(said, PartitionSpec | NamedSharding):
-                answers.append(Answer.of(said, origin, 'said by the policy', self.on_indivisible))
+                answers.append(Decision.of(said, origin, 'said by the policy', self.on_indivisible))
             else:
                 answers.append(not_a_spec(tree, index, origin, said))
-        for index, said in ask_each(nested, tree, axis_sizes).items():
+        for index, said in answers_of_each(nested, tree, axis_sizes).items():
             default = nested[index].fallback(tree, index, axis_sizes) if said is None else said
-            if isinstance(default, Answer):
+            if isinstance(default, Decision):
                 default = dataclasses.replace(default, origin=f'{origin} -> {default.origin}')
             answers[index] = default
         return answers

@@ -1,7 +1,7 @@
-"""Which part of a tree does each rule of a tree of rules decide about?
+"""Trees of rules, laid over the trees that they are for.
 
-A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node serves the whole subtree
-below. What counts as one rule: a ShardingRule, a PartitionSpec, a NamedSharding, or None.
+A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node decides about the whole
+subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or None.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
-from scalax.errors import StructureError, did_you_mean
-from scalax.rules._answers import short
-from scalax.rules._base import ShardingRule
+from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
+from scalax.rules._base import ShardingRule, is_rule
+from scalax.rules._decisions import short
 
 RuleLike = Any
 """A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
@@ -26,18 +26,19 @@ RuleLike = Any
 _REGEX = re.compile(r'[*+?^$|\\()\[\]]')
 
 
-def is_rule(value: Any) -> bool:
-    """Whether *value* is one rule rather than a tree of them."""
-    return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
-
-
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A subtree and the one rule that decides about it. ``at`` is the subtree's path; None is the root."""
+class Subtree:
+    """A subtree and the one rule that decides about it.
+
+    Attributes:
+        rule: the rule.
+        path: the path of the subtree; None is the root.
+        tree: the subtree itself.
+    """
 
     rule: ShardingRule | PartitionSpec | NamedSharding | None
-    at: str | None
-    subtree: Any
+    path: str | None
+    tree: Any
 
 
 def key_of(rules: RuleLike) -> Any:
@@ -48,20 +49,23 @@ def key_of(rules: RuleLike) -> Any:
     return tuple(leaves), treedef
 
 
-def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
+def split(
+    rules: RuleLike, pytree: Any, where: str = '', error: type[ScalaxError] = StructureError
+) -> list[Subtree]:
     """Lays a prefix tree of rules over *pytree*.
 
     Args:
         rules: a rule or a pytree prefix of rules.
         pytree: the tree they are for.
         where: what the tree is called in messages, such as ``"argument 'state'"``.
+        error: what is raised about a leaf of *rules* that is not a rule.
 
     Raises:
         StructureError: the trees differ, or a leaf of *rules* is not a rule; says at which subtree.
     """
     if is_rule(rules):
-        return [Part(rules, None, pytree)]
-    flat = check(rules, where)
+        return [Subtree(rules, None, pytree)]
+    flat = check(rules, where, error)
     treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
     try:
         subtrees = treedef.flatten_up_to(pytree)
@@ -69,11 +73,14 @@ def split(rules: RuleLike, pytree: Any, where: str = '') -> list[Part]:
         _explain(rules, pytree, None, where)
         raise
     return [
-        Part(rule, optional_path(path), subtree) for (path, rule), subtree in zip(flat, subtrees, strict=True)
+        Subtree(rule, optional_path(path), subtree)
+        for (path, rule), subtree in zip(flat, subtrees, strict=True)
     ]
 
 
-def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
+def check(
+    rules: RuleLike, where: str = '', error: type[ScalaxError] = StructureError
+) -> list[tuple[Any, Any]]:
     """The leaves of a tree of rules with their paths.
 
     Raises:
@@ -82,7 +89,7 @@ def check(rules: RuleLike, where: str = '') -> list[tuple[Any, Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
         if not is_rule(rule):
-            _reject(rule, optional_path(path), where, in_pairs=_are_pairs(rules))
+            raise error(_not_a_rule(rule, optional_path(path), where, in_pairs=_are_pairs(rules)))
     return flat
 
 
@@ -98,7 +105,8 @@ def _of(where: str) -> str:
     return f' of {where}' if where else ''
 
 
-def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
+def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str:
+    """Says which value is not a rule, and what was probably meant."""
     hint, got = '', short(value)
     if in_pairs:
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
@@ -115,7 +123,7 @@ def _reject(value: Any, path: str | None, where: str, in_pairs: bool) -> None:
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:
         got = describe_leaf('', value).partition(': ')[2]
         hint = '; are the tree and the rules the wrong way round?'
-    raise StructureError(
+    return (
         f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
         f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
         f'PartitionSpec, a NamedSharding or None{hint}'
@@ -133,7 +141,7 @@ def _node(node: Any, children: dict[str, Any]) -> str:
         return 'None'
     if jax.tree_util.all_leaves([node]):
         return 'a leaf'
-    return f'a {type(node).__name__} with {len(children)} {"child" if len(children) == 1 else "children"}'
+    return f'a {type(node).__name__} with {plural(len(children), "child", "children")}'
 
 
 def _first_ten(items: Iterable[str]) -> str:
@@ -142,7 +150,7 @@ def _first_ten(items: Iterable[str]) -> str:
 
 
 def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
-    """Finds the first place where the two trees part ways, and raises about it."""
+    """Finds the first place where the two trees differ, and raises about it."""
     if is_rule(rules) or _fits(rules, tree):
         return
     of = _of(where) or ' of the tree'

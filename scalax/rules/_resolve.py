@@ -1,7 +1,7 @@
-"""What sharding does each leaf get on this mesh? The one place where rules meet a tree and a mesh.
+"""Resolving: the sharding of each leaf of a tree on a mesh. The one place where rules meet both.
 
 Everything in scalax that places an array comes through `resolve`: all validation is here, and every
-decision is recorded (`Resolution.answers`), so that reports can say why.
+decision is recorded (`Resolution.decisions`), so that reports can say why.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
-from scalax.rules._answers import Answer, strangers
-from scalax.rules._base import ShardingRule, as_rule, is_pure, settled
-from scalax.rules._prefix import RuleLike, is_rule, key_of, split
+from scalax.rules._base import ShardingRule, as_rule, decide, is_pure, is_rule
+from scalax.rules._decisions import Decision, non_arrays
+from scalax.rules._prefix import RuleLike, key_of, split
 
 
-class Use(enum.Enum):
+class ResolveMode(enum.Enum):
     """What the shardings are for; decides what a rule may say.
 
     CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
     compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
     function: UNCONSTRAINED dimensions are fine, and one that does not divide is padded, so it only warns.
-    EAGER: the same function, run without being compiled: nothing pads.
+    EAGER: the same function, run without being compiled: nothing is padded.
     """
 
     CONCRETE = enum.auto()
@@ -41,7 +41,7 @@ class Use(enum.Enum):
     EAGER = enum.auto()
 
 
-_VALUES = (Use.INTERMEDIATE, Use.EAGER)
+_VALUES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,14 +50,14 @@ class Resolution:
 
     Attributes:
         tree: the leaves, with paths from the root of the tree that was given.
-        answers: what was decided, by which rule and why.
+        decisions: what was decided, by which rule and why.
         shardings: the NamedShardings; None where the compiler decides.
         treedef: the structure of the tree.
         seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
     """
 
     tree: NamedTree
-    answers: list[Answer]
+    decisions: list[Decision]
     shardings: list[NamedSharding | None]
     treedef: Any
     seen: Sequence[str] = ()
@@ -81,7 +81,7 @@ def resolve(
     pytree: Any,
     mesh: Mesh | AbstractMesh,
     *,
-    use: Use = Use.CONCRETE,
+    mode: ResolveMode = ResolveMode.CONCRETE,
     where: str = '',
     at: str | None = None,
     on_indivisible: OnIndivisible = 'error',
@@ -93,9 +93,9 @@ def resolve(
         rules: a rule, a PartitionSpec, a NamedSharding of this mesh, None, or a pytree prefix of these.
         pytree: the leaves are anything with a shape and a dtype, or Python numbers.
         mesh: the mesh; an AbstractMesh is enough.
-        use: what the shardings are for.
+        mode: what the shardings are for.
         where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
-        at: where the tree lies in something larger, if in anything; prefixed to leaf paths in messages.
+        at: the path of the tree in a larger one, if any; prefixed to leaf paths in messages.
         on_indivisible: the policy of bare specs. Rules carry their own.
         as_leaf: what rules see in place of each leaf.
 
@@ -104,25 +104,25 @@ def resolve(
         ShardingError: some leaves cannot be sharded as asked; every one of them is named.
     """
     axes = MeshAxes.of(mesh)
-    task = _Task(axes, mesh, use, where, on_indivisible)
+    task = _Task(axes, mesh, mode, where, on_indivisible)
     parts = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
-    trees = [NamedTree.of(part.subtree, join(at, part.at), as_leaf) for part in parts]
+    trees = [NamedTree.of(part.tree, join(at, part.path), as_leaf) for part in parts]
     for tree in trees:
-        task.reject_strangers(tree)
+        task.reject_non_arrays(tree)
     if task.problems:
         task.finish()
-    answers, shardings = [], []
+    decisions, shardings = [], []
     for part, tree in zip(parts, trees, strict=True):
-        said = task.ask(part.rule, tree)
-        answers.extend(cast(list[Answer], said))  # a Problem among them ends this resolve
-        shardings.extend(task.shardings(tree, said))
+        decided = task.decide(part.rule, tree)
+        decisions.extend(cast(list[Decision], decided))  # a Problem among them ends this resolve
+        shardings.extend(task.shardings(tree, decided))
     task.finish()
     if is_rule(rules):
         whole = trees[0]
-        return Resolution(whole, answers, shardings, whole.treedef, whole.paths)
+        return Resolution(whole, decisions, shardings, whole.treedef, whole.paths)
     whole = NamedTree(
         [
-            tree.path_below(part.at, i)
+            tree.path_below(part.path, i)
             for part, tree in zip(parts, trees, strict=True)
             for i in range(len(tree))
         ],
@@ -132,61 +132,59 @@ def resolve(
         at,
     )
     seen = [path for tree in trees for path in tree.paths]
-    return Resolution(whole, answers, shardings, whole.treedef, seen)
+    return Resolution(whole, decisions, shardings, whole.treedef, seen)
 
 
 class _Task:
-    """One resolve on its way: collects what is wrong until all leaves have been seen."""
+    """One resolve: collects problems until all leaves have been seen."""
 
     def __init__(
         self,
         axes: MeshAxes,
         mesh: Mesh | AbstractMesh,
-        use: Use,
+        mode: ResolveMode,
         where: str,
         on_indivisible: OnIndivisible,
     ) -> None:
-        self.axes, self.mesh, self.use, self.where = axes, mesh, use, where
+        self.axes, self.mesh, self.mode, self.where = axes, mesh, mode, where
         self.on_indivisible = on_indivisible
         self.problems: list[Problem] = []
         self.passed: list[str] = []  # dimensions that do not divide and may
 
-    def reject_strangers(self, tree: NamedTree) -> None:
+    def reject_non_arrays(self, tree: NamedTree) -> None:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
-        self.problems.extend(strangers(tree))
+        self.problems.extend(non_arrays(tree))
 
-    def ask(
+    def decide(
         self, value: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree
-    ) -> list[Answer | Problem]:
-        """What the rule says about every leaf of *tree*; nothing where it raised."""
-        rule = as_rule(value)
-        assert rule is not None  # `split` gave it
+    ) -> list[Decision | Problem]:
+        """What the rule decides about every leaf of *tree*; an empty list where it raised."""
         try:
-            return settled(rule, tree, self.axes.sizes)
+            return decide(as_rule(value), tree, self.axes.sizes)
         except ShardingError as error:
-            # A user's code. The other parts of the tree are looked at too, so that all is said at once.
+            # Raised by a user's rule. The other subtrees are checked too, to report all problems at once.
             self.problems.extend(error.problems)
             return []
 
-    def shardings(self, tree: NamedTree, answers: list[Answer | Problem]) -> list[NamedSharding | None]:
+    def shardings(self, tree: NamedTree, answers: list[Decision | Problem]) -> list[NamedSharding | None]:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
-        if self.use in _VALUES and AxisType.Auto not in self.axes.types.values():
-            # Without an Auto axis JAX knows no UNCONSTRAINED: what the type says now stands for it.
+        if self.mode in _VALUES and AxisType.Auto not in self.axes.types.values():
+            # Without an Auto axis JAX has no UNCONSTRAINED; the axes of the type take its place.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
         first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
         before = len(self.problems), len(self.passed)
         checked = {key: self._checked(tree, i, answers[i]) for key, i in first.items()}
         if before != (len(self.problems), len(self.passed)):
-            # What is wrong is said of every leaf that it is wrong for, in tree order.
+            # Report each problem for every leaf that has it, in tree order.
             del self.problems[before[0] :], self.passed[before[1] :]
             for i, answer in enumerate(answers):
                 self._checked(tree, i, answer)
         return [checked[key] for key in keys]
 
-    def _checked(self, tree: NamedTree, index: int, answer: Answer | Problem) -> NamedSharding | None:
+    def _checked(self, tree: NamedTree, index: int, answer: Decision | Problem) -> NamedSharding | None:
         if isinstance(answer, Problem):
             self.problems.append(answer)
             return None
@@ -194,7 +192,7 @@ class _Task:
         if spec is not None and self.axes.any_manual:
             spec = specs.without_manual(spec, self.axes)
         if spec is None:
-            if self.use is Use.CONCRETE:
+            if self.mode is ResolveMode.CONCRETE:
                 self._problem(
                     tree,
                     index,
@@ -206,16 +204,16 @@ class _Task:
                     ),
                 )
             return None
-        # What else does not fit follows from the other mesh, and that is to be mended first.
+        # Other faults follow from the wrong mesh, which has to be fixed first.
         is_own = self._is_own(answer.mesh)
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)
-        if specs.UNCONSTRAINED in specs.entries(spec) and self.use not in _VALUES:
+        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUES:
             wrong.append(
                 specs.Fault(
                     'unconstrained',
-                    'an UNCONSTRAINED dimension is not a place where an array can lie',
+                    'an UNCONSTRAINED dimension does not say where an array is placed',
                     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
                 )
             )
@@ -251,7 +249,7 @@ class _Task:
         self,
         tree: NamedTree,
         index: int,
-        answer: Answer,
+        answer: Decision,
         spec: PartitionSpec,
         uneven: list[tuple[int, tuple[str, ...]]],
     ) -> PartitionSpec:
@@ -262,7 +260,7 @@ class _Task:
         explicit = any(
             self.axes.types[name] is jax.sharding.AxisType.Explicit for _, names in uneven for name in names
         )
-        if policy == 'error' and (self.use is not Use.INTERMEDIATE or explicit):
+        if policy == 'error' and (self.mode is not ResolveMode.INTERMEDIATE or explicit):
             for fault in found:
                 self._problem(tree, index, answer, fault)
             return spec
@@ -275,7 +273,7 @@ class _Task:
             self.passed.append(f'{tree.describe(index)}, {said}; {specs.text(reduced)} is used')
         return reduced
 
-    def _problem(self, tree: NamedTree, index: int, answer: Answer, fault: specs.Fault) -> None:
+    def _problem(self, tree: NamedTree, index: int, answer: Decision, fault: specs.Fault) -> None:
         self.problems.append(
             Problem(
                 fault.kind,
@@ -288,7 +286,7 @@ class _Task:
         )
 
     def finish(self) -> None:
-        """Raises about all problems, or warns about all that was let pass."""
+        """Raises about all problems, or warns about dimensions that do not divide and may."""
         if self.problems:
             raise ShardingError(self.problems, str(self.axes), self.where)
         if self.passed:
@@ -299,7 +297,7 @@ class _Task:
             )
 
 
-def _typed(answer: Answer | Problem, leaf: Any) -> Answer | Problem:
+def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
     if isinstance(answer, Problem) or answer.spec is None:
         return answer
     if specs.UNCONSTRAINED not in specs.entries(answer.spec):
@@ -339,7 +337,7 @@ _REORDERED = specs.Fault(
 
 
 def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> specs.Fault:
-    """What is another about a mesh. Only one of devices may differ in their order."""
+    """Says how another mesh differs. Only meshes with devices can differ in their order."""
     detail = f'the NamedSharding is of another mesh: {given}'
     hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
     theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
@@ -369,7 +367,7 @@ class _Known:
         treedef: its structure.
         signature: the shapes and dtypes of its leaves.
         shardings: those of its leaves.
-        certain: whether trees of this structure have the same paths; None until somebody asks.
+        certain: whether trees of this structure have the same paths; None if not known yet.
     """
 
     rules: Any
@@ -388,7 +386,7 @@ class _Known:
 
 
 class ResolutionCache:
-    """Remembers the shardings of the trees resolved last, for rules that cannot change their mind.
+    """Remembers the shardings of the trees resolved last, for rules whose answers never change.
 
     Entries are found by comparison, not by hash: comparing two equal lists of shapes costs a pointer
     comparison an item, hashing them costs several times that on a tree of 100,000 leaves. Trees whose
@@ -409,7 +407,7 @@ class ResolutionCache:
         """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
         leaves = [rules] if is_rule(rules) else jax.tree.leaves(rules, is_leaf=is_rule)
         if not all(map(is_rule, leaves)):
-            # Compared with nothing: `resolve` says what is wrong with them.
+            # `resolve` raises about what is no rule.
             resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
             return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)

@@ -1,4 +1,4 @@
-"""Which spec does a leaf get by its path? Regexes on tree paths, the first match wins."""
+"""Rules that choose by leaf path: pairs of a regex and a spec, of which the first match wins."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import OnIndivisible, checked_policy
-from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names
-from scalax.rules._answers import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Said, short
-from scalax.rules._base import BuiltinRule, ShardingRule, ask_each, is_pure
+from scalax._tree.specs import OnIndivisible, checked_policy, entries, no_axis, spec_axes
+from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
+from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each, is_pure
+from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, short
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
 
@@ -88,12 +88,12 @@ class TreePathShardingRule(BuiltinRule):
         """See `ShardingRule.parts`."""
         return tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Said]:
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        scalar = Answer(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
+        scalar = Decision(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
         miss = None if self.strict else _MISS
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
-        answers: list[Said] = [scalar if shape in single else miss for shape in tree.shapes]
+        answers: list[Answer] = [scalar if shape in single else miss for shape in tree.shapes]
         # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
         # the inner loops then run in C.
         left = [i for i, answer in enumerate(answers) if answer is not scalar]
@@ -112,19 +112,18 @@ class TreePathShardingRule(BuiltinRule):
                 fixed = self._clause_answer(number, value)
                 for i in mine:
                     answers[i] = fixed
-        # A rule may be the value of several clauses. One answer serves many leaves, and so does what a
-        # clause makes of it.
-        memo: dict[tuple[int, int], Answer] = {}
-        for i, said in ask_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
+        # A rule may be the value of several clauses, and one decision serves many leaves.
+        memo: dict[tuple[int, int], Decision] = {}
+        for i, said in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
             answers[i] = said
-            if isinstance(said, Answer):
+            if isinstance(said, Decision):
                 key = nested[i][0], id(said)
                 if key not in memo:
                     memo[key] = self._by_clause(nested[i][0], said)
                 answers[i] = memo[key]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Answer | Problem:
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """A leaf of a nested rule gets that rule's default; an unmatched one is an error."""
         path = tree.paths[index]
         for number, (pattern, value) in enumerate(self.rules):
@@ -138,7 +137,7 @@ class TreePathShardingRule(BuiltinRule):
             tree.describe(index),
             f'no regex of the rule matches the path {tree.path_seen(index)}'
             + (f'; {near!r} comes near' if near else ''),
-            rule=f'TreePathShardingRule with {len(self.rules)} regex{"" if len(self.rules) == 1 else "es"}',
+            rule=f'TreePathShardingRule with {plural(len(self.rules), "regex", "regexes")}',
             hint=self._unmatched_hint,
         )
 
@@ -150,19 +149,19 @@ class TreePathShardingRule(BuiltinRule):
                 return literal[name]
         return ''
 
-    def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Answer:
+    def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Decision:
         """The answer of a clause that decides by itself."""
         origin = f'regex {regex_text(self.rules[number][0])}'
-        return Answer.of(value, origin, '', self.on_indivisible, ((self, number),))
+        return Decision.of(value, origin, '', self.on_indivisible, ((self, number),))
 
-    def _by_clause(self, number: int, answer: Answer) -> Answer:
+    def _by_clause(self, number: int, answer: Decision) -> Decision:
         origin = f'regex {regex_text(self.rules[number][0])}'
         return dataclasses.replace(
             answer, origin=f'{origin} -> {answer.origin}', clauses=((self, number), *answer.clauses)
         )
 
 
-_MISS = Answer(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
+_MISS = Decision(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
 _SPECIAL = frozenset('\\.^$*+?{}[]|()')
 
 
@@ -224,3 +223,93 @@ def checked_regex(where: str, pattern: Any, kind: type[ScalaxError] = RuleError)
         re.compile(pattern)
     except re.error as error:
         raise kind(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
+
+
+_STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"
+_NOT_STACKED = (
+    'layers that are not stacked take the rule without .stacked(), and a stacked= that does not match'
+)
+
+
+class ExactRankRule(TreePathShardingRule):
+    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
+
+    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
+    ``PartitionSpec()``, rules and None are for arrays of any rank.
+
+    Args:
+        *rules: as in `TreePathShardingRule`.
+        strict: as there.
+        on_indivisible: as there.
+
+    Example:
+        >>> import numpy as np
+        >>> exact = ExactRankRule(('kernel', PartitionSpec('fsdp', None)), ('bias', PartitionSpec()))
+        >>> exact.apply({'kernel': np.zeros((8, 8)), 'bias': np.zeros(8)})
+        {'bias': P(), 'kernel': P('fsdp', None)}
+        >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
+        {'kernel': P(None, 'fsdp')}
+    """
+
+    _unmatched_hint: ClassVar[str] = (
+        'put a row for these leaves in front, as in catalogue.rule((row, *table)), or replicate what no row '
+        'matches with rule | PartitionSpec().'
+    )
+
+    def __repr__(self) -> str:
+        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
+        """See `ShardingRule.answers`."""
+        said = super().answers(tree, axis_sizes)
+        # One decision serves all leaves of a clause; it is checked once for each rank.
+        wrong: dict[tuple[int, int, int], Problem | None] = {}
+        for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
+            key = id(answer), len(shape), tree.stacked(index)
+            if key not in wrong:
+                wrong[key] = self._wrong(answer, *key[1:], axis_sizes)
+            problem = wrong[key]
+            if problem is not None:
+                said[index] = dataclasses.replace(problem, leaf=tree.describe(index))
+        return said
+
+    def _wrong(self, said: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
+        """What is wrong with an answer of this rule about a leaf of that rank, without its stack."""
+        # Decisions about arrays of one element have no clauses; those of other rules are not checked.
+        if not isinstance(said, Decision) or not said.clauses or said.clauses[0][0] is not self:
+            return None
+        value = self.rules[said.clauses[0][1]][1]
+        spec = value.spec if isinstance(value, NamedSharding) else value
+        if not isinstance(spec, PartitionSpec):
+            return None
+        expected = len(entries(spec))
+        if expected not in (0, rank):
+            return _problem(
+                'rank',
+                said,
+                f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
+                + (' without its stack of layers' if stacked else ''),
+                f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
+                'catalogue.SPLIT_HEADS in front; others a row of your own.',
+            )
+        absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
+        # Other axes are not those of the catalogue.
+        for_tables = [f'{axis}=None' for axis in absent if axis in TABLE_AXES]
+        if axis_sizes is None or not for_tables:
+            return None
+        return _problem(
+            'unknown-axis',
+            said,
+            '; '.join(no_axis(axis, axis_sizes) for axis in absent),
+            f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
+            'that it has there.',
+        )
+
+
+TABLE_AXES = ('fsdp', 'tp', 'expert')
+"""The axes that the tables of the catalogue are over."""
+
+
+def _problem(kind: str, answer: Decision, detail: str, hint: str) -> Problem:
+    """A problem of a leaf that is still to be named."""
+    return Problem(kind, '', detail, spec=str(answer.spec), rule=answer.origin, hint=hint)

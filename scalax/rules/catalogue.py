@@ -1,4 +1,4 @@
-r"""Which spec does each parameter of a well-known model get? Ready tables of regexes and specs.
+r"""Ready tables of regexes and specs for the parameters of well-known models.
 
 A table is a tuple of rows ``(regex, PartitionSpec)`` over the axes ``'fsdp'``, ``'tp'`` and ``'expert'``;
 `rule` makes a rule of it. The first row whose regex is found in the leaf path counts. Tables are data:
@@ -12,7 +12,7 @@ table           the parameter names of
 `GEMMA`         those, and Google DeepMind's gemma (``attn/q_einsum/w``)
 `MIXTRAL`       those of LLaMA, and experts (``experts/0/w1``, ``experts/w1``, ``MoeBlock_0/wi_0``)
 `GPT`           GPT-J, GPT-Neo, GPT-NeoX, and GPT-2 of ordinary linear layers
-`GPT2`          Hugging Face's GPT-2, whose matrices lie the other way round
+`GPT2`          Hugging Face's GPT-2, whose matrices are transposed
 `VIT`           Hugging Face, Google's vision_transformer and big_vision, eqxvision
 `T5`            Hugging Face, and T5X
 `SPLIT_HEADS`   rows to put in front where heads are a dimension: (embed, heads, head_dim), as in
@@ -22,14 +22,15 @@ table           the parameter names of
 **Where the layout comes from.** Tensor parallelism is Megatron-LM's (Shoeybi et al., arXiv:1909.08053,
 section 3): the first matrix of a pair (query, key, value; gate, up) is split along its output, with its
 bias, the second (attention output; down) along its input, and its bias is whole; embeddings and the
-output layer are split along the vocabulary. Experts lie along an axis of their own, and routers are not
+output layer are split along the vocabulary. Experts have an axis of their own, and routers are not
 split over experts, as in GShard (Lepikhin et al., arXiv:2006.16668, section 3) and Switch Transformers
 (Fedus et al., arXiv:2101.03961, section 5). FSDP takes the other dimension of each matrix (ZeRO, stage
 3, Rajbhandari et al., arXiv:1910.02054). Norms and single vectors are replicated.
 
-**The last key says how a matrix lies.** ``kernel`` is (in, out), as in flax, and so is an array that is a
-matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch. Both get the same layout. A
-``value`` after that is the box or variable of flax around an array, and changes nothing.
+**The last key tells the order of the dimensions.** ``kernel`` is (in, out), as in flax, and so is
+an array that is a matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch.
+Both get the same layout. A ``value`` after that is the box or variable of flax around an
+array, and changes nothing.
 
 **A spec has one entry for each dimension of the array.** Arrays of another rank are an error: a spec for
 (8192, 1024) would otherwise shard the layers of (80, 8192, 1024). `rule` takes the place of the stacked
@@ -57,9 +58,8 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree.specs import OnIndivisible, entries, entry_axes
 from scalax.errors import RuleError, did_you_mean, near_names
-from scalax.rules._answers import REPLICATED
-from scalax.rules._exact_rank import ExactRankRule
-from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
+from scalax.rules._decisions import REPLICATED
+from scalax.rules._tree_path import ExactRankRule, TreePathShardingRule, checked_pair, checked_regex
 
 __all__ = [
     'GEMMA',
@@ -299,7 +299,7 @@ GPT: Table = (
     ),
     *_NORMS,
 )
-"""GPT decoders: Megatron-LM's pairs. Tables of positions lie as those of words.
+"""GPT decoders: Megatron-LM's pairs. Tables of positions are sharded as those of words.
 
 Names: ``models/gptj``, ``gpt_neo``, ``gpt_neox`` and ``gpt2`` of huggingface/transformers 4.
 """
@@ -309,7 +309,7 @@ GPT2: Table = (
     (_named('(c_attn|q_attn|c_fc)/weight|c_proj/kernel'), _COLUMN),
     *GPT,
 )
-"""Hugging Face's GPT-2: Megatron-LM's pairs, on matrices that lie the other way round.
+"""Hugging Face's GPT-2: Megatron-LM's pairs, on transposed matrices.
 
 Its ``FlaxConv1D`` keeps ``kernel`` as (out, in), and the ``Conv1D`` of PyTorch keeps ``weight`` as (in, out).
 """

@@ -1,4 +1,7 @@
-"""Which device holds which block of an array? Pictures of trees, for terminals and notebooks."""
+"""Pictures of which device holds which block of an array.
+
+`visualize` makes them for every array of a tree; they print as text and show themselves in notebooks.
+"""
 
 from scalax.visualize._blocks import Blocks, Dimension
 from scalax.visualize._pictures import Member, Picture

@@ -1,4 +1,4 @@
-"""Which devices hold which block of an array? Pure: a sharding and a shape, no data, no devices touched."""
+"""The blocks of an array and the devices that hold them, from a sharding and a shape alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Blocks:
         holders: the number of a part in each dimension -> the devices that hold that block, in mesh order.
         devices: the numbers of all devices, in mesh order.
         numbering: what the numbers of devices stand for, as a sentence.
-        placement: the spec, or what else says where the array lies; and its memory, if not the default.
+        placement: the spec, or the kind of another sharding; and its memory, if not the default.
         notes: what else must be known of the blocks, as sentences.
     """
 

@@ -1,4 +1,4 @@
-"""What of the blocks is drawn, and how are devices written? The same for text and for SVG.
+"""Panels of blocks and the words around them, the same for text and for SVG.
 
 At most two dimensions make a panel of rows and columns; a third one makes a row of panels. Dimensions
 that are not cut are left out of the picture. What does not fit is left out, and counted where it was.
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from scalax._util.folding import runs
+from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Dimension, Index, range_text
 
 MOST_CUT = 3  # dimensions that a picture can show
@@ -179,11 +180,10 @@ def blocks_text(blocks: Blocks) -> str:
     many = f'{copies[0]} to {copies[-1]}' if len(copies) > 1 else str(copies[0])
     if count == 1 and copies[0] == len(blocks.devices) > 1:
         many = f'all {many}'
-    number = '1 block' if count == 1 else f'{count} blocks'
     at_most = (
         ' at most' if any(dimension.size % len(dimension.ranges) for dimension in blocks.dimensions) else ''
     )
-    return f'{number} of [{largest}]{at_most}, {on}{many} device{"" if many == "1" else "s"}'
+    return f'{plural(count, "block")} of [{largest}]{at_most}, {on}{many} device{"" if many == "1" else "s"}'
 
 
 def writings(
@@ -236,7 +236,7 @@ def legend(written: Iterable[str]) -> list[str]:
     if short is None:
         return []
     first, others = short.split(' +')
-    return [f'{short!r} is device {first} and {others} other{"" if others == "1" else "s"}.']
+    return [f'{short!r} is device {first} and {plural(int(others), "other")}.']
 
 
 def packed(widths: Sequence[float], room: float, gap: float) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Which pictures does a tree need? One for each way of lying that its leaves have."""
+"""The pictures of a tree: one for each shape and sharding that its leaves have."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
-from scalax._util.folding import Fold, fold
-from scalax.errors import Problem, ShardingError, shown
-from scalax.explain._text import MOST_RUNS
+from scalax._util.folding import Fold, fold, times
+from scalax.errors import Problem, ShardingError, plural, shown
+from scalax.explain._rows import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
@@ -43,7 +43,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """Leaves of one shape that lie in one way.
+    """Leaves of one shape and sharding.
 
     Attributes:
         members: which leaves these are.
@@ -97,7 +97,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
 
 
 def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) -> list[int]:
-    """A number for each leaf, the same for leaves of one shape that lie in one way."""
+    """A number for each leaf, the same for leaves of one shape and sharding."""
     # Trees have many leaves and few shardings, and those are slow to hash.
     distinct = {id(sharding): sharding for sharding in shardings}
     layouts: dict[Hashable, int] = {}
@@ -121,9 +121,11 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):
-        return specs.Fault('traced', 'only the compiler will know where this traced value lies', _INSPECT)
+        return specs.Fault(
+            'traced', 'only the compiler will know where this traced value is placed', _INSPECT
+        )
     if not isinstance(sharding, Sharding):
-        return specs.Fault('no-sharding', 'this has no sharding: it lies on no device yet', _RULES)
+        return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if isinstance(sharding, NamedSharding):
         return _shown(sharding)
     try:
@@ -134,7 +136,7 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
 
 
 def _is_typed(sharding: Any) -> bool:
-    """Whether the type of a traced value says all about where it lies: all of its axes are Explicit."""
+    """Whether the type of a traced value says all about its sharding: all of its axes are Explicit."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
@@ -151,7 +153,7 @@ def _shown(sharding: NamedSharding) -> NamedSharding | specs.Fault:
 
 
 def _error(problems: Sequence[Problem]) -> ShardingError:
-    count = '1 leaf has' if len(problems) == 1 else f'{len(problems)} leaves have'
+    count = plural(len(problems), 'leaf has', 'leaves have')
     lines = [f'{count} no sharding that could be shown:']
     lines.append(shown(f'{problem.leaf}: {problem.detail}' for problem in problems))
     hints = dict.fromkeys(problem.hint for problem in problems)
@@ -161,7 +163,6 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
 
 def array_text(picture: Picture, member: Member) -> str:
     """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
-    times = '' if member.count == 1 else f'{member.count} x '
     shape = ','.join(map(str, picture.blocks.shape))
     name = f'{member.name}: ' if member.name else ''
-    return f'{name}{times}{member.dtype}[{shape}]'
+    return f'{name}{times(member.count)}{member.dtype}[{shape}]'

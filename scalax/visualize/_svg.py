@@ -1,4 +1,4 @@
-"""How does one array look as SVG? Blocks in the colours of their devices; no script, no ids, no network.
+"""The blocks of one array as SVG, in the colours of their devices.
 
 Lines and labels are drawn in ``currentColor``, so that a picture takes the colour of the text around it.
 Without ids, two pictures on one page cannot clash.
@@ -7,12 +7,12 @@ Without ids, two pictures on one page cannot clash.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._report.pages import escape
+from scalax._report.svg import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
+from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
-from scalax.visualize._boxes import listed
-from scalax.visualize._colors import colors_of, ink
 from scalax.visualize._panels import (
     Cell,
     Panel,
@@ -24,11 +24,9 @@ from scalax.visualize._panels import (
     panels,
     writings,
 )
+from scalax.visualize._text import listed
 
 MOST_LINE = 110  # characters of a line of text
-LINE = 20  # pixels from one line of text to the next
-CHAR = 7.3  # pixels of a character of 12 px in a monospaced font, the widest of the common ones
-FONT = 'ui-monospace, SFMono-Regular, Menlo, Consolas, &quot;DejaVu Sans Mono&quot;, monospace'
 _MOST_ROWS, _MOST_COLUMNS = 16, 16
 _STRIP_LINES = 8
 _MOST_PANELS = (8, 4)  # fewer of them, where all together are too high
@@ -38,19 +36,7 @@ _LEAST_CELL = 64
 _ROOM = 1100
 _PANEL_GAP = 28
 _SEAM = 3  # between blocks
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """Part of a picture: SVG elements whose upper left corner is at the origin, and their size."""
-
-    body: str
-    width: float
-    height: float
-
-    def at(self, x: float, y: float) -> str:
-        """The elements, moved."""
-        return f'<g transform="translate({_number(x)} {_number(y)})">{self.body}</g>' if self.body else ''
+_ON_ALL = '#DDDDDD'  # blocks that every device holds
 
 
 def draw(blocks: Blocks) -> Drawn:
@@ -89,56 +75,9 @@ def _arranged(items: Sequence[Panel | str], drawer: _Drawer) -> Drawn:
     drawn = [drawer.item(item, colors) for item in items]
     widths = [_ROOM if isinstance(item, str) else part.width for item, part in zip(items, drawn, strict=True)]
     lines = [
-        beside([drawn[number] for number in together], _PANEL_GAP)
-        for together in packed(widths, _ROOM, _PANEL_GAP)
+        beside([drawn[i] for i in together], _PANEL_GAP) for together in packed(widths, _ROOM, _PANEL_GAP)
     ]
     return below(lines, 16)
-
-
-def text_lines(lines: Sequence[str], weight: str = 'normal') -> Drawn:
-    """Lines of text; blanks at their beginning count."""
-    body = ''.join(
-        f'<text x="0" y="{14 + number * LINE}" fill="currentColor" font-weight="{weight}" '
-        f'xml:space="preserve">{escape(line)}</text>'
-        for number, line in enumerate(lines)
-    )
-    return Drawn(body, max(map(len, lines), default=0) * CHAR, len(lines) * LINE)
-
-
-def beside(parts: Sequence[Drawn], gap: float) -> Drawn:
-    """Parts side by side."""
-    body, x = [], 0.0
-    for part in parts:
-        body.append(part.at(x, 0))
-        x += part.width + gap
-    return Drawn(''.join(body), x - gap, max(part.height for part in parts))
-
-
-def below(parts: Sequence[Drawn], gap: float) -> Drawn:
-    """Parts one below the other."""
-    body, y = [], 0.0
-    for part in parts:
-        body.append(part.at(0, y))
-        y += part.height + gap
-    return Drawn(''.join(body), max(part.width for part in parts), y - gap)
-
-
-def document(drawn: Drawn, label: str, style: str, margin: float = 2) -> str:
-    """A whole ``<svg>`` element, with a title for those who hear it.
-
-    Args:
-        drawn: what is in it.
-        label: what it shows, in words.
-        style: CSS for the element; ``{width}`` stands for its width in pixels.
-        margin: the pixels around it.
-    """
-    width, height = _number(drawn.width + 2 * margin), _number(drawn.height + 2 * margin)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
-        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="{style}" '
-        f'font-family="{FONT}" font-size="12"><title>{escape(label)}</title>'
-        f'{drawn.at(margin, margin)}</svg>'
-    )
 
 
 class _Drawer:
@@ -167,15 +106,15 @@ class _Drawer:
             body.append(_label(self.left, 14, item.title, 'start', 'bold'))
             top += LINE + 2
         if any(item.columns):
-            for number, label in enumerate(item.columns):
-                body.append(_label(self._x(number) + self.width / 2, top + 13, label, 'middle'))
+            for column, label in enumerate(item.columns):
+                body.append(_label(self._x(column) + self.width / 2, top + 13, label, 'middle'))
             top += LINE
         for label, row in zip(item.rows, item.cells, strict=True):
             if label:
                 body.append(_label(self.left - 10, top + self.height / 2 + 4, label, 'end'))
-            for number, cell in enumerate(row):
+            for column, cell in enumerate(row):
                 color = colors[cell.devices] if cell and cell.devices else 'none'
-                body.append(self._cell(cell, color, self._x(number), top))
+                body.append(self._cell(cell, color, self._x(column), top))
             top += self.height + _SEAM
         return Drawn(''.join(body), self._x(len(item.columns)) - _SEAM, top - _SEAM)
 
@@ -183,20 +122,20 @@ class _Drawer:
         return self.left + column * (self.width + _SEAM)
 
     def _cell(self, cell: Cell | None, color: str, x: float, y: float) -> str:
-        left, middle, base = _number(x), _number(x + self.width / 2), y + self.height / 2 + 4
-        size = f'width="{_number(self.width)}" height="{self.height}"'
-        rect = f'<rect x="{left}" y="{_number(y)}" {size} rx="4" '
+        left, middle, base = number(x), number(x + self.width / 2), y + self.height / 2 + 4
+        size = f'width="{number(self.width)}" height="{self.height}"'
+        rect = f'<rect x="{left}" y="{number(y)}" {size} rx="4" '
         if cell is None:
             return (
                 f'{rect}fill="none" stroke="currentColor" stroke-opacity="0.35" stroke-dasharray="3 3"/>'
-                f'<text x="{middle}" y="{_number(base)}" text-anchor="middle" fill="currentColor">...</text>'
+                f'<text x="{middle}" y="{number(base)}" text-anchor="middle" fill="currentColor">...</text>'
             )
         text_color = ink(color) if cell.devices else 'currentColor'
         if self.counts:
             base -= 7
-        words = [f'<text x="{middle}" y="{_number(base)}">{escape(self.way[cell.devices])}</text>']
+        words = [f'<text x="{middle}" y="{number(base)}">{escape(self.way[cell.devices])}</text>']
         if self.counts:
-            words.append(f'<text x="{middle}" y="{_number(base + 15)}" font-size="10">{_many(cell)}</text>')
+            words.append(f'<text x="{middle}" y="{number(base + 15)}" font-size="10">{_many(cell)}</text>')
         where = devices_text(cell.devices, 9)
         title = f'{self.blocks.slices(cell.index)} on {_many(cell)}: {where}'
         return (
@@ -206,21 +145,29 @@ class _Drawer:
 
 
 def _many(cell: Cell) -> str:
-    return '1 device' if len(cell.devices) == 1 else f'{len(cell.devices)} devices'
+    return plural(len(cell.devices), 'device')
 
 
 def _label(x: float, y: float, text: str, anchor: str, weight: str = 'normal') -> str:
     return (
-        f'<text x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}" fill="currentColor" '
+        f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" fill="currentColor" '
         f'font-weight="{weight}">{escape(text)}</text>'
     )
 
 
-def _number(value: float) -> str:
-    """A number as short as SVG takes it.
+def colors_of(blocks: Blocks, groups: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], str]:
+    """A colour for each of some groups of devices.
 
-    Example:
-        >>> _number(12.0), _number(7.25)
-        ('12', '7.2')
+    Groups take colours in the order of their first devices in the mesh, so that on one mesh a device
+    looks the same however arrays are cut. Many groups share a scale.
+
+    Args:
+        blocks: of one array.
+        groups: those that hold the blocks to be drawn.
     """
-    return f'{value:.1f}'.removesuffix('.0')
+    place = {device: i for i, device in enumerate(blocks.devices)}
+    distinct = dict.fromkeys(groups)
+    parts = [group for group in distinct if len(group) < len(place)]
+    ordered = sorted(parts, key=lambda group: [place[device] for device in group])
+    colors = dict(zip(ordered, told_apart(len(ordered)), strict=True))
+    return {**dict.fromkeys(distinct, _ON_ALL), **colors}

@@ -1,13 +1,27 @@
-"""How do pictures look in a terminal? Headings, boxes and notes, no line wider than it."""
+"""Pictures as text for a terminal: headings, blocks drawn as boxes, and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
 
-from scalax._report.tables import wrapped
-from scalax.explain._text import columns
-from scalax.visualize._boxes import drawing
-from scalax.visualize._panels import blocks_text
+from scalax._report.tables import terminal_width, wrapped
+from scalax.errors import plural
+from scalax.visualize._blocks import Blocks
+from scalax.visualize._panels import (
+    Panel,
+    blocks_text,
+    can_draw,
+    cells_of,
+    devices_text,
+    dimension_texts,
+    legend,
+    packed,
+    panels,
+    picked,
+    writings,
+)
 from scalax.visualize._pictures import Picture, array_text
 
 MOST_PICTURES = 50
@@ -16,11 +30,11 @@ _MOST_MEMBERS = 8
 
 def render_text(pictures: Sequence[Picture], width: int | None) -> str:
     """All pictures as text, no line wider than *width* columns (default: the terminal's)."""
-    width = columns(width)
+    width = terminal_width(width)
     parts = []
     for picture in pictures[:MOST_PICTURES]:
         dimensions, drawn = drawing(picture.blocks, width)
-        above = [*arrays_texts(picture), lies_text(picture), dimensions]
+        above = [*arrays_texts(picture), placement_text(picture), dimensions]
         # Boxes fit already, and their blanks are part of them.
         parts.append([*wrapped(above, width), *drawn, *wrapped(notes(picture, pictures), width)])
     parts.append(wrapped(closing(pictures), width))
@@ -32,14 +46,12 @@ def arrays_texts(picture: Picture) -> list[str]:
     lines = [array_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
     rest = sum(member.count for member in picture.members[_MOST_MEMBERS:])
     if rest:
-        lines.append(
-            f'... and {rest} more array{"" if rest == 1 else "s"} that lie{"s" if rest == 1 else ""} so'
-        )
+        lines.append(f'... and {plural(rest, "more array", "more arrays")} with this sharding')
     return lines
 
 
-def lies_text(picture: Picture) -> str:
-    """How those arrays lie, and what blocks that makes."""
+def placement_text(picture: Picture) -> str:
+    """The placement of those arrays, and the blocks that it makes."""
     return f'{picture.blocks.placement}: {blocks_text(picture.blocks)}'
 
 
@@ -55,7 +67,7 @@ def closing(pictures: Sequence[Picture]) -> list[str]:
         return ['There are no arrays in the tree.']
     rest = pictures[MOST_PICTURES:]
     count = sum(picture.count for picture in rest)
-    ways = f'{count} arrays that lie in {len(rest)} other ways' if len(rest) > 1 else '1 more kind of array'
+    ways = f'{count} arrays with {len(rest)} other shardings' if len(rest) > 1 else '1 more kind of array'
     lines = [f'... and {ways} are not drawn: visualize a part of the tree.'] if rest else []
     numberings = _numberings(pictures)
     return [*lines, *(numberings if len(numberings) == 1 else [])]
@@ -63,3 +75,128 @@ def closing(pictures: Sequence[Picture]) -> list[str]:
 
 def _numberings(pictures: Sequence[Picture]) -> list[str]:
     return list(dict.fromkeys(picture.blocks.numbering for picture in pictures))
+
+
+_MOST_ROWS = 24
+_RULED_ROWS = 8  # with more rows, lines between them would cost more than they show
+_MOST_PANELS = (8, 4)  # fewer of them, where all together are too high
+_MOST_LINES = 50
+_MOST_LISTED = 16
+_CELL = 16  # the columns that the devices of a block may take, where some blocks are left out
+_NARROWEST = 4  # a block and one border
+_GAP = 3
+
+_Way = Mapping[tuple[int, ...], str]
+
+
+def drawing(blocks: Blocks, width: int) -> tuple[str, list[str]]:
+    """What the picture does with each dimension, and the lines of it.
+
+    Args:
+        blocks: of one array.
+        width: the columns that it may take.
+    """
+    if can_draw(blocks):
+        # A strip that is too long stands upright: terminals scroll down, not sideways.
+        for upright in (False, True) if len(blocks.cut) == 1 else (False,):
+            drawn = _fitted(blocks, width, upright)
+            if drawn:
+                return '; '.join(dimension_texts(blocks, upright=upright)), drawn
+    return '; '.join(dimension_texts(blocks, drawn=False)), listed(blocks, width)
+
+
+def _fitted(blocks: Blocks, width: int, upright: bool) -> list[str] | None:
+    """The picture, no higher than needed; None if there is room for too few columns."""
+    drawn = None
+    for most in _MOST_PANELS:
+        drawn = _with_panels(blocks, width, most, upright)
+        if drawn is None or len(drawn) <= _MOST_LINES:
+            break
+    return drawn
+
+
+def _with_panels(blocks: Blocks, width: int, most_panels: int, upright: bool) -> list[str] | None:
+    columns = len(blocks.dimensions[blocks.cut[-1]].ranges) if blocks.cut and not upright else 1
+    fewest = columns if len(blocks.cut) == 1 else min(columns, 3)
+
+    def make(most: int) -> list[Panel | str]:
+        return panels(blocks, _MOST_ROWS, most, most_panels, upright=upright)
+
+    widest = make(max(width // _NARROWEST, 3))
+    rooms = [(way, _columns_in(width, widest, way)) for way in writings(blocks, cells_of(widest))]
+    for way, room in rooms:
+        if room >= columns:
+            return _arranged(make(columns), way, width)
+    for way, room in rooms:
+        if room >= fewest and max(map(len, way.values())) <= _CELL:
+            return _arranged(make(room), way, width)
+    return None
+
+
+def _columns_in(width: int, drawn: Sequence[Panel | str], way: _Way) -> int:
+    """How many columns of blocks there is room for."""
+    found = [panel for panel in drawn if isinstance(panel, Panel)]
+    return min((width - _margin(panel) - 1) // (_cell_width(panel, way) + 1) for panel in found)
+
+
+def _margin(panel: Panel) -> int:
+    longest = max(map(len, panel.rows))
+    return longest + 1 if longest else 0
+
+
+def _cell_width(panel: Panel, way: _Way) -> int:
+    """The width of a block inside its borders; one for all, so that equal blocks look equal."""
+    texts = [way[cell.devices] for row in panel.cells for cell in row if cell]
+    return max(map(len, [*texts, *panel.columns])) + 2
+
+
+def _arranged(drawn: Sequence[Panel | str], way: _Way, width: int) -> list[str]:
+    """Panels side by side as far as there is room; a text stands between those that it stands for."""
+    pieces = [_panel(item, way) if isinstance(item, Panel) else [item] for item in drawn]
+    widths = [max(map(len, piece)) for piece in pieces]
+    # What stands for panels that are left out has a line of its own.
+    rooms = [width if isinstance(item, str) else widths[number] for number, item in enumerate(drawn)]
+    lines = []
+    for together in packed(rooms, width, _GAP):
+        padded = [[line.ljust(widths[number]) for line in pieces[number]] for number in together]
+        gap = ' ' * _GAP
+        blank = [' ' * widths[number] for number in together]
+        rows = itertools.zip_longest(*padded)
+        lines += [
+            gap.join(text if text is not None else blank[n] for n, text in enumerate(row)).rstrip()
+            for row in rows
+        ]
+    return [*lines, *legend(way[cell.devices] for cell in cells_of(drawn))]
+
+
+def _panel(panel: Panel, way: _Way) -> list[str]:
+    margin, width = _margin(panel), _cell_width(panel, way)
+    left = ' ' * margin
+
+    def rule(start: str, middle: str, end: str) -> str:
+        return left + start + middle.join(['─' * width] * len(panel.columns)) + end
+
+    lines = [left + panel.title] if panel.title else []
+    if any(panel.columns):
+        lines.append(left + ' ' + ' '.join(label.center(width) for label in panel.columns).rstrip())
+    lines.append(rule('┌', '┬', '┐'))
+    for number, (label, row) in enumerate(zip(panel.rows, panel.cells, strict=True)):
+        if number and len(panel.rows) <= _RULED_ROWS:
+            lines.append(rule('├', '┼', '┤'))
+        texts = [('...' if cell is None else way[cell.devices]).center(width) for cell in row]
+        lines.append(f'{f"{label} ".rjust(margin) if margin else ""}│{"│".join(texts)}│')
+    return [*lines, rule('└', '┴', '┘')]
+
+
+def listed(blocks: Blocks, width: int) -> list[str]:
+    """The blocks one by one, where a picture would have too many dimensions or too little room."""
+    indices = list(itertools.product(*(range(len(dimension.ranges)) for dimension in blocks.dimensions)))
+    lines = []
+    for number in picked(len(indices), _MOST_LISTED):
+        if number is None:
+            lines.append(f'  ... {len(indices) - _MOST_LISTED + 1} more ...')
+            continue
+        index = indices[number]
+        line = f'{blocks.slices(index)}  {devices_text(blocks.at(index), 3)}'
+        lines += textwrap.wrap(line, width, initial_indent='  ', subsequent_indent='      ')
+    return lines

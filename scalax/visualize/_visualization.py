@@ -1,15 +1,27 @@
-"""What `visualize` returns: a value that prints in a terminal and shows itself in a notebook."""
+"""`visualize` and the value that it returns: text in a terminal, SVG and HTML in notebooks and files."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax.visualize._page import TITLE, render_fragment, render_page, render_svg
+from scalax._report.pages import escape, still_page
+from scalax._report.svg import FONT, Drawn, below, document, text_lines
+from scalax._report.tables import wrapped
+from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture, pictures_of
-from scalax.visualize._text import render_text
+from scalax.visualize._svg import MOST_LINE, draw
+from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, notes, placement_text, render_text
+
+_TITLE = 'Where arrays are'
+# Files of their own follow the reader's choice of light or dark; inside a page, that page decides.
+_COLORS = (
+    'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
+)
+_TEXT = 'margin: 0; overflow-wrap: anywhere'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +29,7 @@ class Visualization:
     """Which device holds which block of which array; ``str()`` of it draws that for a terminal.
 
     Attributes:
-        pictures: one for each way of lying that the leaves of the tree have, in tree order.
+        pictures: one for each shape and sharding that the leaves of the tree have, in tree order.
     """
 
     pictures: tuple[Picture, ...]
@@ -34,16 +46,16 @@ class Visualization:
         return render_text(self.pictures, width)
 
     def _repr_html_(self) -> str:
-        return render_fragment(self.pictures)
+        return _render_fragment(self.pictures)
 
-    def to_html(self, path: str | os.PathLike[str], title: str = TITLE) -> None:
+    def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the pictures as a page of its own, which loads nothing and runs no script.
 
         Args:
             path: the file to write.
             title: the title of the page.
         """
-        Path(path).write_bytes(render_page(self.pictures, title).encode())
+        Path(path).write_bytes(_render_page(self.pictures, title).encode())
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """The pictures as one SVG, which follows the reader's choice of light or dark.
@@ -51,14 +63,14 @@ class Visualization:
         Args:
             path: the file to write it to as well.
         """
-        svg = render_svg(self.pictures)
+        svg = _render_svg(self.pictures)
         if path is not None:
             Path(path).write_bytes(svg.encode())
         return svg
 
 
 def visualize(pytree: Any) -> Visualization:
-    """Shows where the arrays of a tree lie.
+    """Shows which device holds which block of the arrays of a tree.
 
     Args:
         pytree: the leaves are jax.Arrays, or ``jax.ShapeDtypeStruct`` with shardings, as
@@ -87,3 +99,69 @@ def visualize(pytree: Any) -> Visualization:
         Numbers are positions, in mesh order, in the abstract mesh (data=2, model=2), which has no devices.
     """
     return Visualization(pictures_of(pytree))
+
+
+def _render_fragment(pictures: Sequence[Picture]) -> str:
+    """All pictures as HTML to put into a page; it takes the colours and the fonts of that page."""
+    figures = [_figure(picture, pictures) for picture in pictures[:MOST_PICTURES]]
+    last = _paragraphs(closing(pictures), 'opacity: 0.75')
+    return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
+
+
+def _render_page(pictures: Sequence[Picture], title: str) -> str:
+    """All pictures as a page of HTML that loads nothing and runs no script."""
+    return still_page(title, _render_fragment(pictures))
+
+
+def _render_svg(pictures: Sequence[Picture]) -> str:
+    """All pictures as one SVG, one below the other, that needs nothing else."""
+    parts = [_with_words(picture, pictures) for picture in pictures[:MOST_PICTURES]]
+    parts.append(_wrapped(closing(pictures)))
+    label = '. '.join(_label(picture) for picture in pictures[:MOST_PICTURES]) or _TITLE
+    return document(below(parts, 32), label, _COLORS, margin=16) + '\n'
+
+
+def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
+    drawn = draw(picture.blocks)
+    # On a narrow screen a picture shrinks as far as it can still be read, and then scrolls.
+    width = round(drawn.width) + 4
+    style = (
+        f'display: block; width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
+    )
+    svg = document(drawn, _label(picture), style)
+    names = ''.join(
+        f'<p style="{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px">{escape(line)}</p>'
+        for line in arrays_texts(picture)
+    )
+    return (
+        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">{names}'
+        f'{_paragraphs([placement_text(picture), _dimensions(picture)])}</figcaption>'
+        f'<div style="overflow-x: auto">{svg}</div>'
+        f'{_paragraphs(notes(picture, pictures), "margin-top: 8px; opacity: 0.75")}</figure>'
+    )
+
+
+def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:
+    """A picture and, as part of it, the words that belong to it."""
+    head = below(
+        [_wrapped(arrays_texts(picture), 'bold'), _wrapped([placement_text(picture), _dimensions(picture)])],
+        0,
+    )
+    said = notes(picture, pictures)
+    return below([head, draw(picture.blocks), *([_wrapped(said)] if said else [])], 12)
+
+
+def _dimensions(picture: Picture) -> str:
+    return '; '.join(dimension_texts(picture.blocks))
+
+
+def _label(picture: Picture) -> str:
+    return f'{", ".join(arrays_texts(picture))}: {placement_text(picture)}'
+
+
+def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
+    return text_lines(wrapped(lines, MOST_LINE), weight)
+
+
+def _paragraphs(lines: Iterable[str], style: str = '') -> str:
+    return ''.join(f'<p style="{_TEXT}; {style}">{escape(line)}</p>' for line in lines if line)

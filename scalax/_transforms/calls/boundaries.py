@@ -17,8 +17,9 @@ from scalax._transforms.calls.signatures import explicit_spec, is_opaque, slot_p
 from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
-from scalax.rules._prefix import RuleLike, is_rule
-from scalax.rules._resolve import Resolution, Use, named_sharding, resolve
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike
+from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
 OnMismatch = Literal['error', 'reshard']
 
@@ -75,7 +76,7 @@ class Boundary:
             StructureError: the rules do not have the structure of the arguments.
         """
         rules = self.options.in_shardings
-        shardings = self._by_slot(rules, layout, row, 'in_shardings', Use.BOUNDARY)
+        shardings = self._by_slot(rules, layout, row, 'in_shardings', ResolveMode.BOUNDARY)
         if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
             # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
             whole = named_sharding(self.mesh, PartitionSpec())
@@ -90,17 +91,17 @@ class Boundary:
         rules = self.options.args_sharding_constraint
         if rules is None:
             return {}
-        return self._by_slot(rules, layout, row, 'args_sharding_constraint', Use.INTERMEDIATE)
+        return self._by_slot(rules, layout, row, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
 
     def _by_slot(
-        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, use: Use
+        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, mode: ResolveMode
     ) -> dict[int, Shardings]:
         by_slot = resolve_slots(
             self.convention.rules_by_slot(rules, row, what),
             layout,
             row,
             mesh=self.mesh,
-            use=use,
+            mode=mode,
             where=f'the arguments of {self.convention.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
             as_leaf=_struct,
@@ -137,7 +138,7 @@ class Boundary:
                 self.options.out_shardings,
                 tree,
                 self.mesh,
-                use=Use.BOUNDARY,
+                mode=ResolveMode.BOUNDARY,
                 where=where,
                 on_indivisible=self.helper.on_indivisible,
                 as_leaf=_struct,
@@ -167,7 +168,7 @@ def resolve_slots(
     row: Sequence[Any],
     *,
     mesh: Mesh | AbstractMesh,
-    use: Use,
+    mode: ResolveMode,
     where: str,
     on_indivisible: OnIndivisible,
     as_leaf: Callable[[Any], Any] | None = None,
@@ -179,7 +180,7 @@ def resolve_slots(
         layout: the slots.
         row: the call.
         mesh: see `scalax.rules._resolve.resolve`, as for those that follow.
-        use: see above.
+        mode: see above.
         where: see above.
         on_indivisible: see above.
         as_leaf: see above.
@@ -197,7 +198,7 @@ def resolve_slots(
                 rules[slot],
                 row[slot],
                 mesh,
-                use=use,
+                mode=mode,
                 where=where,
                 at=slot_path(layout, slot),
                 on_indivisible=on_indivisible,
@@ -277,7 +278,7 @@ def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Pro
         return []
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     problems = []
-    for (path, leaf), answer, sharding in zip(flat, resolution.answers, resolution.shardings, strict=True):
+    for (path, leaf), answer, sharding in zip(flat, resolution.decisions, resolution.shardings, strict=True):
         kind = type_of(leaf)
         if sharding is not None and is_opaque(kind):
             name = (kind if isinstance(kind, type) else type(kind)).__name__

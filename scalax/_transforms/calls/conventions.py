@@ -22,8 +22,9 @@ import numpy as np
 
 from scalax._tree.path_identity import uncertain_paths
 from scalax._util.lru_cache import LRUCache
-from scalax.errors import ArgumentError, StructureError, did_you_mean
-from scalax.rules._prefix import RuleLike, is_rule
+from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
+from scalax.rules._base import is_rule
+from scalax.rules._prefix import RuleLike
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 EXTRA_KEYWORDS = '**'
@@ -136,8 +137,8 @@ class Convention:
         for number in nums:
             if self.varargs is None and not -count <= number < count:
                 raise ArgumentError(
-                    f'{what}_argnums={number}: {self.name} takes {count} positional '
-                    f'argument{"" if count == 1 else "s"} ({", ".join(self.positional) or "none"})'
+                    f'{what}_argnums={number}: {self.name} takes {plural(count, "positional argument")} '
+                    f'({", ".join(self.positional) or "none"})'
                 )
         known = list(dict.fromkeys([*self.positional, *self.keyword_only, *self.hints]))
         self._use_hints(f'{what}_argnames', given)
@@ -372,7 +373,7 @@ class Convention:
         given = [i for i in places if row[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.slots[i].name for i in places) or 'none'
-            entries = '1 entry' if len(rules) == 1 else f'{len(rules)} entries'
+            entries = plural(len(rules), 'entry', 'entries')
             raise StructureError(
                 f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
                 f'argument{"" if len(places) == 1 else "s"} {which}({names}): give one entry each ({rest}), '

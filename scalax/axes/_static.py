@@ -1,4 +1,4 @@
-"""What of a tree is data, and what belongs to the program? Arrays are data, everything else is not."""
+"""Trees in two parts: arrays, which are data, and everything else, which is part of the compiled program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scalax.errors import ArgumentError, shown
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is data: an array of JAX or numpy, or what stands for one; no Python number is."""
+    """Whether a leaf is data: an array of JAX or numpy, or a ShapeDtypeStruct; Python numbers are not."""
     kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     return isinstance(leaf, kinds) and not has_foreign_dtype(leaf)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rest:
-    """What is left of a tree without its arrays: a node without leaves, which is part of JAX's cache keys.
+class StaticPart:
+    """A tree without its arrays: a node without leaves, which JAX compares when it looks up programs.
 
     Attributes:
         treedef: the structure of the whole tree.
@@ -37,7 +37,7 @@ class Rest:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Rest)
+            isinstance(other, StaticPart)
             and self.arrays == other.arrays
             and self.treedef == other.treedef
             and list(map(type_key, self.values)) == list(map(type_key, other.values))
@@ -48,40 +48,42 @@ class Rest:
         return hash((self.treedef, self.values, self.arrays))
 
 
-def split(tree: Any) -> tuple[Any, Rest]:
-    """The tree with None in place of what is no array, and the rest of it."""
+def partition(tree: Any) -> tuple[Any, StaticPart]:
+    """The tree with None in place of what is no array, and that as a static part."""
     leaves, treedef = jax.tree.flatten(tree)
     arrays = tuple(map(is_array, leaves))
     data = [leaf if array else None for leaf, array in zip(leaves, arrays, strict=True)]
     values = tuple(None if array else leaf for leaf, array in zip(leaves, arrays, strict=True))
-    return jax.tree.unflatten(treedef, data), Rest(treedef, values, arrays)
+    return jax.tree.unflatten(treedef, data), StaticPart(treedef, values, arrays)
 
 
-def joined(data: Any, rest: Rest) -> Any:
-    """The inverse of `split`."""
+def combine(data: Any, static: StaticPart) -> Any:
+    """The inverse of `partition`."""
     leaves = iter(jax.tree.leaves(data))
-    whole = [next(leaves) if array else value for value, array in zip(rest.values, rest.arrays, strict=True)]
-    return jax.tree.unflatten(rest.treedef, whole)
+    whole = [
+        next(leaves) if array else value for value, array in zip(static.values, static.arrays, strict=True)
+    ]
+    return jax.tree.unflatten(static.treedef, whole)
 
 
-def chosen(tree: Any, which: Sequence[bool]) -> Any:
-    """The tree with None in place of the leaves that are not chosen."""
+def keep_only(tree: Any, which: Sequence[bool]) -> Any:
+    """The tree with None in place of the leaves for which *which* is False."""
     leaves, treedef = jax.tree.flatten(tree)
     taken = [leaf if take else None for leaf, take in zip(leaves, which, strict=True)]
     return jax.tree.unflatten(treedef, taken)
 
 
-def require_hashable(rest: Rest, tree: Any, what: str, remedy: str) -> None:
-    """Raises ArgumentError about what of a tree can be no part of a cache key.
+def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> None:
+    """Raises ArgumentError about leaves that cannot be hashed.
 
     Args:
-        rest: the rest of the tree.
+        static: the static part of the tree.
         tree: the tree.
         what: what the message says has such leaves.
         remedy: what the message says to do.
     """
     try:
-        hash(rest)
+        hash(static)
         return
     except TypeError as error:
         why = f' a structure that cannot be hashed ({error}).'
@@ -99,7 +101,7 @@ def require_hashable(rest: Rest, tree: Any, what: str, remedy: str) -> None:
 
 
 def reject_structs(tree: Any, name: str) -> None:
-    """Raises ArgumentError about what stands for an array, where *name* is called and not only lowered."""
+    """Raises ArgumentError about ``jax.ShapeDtypeStruct`` leaves in a call of *name*."""
     if jax.ShapeDtypeStruct not in set(map(type, jax.tree.leaves(tree))):
         return
     bad = [

@@ -1,4 +1,4 @@
-"""What rules say about leaves: answers, and what is wrong with leaves or with what a user's code returned."""
+"""What a rule decides about a leaf, and the problems of leaves that are no arrays and specs that are none."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ AxisSizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Answer:
-    """What a rule decided about one leaf. One answer may serve many leaves: it names none.
+class Decision:
+    """What a rule decided about one leaf. One decision may serve many leaves: it names none.
 
     Attributes:
         spec: the spec; None leaves the leaf to the compiler.
@@ -30,12 +30,12 @@ class Answer:
         policies: for dimensions that do not divide, those of the rules that placed some; None is the
             helper's. The strictest counts.
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
-        clauses: each rule that had a say with the number of its clause, from the outermost inwards, for
-            finding unused clauses.
+        clauses: the rules that took part, each with the number of its clause, from the outermost inwards;
+            reports find unused clauses by them.
         mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
-        notes: what it did not get, or another rule did not add, and why, each in a few words.
-        stack: the dimensions that are stacks of layers; ``&`` leaves them whole.
-        reordered: whether a NamedSharding was given that orders the devices of its mesh anew.
+        notes: what was asked for and not given, and why, each in a few words.
+        stack: the dimensions that are stacks of layers, which ``&`` never shards.
+        reordered: whether the NamedSharding that was given has an order of devices of its own.
     """
 
     spec: PartitionSpec | None
@@ -57,8 +57,8 @@ class Answer:
         reason: str,
         on_indivisible: OnIndivisible | None,
         clauses: tuple[tuple[ShardingRule, int], ...] = (),
-    ) -> Answer:
-        """The answer of a rule that holds *value* in place of a spec."""
+    ) -> Decision:
+        """The decision of a rule that holds *value* in place of a spec."""
         if isinstance(value, NamedSharding):
             # Left out, the memory kind reads as the default one of the devices.
             plain = NamedSharding(value.mesh, value.spec)
@@ -79,18 +79,15 @@ class Answer:
         return cls(value, origin, reason, (on_indivisible,), clauses=clauses)
 
 
-Said = Answer | Problem | None
-"""What a rule says about one leaf: an answer, what is wrong with it, or nothing."""
+Answer = Decision | Problem | None
+"""The answer of a rule about one leaf: a decision, what is wrong with the leaf, or None for "no answer"."""
 
 
 REPLICATED = PartitionSpec()
 ONE_ELEMENT = 'one element'
-"""The reason of an answer about an array that there is nothing to decide about."""
-
+"""The reason why arrays of one element are replicated."""
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
-
-
 _OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
 _OF_MODULES = (
     ' Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
@@ -98,7 +95,7 @@ _OF_MODULES = (
 )
 
 
-def strangers(tree: NamedTree) -> list[Problem]:
+def non_arrays(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
     if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
         return []
@@ -118,13 +115,13 @@ def strangers(tree: NamedTree) -> list[Problem]:
 
 
 def short(value: Any) -> str:
-    """What somebody gave, as messages show it: on one line."""
+    """A value of the user's as messages show it: on one line, shortened."""
     text = ' '.join(repr(value).split())
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
-    """The problem of a leaf for which a user's code returned something that is no spec."""
+    """The problem of a leaf for which the user's code returned something else than a spec."""
     return Problem(
         'not-a-spec',
         tree.describe(index),
