@@ -34,10 +34,10 @@ from scalax._transforms.calls.conventions import Convention, Layout
 from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved
 from scalax._transforms.calls.placement_errors import reject_deleted
 from scalax._transforms.sjit import sjit
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import Recent
-from scalax._util.tracebacks import arose_below, hide_ours
 from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
 from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import Resolution, Use, named_sharding, resolve

@@ -16,10 +16,10 @@ import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
 from scalax._transforms.calls.conventions import name_of
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._util.lru_cache import sort_of
-from scalax._util.tracebacks import arose_below, hide_ours
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
 
 Names = int | str | Sequence[int | str]

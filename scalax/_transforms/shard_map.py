@@ -29,9 +29,9 @@ from scalax._transforms.calls.boundaries import resolve_slots
 from scalax._transforms.calls.conventions import Convention
 from scalax._transforms.calls.placement import is_typed_by
 from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
-from scalax._util.tracebacks import arose_below, hide_ours
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
 from scalax.rules._prefix import RuleLike, is_rule

@@ -25,8 +25,8 @@ from scalax._transforms.sjit.choice import Chooser
 from scalax._transforms.sjit.program import Known, Missed, Program, Shape, collapsed
 from scalax._transforms.sjit.replay import Recordings
 from scalax._transforms.sjit.trace import Body, Inside, reject_other_devices
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._util.lru_cache import Recent
-from scalax._util.tracebacks import arose_below, hide_ours
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
