@@ -285,10 +285,10 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
         compiled(x)
     traces = []
     with jax.log_compiles(False):
-        state = compiled._state
-        monkeypatch.setattr(type(state), 'slow', lambda *_: traces.append('slow'))
+        state = compiled._dispatcher
+        monkeypatch.setattr(type(state), 'dispatch', lambda *_: traces.append('dispatch'))
         monkeypatch.setattr(type(state), '_inside', lambda *_: traces.append('traced'))
-        monkeypatch.setattr(type(state), 'missed', lambda *_: traces.append('missed'))
+        monkeypatch.setattr(type(state), 'explain_or_retry', lambda *_: traces.append('explain_or_retry'))
         for x in inputs * 2:
             compiled(x)
     assert traces == []
@@ -300,15 +300,15 @@ def test_many_signatures_of_two_programs_are_told_apart_by_a_look():
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
     for n in range(1, 41):
         np.testing.assert_array_equal(compiled(np.full((4 * n, 3), n, np.float32)), 2 * n)
-    (table,) = compiled._state.hot._tables.values()
+    (table,) = compiled._dispatcher.fast_call._tables.values()
     assert len(table.looks) == 1
 
 
 def never_slow(compiled, calls, monkeypatch):
     """Each call once, then each again without the slow path."""
     wanted = [compiled(*call) for call in calls]
-    state = compiled._state
-    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    state = compiled._dispatcher
+    monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
     for call, out in zip(calls, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
 
@@ -334,7 +334,7 @@ def test_programs_are_told_apart_among_calls_of_one_length(monkeypatch):
     small = np.ones(8, np.float32)
     calls = [(small,), (X,), (X, X), (X, small), (small, small, small)]
     never_slow(compiled, calls, monkeypatch)
-    tables = compiled._state.hot._tables
+    tables = compiled._dispatcher.fast_call._tables
     assert {length: len(table.looks) for length, table in tables.items()} == {1: 1, 2: 1, 3: 0}
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import active_mapping, constraints, contexts
-from scalax._transforms.calls.conventions import Convention, name_of
+from scalax._transforms.calls.call_signature import CallSignature, name_of
 from scalax._util.lru_cache import Recent
 from scalax.axes import _haliax
 from scalax.axes._arrays import Rest, chosen, is_array, joined, reject_structs, require_hashable, split
@@ -243,10 +243,10 @@ class _NamedJit:
 
     def _check_keywords(self, donated: Mapping[str, Any]) -> None:
         """Raises ArgumentError about names of arguments that the function does not have."""
-        convention = Convention(self._fn)
-        known = dict.fromkeys([*convention.positional, *convention.keyword_only, *convention.hints])
+        signature = CallSignature(self._fn)
+        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
         for name in donated:
-            if name not in known and convention.keywords is None:
+            if name not in known and signature.keywords is None:
                 raise ArgumentError(
                     f'donate_kwargs of {self._name}: there is no argument {name!r} '
                     f'({did_you_mean(str(name), known)})'

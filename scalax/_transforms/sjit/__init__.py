@@ -8,7 +8,7 @@ twice, ``_placement`` puts arguments where they belong, ``_misplaced`` says what
 lie, ``_caller`` is the function that users call.
 """
 
-from scalax._transforms.calls.conventions import name_of
+from scalax._transforms.calls.call_signature import name_of
 from scalax._transforms.calls.placement_errors import told_apart
 from scalax._transforms.sjit.function import SjitFunction, names_of_arguments, owner_of, sjit
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._transforms.calls.conventions import Convention
+from scalax._transforms.calls.call_key import explicit_spec
+from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import Move, as_moved, moved
-from scalax._transforms.calls.signatures import explicit_spec
 
 if TYPE_CHECKING:
     from scalax._transforms.sjit.dispatch import Resolved
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def traced_as_called(
-    convention: Convention, resolved: Resolved, row: Sequence[Any], count: int, names: Sequence[str]
+    signature: CallSignature, resolved: Resolved, flat_args: Sequence[Any], count: int, names: Sequence[str]
 ) -> jax.stages.Traced:
     """Traces a program for the user's form of a call, which JAX's stages then have.
 
@@ -26,25 +26,25 @@ def traced_as_called(
     with says how it is sharded.
 
     Args:
-        convention: how the user's function is called.
+        signature: how the user's function is called.
         resolved: the program, with the shardings of the arguments.
-        row: the call.
+        flat_args: the call.
         count: how many arguments were given by position.
         names: which were given by name.
     """
     program = resolved.program
 
     def as_called(*args: Any, **keywords: Any) -> Any:
-        return program.inner(*convention.row(args, keywords))
+        return program.inner(*signature.flatten(args, keywords))
 
-    as_called.__name__ = as_called.__qualname__ = convention.name
-    as_called.__dict__['__signature__'] = convention.signature
+    as_called.__name__ = as_called.__qualname__ = signature.name
+    as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.inner
-    typed = list(row)
+    typed = list(flat_args)
     for slot, shardings in resolved.inside.arguments.items():
-        typed[slot] = _typed(row[slot], shardings)
-    args, keywords = convention.as_called(typed, count, names)
-    selected = convention.selected_as_called(program.layout, count, names)
+        typed[slot] = _typed(flat_args[slot], shardings)
+    args, keywords = signature.as_called(typed, count, names)
+    selected = signature.selected_as_called(program.layout, count, names)
     return program.jit_as_called(as_called, selected).trace(*args, **keywords)
 
 
@@ -72,11 +72,11 @@ def _typed(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
         return all_typed(moved)
 
 
-def types_as_structs(row: Sequence[Any]) -> tuple[Any, ...]:
+def types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
     """A call in which types (what ``jax.typeof`` gives) are ShapeDtypeStructs."""
-    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(row)):
-        return tuple(row)
-    return jax.tree.map(_struct, tuple(row))
+    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
+        return tuple(flat_args)
+    return jax.tree.map(_struct, tuple(flat_args))
 
 
 def _struct(leaf: Any) -> Any:
@@ -89,12 +89,12 @@ def _struct(leaf: Any) -> Any:
 class JittedCall:
     """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
 
-    def __init__(self, function: SjitFunction, jitted: Any, convention: Convention) -> None:
-        self._function, self._jitted, self._convention = function, jitted, convention
+    def __init__(self, function: SjitFunction, jitted: Any, signature: CallSignature) -> None:
+        self._function, self._jitted, self._signature = function, jitted, signature
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the program."""
-        return self._jitted(*self._convention.row(args, kwargs))
+        return self._jitted(*self._signature.flatten(args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)

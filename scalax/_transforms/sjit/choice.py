@@ -17,13 +17,13 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
-from scalax._transforms.calls.conventions import Layout
-from scalax._transforms.calls.signatures import Signature
+from scalax._transforms.calls.call_key import CallKey
+from scalax._transforms.calls.call_signature import CallLayout
 from scalax._transforms.sjit.program import Program
 from scalax._tree.paths import dtype_on_devices
 
 Look = Callable[[Sequence[Any]], Hashable]
-Case = tuple[Layout, Signature, Program]
+Case = tuple[CallLayout, CallKey, Program]
 
 _MOST_CASES = 256  # beyond these limits finding good looks costs more than they save
 _MOST_CANDIDATES = 64
@@ -54,20 +54,20 @@ class Chooser:
             by_length.setdefault(len(case[0].slots), []).append(case)
         self._tables = {length: _Table.of(alike, exact) for length, alike in by_length.items()}
 
-    def program(self, row: Sequence[Any]) -> Program | None:
+    def program(self, flat_args: Sequence[Any]) -> Program | None:
         """The program for a call; None for a call of a kind that is not known."""
         try:
-            table = self._tables[len(row)]
-            return table.programs.get(tuple([look(row) for look in table.looks]))
+            table = self._tables[len(flat_args)]
+            return table.programs.get(tuple([look(flat_args) for look in table.looks]))
         except Exception:  # a look may fail in any way at arguments of another structure
             return None
 
-    def __call__(self, *row: Any) -> Any:
+    def __call__(self, *flat_args: Any) -> Any:
         """Runs the program on the row."""
-        program = self.program(row)
+        program = self.program(flat_args)
         if program is None or program.call is None:
             raise self._missed()
-        return program.call(*row)
+        return program.call(*flat_args)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class _Table:
     def of(cls, cases: Sequence[Case], exact: Look) -> _Table:
         probes = _enough(_candidates(cases), cases)
         if probes is None:
-            probes = [Probe(exact, tuple(signature for _, signature, _ in cases))]
+            probes = [Probe(exact, tuple(key for _, key, _ in cases))]
         return cls(
             [probe.look for probe in probes],
             {tuple(probe.seen[i] for probe in probes): case[2] for i, case in enumerate(cases)},
@@ -131,13 +131,13 @@ def _unsettled(groups: Sequence[list[int]], cases: Sequence[Case]) -> int:
 def _candidates(cases: Sequence[Case]) -> list[Probe]:
     """Every cheap look by which some cases of one layout differ, the cheapest first."""
     layout = cases[0][0]
-    signatures = [signature for _, signature, _ in cases]
+    signatures = [key for _, key, _ in cases]
     probes = []
     for position, slot in enumerate(layout.static):
         probes.append(
             Probe(
                 functools.partial(_static_value, slot),
-                tuple(signature.static[position] for signature in signatures),
+                tuple(key.static[position] for key in signatures),
             )
         )
     probes += _leaf_probes(layout, signatures)[:_MOST_CANDIDATES]
@@ -145,27 +145,27 @@ def _candidates(cases: Sequence[Case]) -> list[Probe]:
         probes.append(
             Probe(
                 functools.partial(_structure, slot),
-                tuple(signature.treedef.children()[position] for signature in signatures),
+                tuple(key.treedef.children()[position] for key in signatures),
             )
         )
     return [probe for probe in probes if any(seen != probe.seen[0] for seen in probe.seen)]
 
 
-def _static_value(slot: int, row: Sequence[Any]) -> Hashable:
-    return type(row[slot]), row[slot]
+def _static_value(slot: int, flat_args: Sequence[Any]) -> Hashable:
+    return type(flat_args[slot]), flat_args[slot]
 
 
-def _structure(slot: int, row: Sequence[Any]) -> Hashable:
-    return jax.tree.structure(row[slot])
+def _structure(slot: int, flat_args: Sequence[Any]) -> Hashable:
+    return jax.tree.structure(flat_args[slot])
 
 
 def _then(first: Look, second: Callable[[Any], Hashable]) -> Look:
-    return lambda row: second(first(row))
+    return lambda flat_args: second(first(flat_args))
 
 
-def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]:
+def _leaf_probes(layout: CallLayout, signatures: Sequence[CallKey]) -> list[Probe]:
     """Looks at the shape and dtype of one leaf, for leaves that all signatures have."""
-    tables = [_types_by_path(signature) for signature in signatures]
+    tables = [_types_by_path(key) for key in signatures]
     probes = []
     for path in tables[0]:
         if not all(path in table for table in tables):
@@ -180,16 +180,16 @@ def _leaf_probes(layout: Layout, signatures: Sequence[Signature]) -> list[Probe]
     return probes
 
 
-def _types_by_path(signature: Signature) -> dict[tuple[Any, ...], Any]:
+def _types_by_path(key: CallKey) -> dict[tuple[Any, ...], Any]:
     try:
-        tree = signature.treedef.unflatten(range(len(signature.types)))
+        tree = key.treedef.unflatten(range(len(key.types)))
     except Exception:  # a user's node may refuse to hold numbers
         return {}
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {tuple(path): kind for (path, _), kind in zip(flat, signature.types, strict=True)}
+    return {tuple(path): kind for (path, _), kind in zip(flat, key.types, strict=True)}
 
 
-def _getter(layout: Layout, path: tuple[Any, ...]) -> Look | None:
+def _getter(layout: CallLayout, path: tuple[Any, ...]) -> Look | None:
     """A function from a row to the leaf at *path*, whose first key counts the dynamic slots."""
     slot = layout.dynamic[path[0].idx]
     steps: list[Callable[[Any], Any]] = [operator.itemgetter(slot)]
@@ -203,9 +203,9 @@ def _getter(layout: Layout, path: tuple[Any, ...]) -> Look | None:
         else:
             return None
 
-    def get(row: Any) -> Any:
+    def get(flat_args: Any) -> Any:
         for step in steps:
-            row = step(row)
-        return row
+            flat_args = step(flat_args)
+        return flat_args
 
     return get

@@ -13,13 +13,13 @@ import jax
 from jax.sharding import AbstractMesh
 
 from scalax._trace.contexts import MeshOwner, checked_bindings
-from scalax._transforms.calls.boundaries import OnMismatch, Options
-from scalax._transforms.calls.conventions import OMITTED, Convention, name_of
+from scalax._transforms.calls.argument_shardings import OnMismatch, Options
+from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
 from scalax._transforms.sjit.aot import JittedCall, traced_as_called, types_as_structs
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import State
-from scalax._transforms.sjit.program import held
-from scalax._transforms.sjit.shared import state_of
+from scalax._transforms.sjit.dispatch import Dispatcher
+from scalax._transforms.sjit.program import sharding_tree
+from scalax._transforms.sjit.shared import dispatcher_of
 from scalax.errors import ArgumentError, MeshError, did_you_mean
 from scalax.rules._prefix import RuleLike, check
 
@@ -39,7 +39,7 @@ class SjitFunction(functools.partial[Any]):
     __slots__ = ('_given', '_state')
 
     _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
-    _state: State
+    _dispatcher: Dispatcher
     __name__: str
     __qualname__: str
     __wrapped__: Callable[..., Any]
@@ -64,7 +64,7 @@ class SjitFunction(functools.partial[Any]):
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
-        if isinstance(self._state.helper.mesh, AbstractMesh):
+        if isinstance(self._dispatcher.helper.mesh, AbstractMesh):
             raise MeshError(
                 'lower() needs devices, and this helper was made from an AbstractMesh: '
                 "use .trace(...).lower(lowering_platforms=('tpu',))"
@@ -73,16 +73,16 @@ class SjitFunction(functools.partial[Any]):
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
-        row = self._row(args, kwargs)
-        resolved, placed = self._state.resolve(row)
-        if not kwargs and len(row) == len(args):
+        flat_args = self._flatten(args, kwargs)
+        resolved, placed = self._dispatcher.resolve(flat_args)
+        if not kwargs and len(flat_args) == len(args):
             return resolved.program.jitted.trace(*placed)
-        return traced_as_called(self._state.convention, resolved, placed, len(args), list(kwargs))
+        return traced_as_called(self._dispatcher.signature, resolved, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        resolved, row = self._state.resolve(self._row(args, kwargs))
-        return resolved.program.jitted.eval_shape(*row)
+        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
+        return resolved.program.jitted.eval_shape(*flat_args)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -90,35 +90,35 @@ class SjitFunction(functools.partial[Any]):
         The inputs are one tree for each argument given that is not static, in the order of the
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
-        resolved, row = self._state.resolve(self._row(args, kwargs))
+        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
         inside = resolved.inside
         inputs = tuple(
-            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
+            sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
             for slot, shardings in inside.arguments.items()
-            if row[slot] is not OMITTED
+            if flat_args[slot] is not OMITTED
         )
-        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
+        return inputs, sharding_tree(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
-        row = self._row(args, kwargs)
-        resolved, _ = self._state.resolve(row)
-        program, kept = resolved.program, (self._state, self._given)
+        flat_args = self._flatten(args, kwargs)
+        resolved, _ = self._dispatcher.resolve(flat_args)
+        program, kept = resolved.program, (self._dispatcher, self._given)
         if kwargs:
-            return JittedCall(self, program.handed_out(kept), self._state.convention)
-        if len(row) == len(args):
+            return JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
+        if len(flat_args) == len(args):
             return program.handed_out(kept)
-        return program.of_first(len(args), row[len(args) :], kept)
+        return program.of_first(len(args), flat_args[len(args) :], kept)
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
-        for _, program in self._state.programs.items():
+        for _, program in self._dispatcher.programs.items():
             if program.jitted is not None:
                 program.jitted.clear_cache()
-        self._state.clear()
+        self._dispatcher.clear()
 
-    def _row(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return types_as_structs(self._state.convention.row(args, kwargs))
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
 
 
 def sjit(
@@ -147,12 +147,12 @@ def sjit(
             f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
             'a yield in it. Return a list of what it yields, or compile what happens between two yields'
         )
-    convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
+    signature = CallSignature(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
     by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
     for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
-        check(rules, f'{what} of {convention.name}')
+        check(rules, f'{what} of {signature.name}')
     for what, rules in by_argument.items():
-        convention.check_names(rules, what)
+        signature.check_names(rules, what)
     if on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
     given = {
@@ -175,10 +175,10 @@ def sjit(
         on_mismatch,
         _checked_jit_kwargs(jit_kwargs),
     )
-    state = state_of(helper, fun, convention, options)
-    function = SjitFunction(dressed(generate_caller(convention, state), fun, convention.name))
-    function._state, function._given = state, (helper, fun, given)
-    return dressed(function, fun, convention.name)
+    dispatcher = dispatcher_of(helper, fun, signature, options)
+    function = SjitFunction(dressed(generate_caller(signature, dispatcher), fun, signature.name))
+    function._dispatcher, function._given = dispatcher, (helper, fun, given)
+    return dressed(function, fun, signature.name)
 
 
 def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
@@ -210,15 +210,15 @@ def _imported(function: SjitFunction) -> Any:
 
 def owner_of(function: Any) -> MeshOwner | None:
     """The helper that made an `SjitFunction`; None for anything else."""
-    return function._state.helper if isinstance(function, SjitFunction) else None
+    return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
 
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     """What messages call the positional arguments that are no static ones; None for no `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
-    convention = function._state.convention
-    slots = convention.layout(max(len(args) - len(convention.positional), 0)).slots
+    signature = function._dispatcher.signature
+    slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
     return [slot.name for slot in slots[: len(args)] if not slot.static]
 
 

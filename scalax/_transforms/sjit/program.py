@@ -23,16 +23,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.call_key import CallKey, dynamic_slots
+from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Moves, Shardings, moved, place
 from scalax._transforms.calls.placement_errors import reject_deleted, reject_donated_twice
-from scalax._transforms.calls.signatures import Signature, dynamic_slots
-from scalax._transforms.sjit.trace import Inside
+from scalax._transforms.sjit.trace import TraceShardings
 from scalax._tree.path_identity import paths_of
 from scalax._util.lru_cache import Recent
 from scalax.errors import ArgumentError, StructureError
 
-Known = Recent[Signature, Inside]
+Known = Recent[CallKey, TraceShardings]
 """The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
@@ -40,7 +40,7 @@ Known = Recent[Signature, Inside]
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
-class Missed(ArgumentError):
+class WrongProgram(ArgumentError):
     """A program was tried for a call that it is not right for.
 
     Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
@@ -61,7 +61,7 @@ class Missed(ArgumentError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ShardingKey:
     """The shardings of a program: equal ones share it.
 
     Attributes:
@@ -72,13 +72,13 @@ class Shape:
         checked: whether calls compare leaf paths.
     """
 
-    layout: Layout
+    layout: CallLayout
     arguments: tuple[Any, ...]
     outputs: Any
     checked: bool
 
 
-def collapsed(treedef: Any, shardings: Shardings) -> Any:
+def compress(treedef: Any, shardings: Shardings) -> Any:
     """A tree of shardings in the least specific form: None or one sharding where all agree.
 
     The fewer structures a program names, the more signatures can share it.
@@ -91,19 +91,19 @@ def collapsed(treedef: Any, shardings: Shardings) -> Any:
     return treedef, tuple(shardings)
 
 
-def expanded(form: Any) -> Any:
+def expand(form: Any) -> Any:
     """The tree that jax.jit takes, of what `collapsed` made."""
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
-    return held(
+    return sharding_tree(
         treedef,
         shardings,
         'its leaves cannot be given different ones: give one sharding for the whole node, or None',
     )
 
 
-def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
+def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
     """A tree of shardings.
 
     Raises:
@@ -118,7 +118,7 @@ def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
         ) from error
 
 
-def spread(form: Any, tree: Any) -> Shardings:
+def per_leaf(form: Any, tree: Any) -> Shardings:
     """The shardings of *tree* leaf by leaf, of what `collapsed` made."""
     return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
 
@@ -140,7 +140,7 @@ class Program:
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
-    layout: Layout
+    layout: CallLayout
     inner: Callable[..., Any]
     known: Known
     jitted: Any = None
@@ -152,15 +152,17 @@ class Program:
     _handed_out: weakref.ref[Any] | None = None
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
-    def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
+    def compile(
+        self, shape: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: dict[str, Any]
+    ) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
         self._arguments = shape.arguments
         self._options = dict(jit_kwargs)
         if shape.outputs is not None:
-            self._options['out_shardings'] = expanded(shape.outputs)
+            self._options['out_shardings'] = expand(shape.outputs)
         self.jitted = self._jit(self.inner, len(self.layout.slots))
         crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
-        self.call = self._direct = self._guarded(convention) if crashes else self.jitted
+        self.call = self._direct = self._guarded(signature) if crashes else self.jitted
 
     def _jit(self, fun: Callable[..., Any], count: int) -> Any:
         """Compiles a function of the first *count* slots."""
@@ -168,7 +170,7 @@ class Program:
         forms = [form for slot, form in dynamic if slot < count]
         options = dict(self._options)
         if any(form is not None for form in forms):
-            options['in_shardings'] = tuple(map(expanded, forms))
+            options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
             fun,
             static_argnums=[slot for slot in self.layout.static if slot < count],
@@ -190,8 +192,8 @@ class Program:
         """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
         whole = self.inner
 
-        def inner(*row: Any) -> Any:
-            return whole(*row, *rest)
+        def inner(*flat_args: Any) -> Any:
+            return whole(*flat_args, *rest)
 
         inner.__name__ = inner.__qualname__ = whole.__name__
         parameters = list(inspect.signature(whole, follow_wrapped=False).parameters.values())
@@ -211,11 +213,11 @@ class Program:
             return
         known.add(paths)
 
-        def checked(*row: Any) -> Any:
-            if paths_of(dynamic_slots(layout, row)) not in known:
+        def checked(*flat_args: Any) -> Any:
+            if paths_of(dynamic_slots(layout, flat_args)) not in known:
                 raise missed()
             assert direct is not None
-            return direct(*row)
+            return direct(*flat_args)
 
         self.call = self._direct = checked
         self._placed_first = frozenset()
@@ -236,32 +238,32 @@ class Program:
         }
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
-        def placed(*row: Any) -> Any:
+        def placed(*flat_args: Any) -> Any:
             # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
-            if alone and all(type(row[slot]) is np.ndarray for slot in forms):
-                found = list(row)
+            if alone and all(type(flat_args[slot]) is np.ndarray for slot in forms):
+                found = list(flat_args)
                 for slot, form in forms.items():
-                    found[slot] = jax.device_put(row[slot], form)
+                    found[slot] = jax.device_put(flat_args[slot], form)
                 return direct(*found)
-            wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
-            return direct(*place(row, wanted, moves, moved))
+            wanted = {slot: per_leaf(form, flat_args[slot]) for slot, form in forms.items()}
+            return direct(*place(flat_args, wanted, moves, moved))
 
         self.call = placed
 
-    def _guarded(self, convention: Convention) -> Callable[..., Any]:
+    def _guarded(self, signature: CallSignature) -> Callable[..., Any]:
         jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves
         is_deleted = operator.methodcaller('is_deleted')
 
-        def call(*row: Any) -> Any:
-            leaves = leaves_of(row)
+        def call(*flat_args: Any) -> Any:
+            leaves = leaves_of(flat_args)
             try:
                 gone = any(map(is_deleted, leaves))
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
                 gone = True
             if gone:
-                reject_deleted(convention, layout, row)
+                reject_deleted(signature, layout, flat_args)
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
-                reject_donated_twice(convention, layout, row, None)
-            return jitted(*row)
+                reject_donated_twice(signature, layout, flat_args, None)
+            return jitted(*flat_args)
 
         return call

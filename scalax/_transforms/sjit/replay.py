@@ -45,25 +45,25 @@ class Recordings:
         self._kept: Recent[Any, tuple[Recording, ...]] = Recent()
         self._now = _Recording()
 
-    def find(self, signature: Any, kinds: tuple[Any, ...]) -> Recording | None:
+    def find(self, key: Any, kinds: tuple[Any, ...]) -> Recording | None:
         """The recording of this signature, of arguments of these kinds."""
-        for recording in self._kept.get(signature) or ():
+        for recording in self._kept.get(key) or ():
             if recording.kinds == kinds:
                 return recording
         return None
 
-    def user_code_ran(self, signature: Any, kinds: tuple[Any, ...]) -> None:
+    def user_code_ran(self, key: Any, kinds: tuple[Any, ...]) -> None:
         """Notes, for `record`, that this thread runs the user's code for *signature* now."""
-        if signature in self._now.runs:
-            self._now.runs[signature] = kinds
+        if key in self._now.runs:
+            self._now.runs[key] = kinds
 
-    def record(self, signature: Any, jitted: Any, row: Sequence[Any], leaves: int) -> Any:
+    def record(self, key: Any, jitted: Any, flat_args: Sequence[Any], leaves: int) -> Any:
         """Traces a jitted function, and keeps the outcome if that ran the user's code.
 
         Args:
-            signature: the signature of the call.
+            key: the key of the call.
             jitted: the function.
-            row: the call.
+            flat_args: the call.
             leaves: the number of leaves of its arguments.
 
         Returns:
@@ -72,19 +72,19 @@ class Recordings:
         Raises:
             RecursionError: the function calls itself in the same way, as of ``jax.jit``.
         """
-        if signature in self._now.runs:
+        if key in self._now.runs:
             raise RecursionError(
                 f'{jitted.__name__} calls itself with arguments of the same shapes and dtypes'
             )
-        self._now.runs[signature] = None
+        self._now.runs[key] = None
         try:
-            traced = jitted.trace(*row)
+            traced = jitted.trace(*flat_args)
         finally:
-            kinds = self._now.runs.pop(signature)
+            kinds = self._now.runs.pop(key)
         jaxpr = traced.jaxpr
         # Values of an outer trace that the function closes over end with that trace; JAX makes them
         # further inputs. Such a jaxpr cannot be kept.
         if kinds is not None and len(jaxpr.in_avals) == leaves:
             recording = Recording(kinds, jaxpr, traced.out_tree)
-            self._kept.put(signature, (recording, *(self._kept.get(signature) or ())[:3]))
+            self._kept.put(key, (recording, *(self._kept.get(key) or ())[:3]))
         return traced

@@ -12,30 +12,32 @@ from collections.abc import Callable
 from typing import Any
 
 from scalax._trace.contexts import MeshOwner, hashable
-from scalax._transforms.calls.boundaries import Options
-from scalax._transforms.calls.conventions import Convention
-from scalax._transforms.sjit.dispatch import State
+from scalax._transforms.calls.argument_shardings import Options
+from scalax._transforms.calls.call_signature import CallSignature
+from scalax._transforms.sjit.dispatch import Dispatcher
 from scalax._util.lru_cache import Recent
 from scalax.rules._prefix import key_of
 from scalax.rules._resolve import are_pure
 
-_States = Recent[Any, State]
-_states: weakref.WeakKeyDictionary[MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _States]] = (
-    weakref.WeakKeyDictionary()
-)
+_Dispatchers = Recent[Any, Dispatcher]
+_dispatchers: weakref.WeakKeyDictionary[
+    MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _Dispatchers]
+] = weakref.WeakKeyDictionary()
 
 
-def state_of(helper: MeshOwner, fun: Callable[..., Any], convention: Convention, options: Options) -> State:
+def dispatcher_of(
+    helper: MeshOwner, fun: Callable[..., Any], signature: CallSignature, options: Options
+) -> Dispatcher:
     """The state of *fun* with these options; a new one where none is known, or none can be shared."""
-    key = _key(fun, convention, options)
+    key = _key(fun, signature, options)
     if key is None:
-        return State(helper, fun, convention, options)
-    functions = _states.setdefault(helper, weakref.WeakKeyDictionary())
+        return Dispatcher(helper, fun, signature, options)
+    functions = _dispatchers.setdefault(helper, weakref.WeakKeyDictionary())
     kept = functions.setdefault(fun, Recent())
-    return kept.get(key) or kept.add(key, State(helper, fun, convention, options))
+    return kept.get(key) or kept.add(key, Dispatcher(helper, fun, signature, options))
 
 
-def _key(fun: Callable[..., Any], convention: Convention, options: Options) -> Any:
+def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
     """What tells states of one function apart; None if they cannot be shared."""
     kind: Any = type(fun)
     if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
@@ -45,7 +47,7 @@ def _key(fun: Callable[..., Any], convention: Convention, options: Options) -> A
     if not all(map(are_pure, rules)):
         return None  # asked again by each: what they say, or hold, may change
     key = (
-        convention.key,
+        signature.key,
         tuple(hashable(key_of(each)) for each in rules),
         tuple(bound),
         options.on_mismatch,

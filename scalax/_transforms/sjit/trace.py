@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._trace import contexts
 from scalax._trace.constraints import apply_shardings
-from scalax._transforms.calls.boundaries import Boundary
-from scalax._transforms.calls.conventions import Layout
+from scalax._transforms.calls.argument_shardings import ArgumentShardings
+from scalax._transforms.calls.call_key import CallKey, dynamic_leaves, placement_kinds
+from scalax._transforms.calls.call_signature import CallLayout
 from scalax._transforms.calls.placement import Shardings, as_typed
 from scalax._transforms.calls.placement_errors import reject_foreign_types
-from scalax._transforms.calls.signatures import Signature, dynamic_leaves, placement_kinds
 from scalax._transforms.sjit.lost_updates import Updates
 from scalax._transforms.sjit.replay import Recordings
 from scalax._util.lru_cache import Recent
@@ -25,7 +25,7 @@ from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near
 
 
 @dataclasses.dataclass(eq=False)
-class Inside:
+class TraceShardings:
     """What the trace of one signature needs to know, and what it finds.
 
     Attributes:
@@ -41,17 +41,17 @@ class Inside:
     looked_at: bool = False
 
 
-class Body:
+class TracedFunction:
     """Runs the function of one sjit while JAX traces it.
 
     Attributes:
         recordings: what was traced before.
     """
 
-    def __init__(self, fun: Callable[..., Any], boundary: Boundary) -> None:
-        self._fun, self._boundary = _weakly(fun), boundary
-        self._mesh, self._convention = boundary.helper.mesh, boundary.convention
-        self._names = boundary.options.annotation_shardings
+    def __init__(self, fun: Callable[..., Any], rules: ArgumentShardings) -> None:
+        self._fun, self._rules = _weakly(fun), rules
+        self._mesh, self._signature = rules.helper.mesh, rules.signature
+        self._names = rules.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
         self._contexts: Recent[contexts.Context, contexts.Context] = (
             Recent()
@@ -59,56 +59,58 @@ class Body:
         self._warned = False
         self.recordings = Recordings()
 
-    def run(self, signature: Signature, layout: Layout, row: Sequence[Any], inside: Inside | None) -> Any:
+    def run(
+        self, key: CallKey, layout: CallLayout, flat_args: Sequence[Any], inside: TraceShardings | None
+    ) -> Any:
         """The outputs of a call, sharded as *inside* says; without it, as they come, on the mesh in force."""
-        with self._mesh_entered(layout, row) if inside else contextlib.nullcontext():
-            context = contexts.contexts_of(self._boundary.helper).get(self._names)
+        with self._mesh_entered(layout, flat_args) if inside else contextlib.nullcontext():
+            context = contexts.contexts_of(self._rules.helper).get(self._names)
             self._contexts.put(context, context)
             with contexts.entered(context, self._uses):
-                outputs = self._outputs(signature, layout, row, inside.constraints if inside else {})
+                outputs = self._outputs(key, layout, flat_args, inside.constraints if inside else {})
             if inside is None:
                 return outputs
             if inside.outputs is None:
-                inside.outputs = self._boundary.outputs(outputs, layout, row, inside.arguments)
+                inside.outputs = self._rules.outputs(outputs, layout, flat_args, inside.arguments)
             # The out_shardings of a jit say nothing about types, and nothing at all where it is traced.
-            return as_typed(outputs, inside.outputs) if self._boundary.any_explicit else outputs
+            return as_typed(outputs, inside.outputs) if self._rules.any_explicit else outputs
 
     def _outputs(
-        self, signature: Signature, layout: Layout, row: Sequence[Any], constraints: Mapping[int, Shardings]
+        self, key: CallKey, layout: CallLayout, flat_args: Sequence[Any], constraints: Mapping[int, Shardings]
     ) -> Any:
-        leaves, _ = dynamic_leaves(layout, row)
+        leaves, _ = dynamic_leaves(layout, flat_args)
         kinds = placement_kinds(leaves)
-        recording = self.recordings.find(signature, kinds)
+        recording = self.recordings.find(key, kinds)
         # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
         # the user's lines should run.
         if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return recording.replay(leaves)
-        constrained = list(row)
+        constrained = list(flat_args)
         for slot, shardings in constraints.items():
-            constrained[slot] = apply_shardings(row[slot], shardings)
-        args, keywords = self._convention.restore(constrained)
-        self.recordings.user_code_ran(signature, kinds)
+            constrained[slot] = apply_shardings(flat_args[slot], shardings)
+        args, keywords = self._signature.restore(constrained)
+        self.recordings.user_code_ran(key, kinds)
         fun = self._fun()
         assert fun is not None  # whoever calls holds it
         updates = Updates((args, keywords))
         outputs = fun(*args, **keywords)
-        updates.warn_lost(self._convention.name, outputs)
+        updates.warn_lost(self._signature.name, outputs)
         return outputs
 
-    def _mesh_entered(self, layout: Layout, row: Sequence[Any]) -> Any:
+    def _mesh_entered(self, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
         """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""
         ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(
-                f'{self._convention.name} is compiled for a mesh of {mesh.size} devices, and is called '
+                f'{self._signature.name} is compiled for a mesh of {mesh.size} devices, and is called '
                 f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
             )
-        reject_foreign_types(self._convention, layout, row, mesh)
+        reject_foreign_types(self._signature, layout, flat_args, mesh)
         return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
-    def warn_unused(self, layout: Layout) -> None:
+    def warn_unused(self, layout: CallLayout) -> None:
         """Warns, once, about bound names that nothing used."""
         if self._warned or not self._names:
             return
@@ -125,7 +127,7 @@ class Body:
                 else f'{", ".join(map(repr, unused))} (it asked for no other name)'
             )
             warn(
-                f'{self._convention.name}: annotation_shardings binds names that no '
+                f'{self._signature.name}: annotation_shardings binds names that no '
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
