@@ -30,7 +30,7 @@ from scalax._trace.constraints import (
 )
 from scalax._trace.contexts import ActiveHelper, hashable
 from scalax._transforms.calls.argument_shardings import resolve_slots
-from scalax._transforms.calls.call_signature import CallLayout, CallSignature
+from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved
 from scalax._transforms.calls.placement_errors import reject_deleted
 from scalax._transforms.sjit import sjit
@@ -194,7 +194,7 @@ class _Switched(abc.ABC):
         meshes.require_devices(mesh, f'a call of {self.name}')
         flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
         leaves, treedef = flat
-        reject_deleted(self._signature, self._layout(flat_args), flat_args)
+        reject_deleted(self._signature, self._signature.layout_of(flat_args), flat_args)
         wanted = self._wanted(flat_args, mesh)
         stays = [_lies_on(leaf, mesh) for leaf in leaves]
         arrived = iter(
@@ -221,14 +221,11 @@ class _Switched(abc.ABC):
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         """The results with their types on the way out."""
 
-    def _layout(self, flat_args: Sequence[Any]) -> CallLayout:
-        return self._signature.layout(self._signature.extras_of(flat_args))
-
     def _resolved(
         self, rules: RuleLike, flat_args: Sequence[Any], mesh: AnyMesh, where: str
     ) -> list[Resolution]:
         """What rules say of each argument."""
-        layout = self._layout(flat_args)
+        layout = self._signature.layout_of(flat_args)
         by_slot = resolve_slots(
             self._signature.rules_by_slot(
                 rules, flat_args, self.option, '', 'None keeps the type of an argument where no axis changes'

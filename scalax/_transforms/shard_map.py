@@ -168,7 +168,7 @@ class _Mapped:
         self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
     ) -> list[NamedSharding]:
         """The shardings of the arguments, leaf by leaf."""
-        layout = self._signature.layout(self._signature.extras_of(flat_args))
+        layout = self._signature.layout_of(flat_args)
         reject_deleted(self._signature, layout, flat_args)
         where = f'the arguments of {self._signature.name!r} (in_specs)'
         by_slot = resolve_slots(

@@ -8,7 +8,7 @@ their types say is: the type of an array on a mesh with Explicit axes holds its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -108,13 +108,12 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     return replaced(sharding.spec, entries)
 
 
-def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def placement_kinds(types: Iterable[Any]) -> tuple[Any, ...]:
     """What else the types of leaves say, which no rule depends on and a traced function may."""
-    avals = map(type_of, leaves)
     # What is no array says too little of what a trace may depend on: it is equal to nothing.
     return tuple(
-        object() if is_opaque(aval) else (type(aval).__name__, getattr(aval, 'memory_space', None))
-        for aval in avals
+        object() if is_opaque(kind) else (type(kind).__name__, getattr(kind, 'memory_space', None))
+        for kind in types
     )
 
 

@@ -211,6 +211,10 @@ class CallSignature:
             known = self._layouts.setdefault(extras, self._lay_out(extras))
         return known
 
+    def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
+        """The layout of a call."""
+        return self.layout(self.extras_of(flat_args))
+
     def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
@@ -360,7 +364,7 @@ class CallSignature:
         Raises:
             StructureError: the rules do not fit the arguments.
         """
-        layout = self.layout(self.extras_of(flat_args))
+        layout = self.layout_of(flat_args)
         if is_rule(rules):
             return dict.fromkeys(layout.dynamic, rules)
         if isinstance(rules, Mapping):

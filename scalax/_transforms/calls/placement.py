@@ -74,8 +74,8 @@ class Moves:
 
 def place(
     flat_args: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, move: Move
-) -> list[Any]:
-    """Moves arguments to where the program wants them.
+) -> Sequence[Any]:
+    """Moves arguments to where the program wants them; gives *flat_args* itself if nothing moves.
 
     Args:
         flat_args: the call.
@@ -83,7 +83,7 @@ def place(
         moves: which are moved.
         move: moves leaves to shardings: `moved`, or `as_moved`, which only says what they would be.
     """
-    placed = list(flat_args)
+    placed: dict[int, Any] = {}
     for slot, wanted in shardings.items():
         leaves, treedef = jax.tree.flatten(flat_args[slot])
         targets = list(map(moves.target, leaves, wanted))
@@ -103,7 +103,7 @@ def place(
             # they lie is part of their types.
             if moves.unplaced:
                 return place(flat_args, shardings, moves, moved)
-    return placed
+    return [placed.get(slot, tree) for slot, tree in enumerate(flat_args)] if placed else flat_args
 
 
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:

@@ -203,6 +203,21 @@ def reject_elsewhere(
         raise _off_the_mesh(signature, bad) from None
 
 
+def reject_other_devices(name: str, mesh: Any) -> None:
+    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # inside of jax.jit
+        return
+    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
+        return
+    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
+    raise MeshError(
+        f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
+        f'{theirs}: leave that mesh for the call'
+    ) from None
+
+
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
     """Whether an array is committed to other devices than those of *mesh*, or in another order."""
     if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):

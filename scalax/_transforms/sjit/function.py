@@ -6,22 +6,25 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
-from scalax._trace.contexts import MeshOwner, checked_bindings
+from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.argument_shardings import OnMismatch, Options
+from scalax._transforms.calls.call_key import explicit_spec
 from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
-from scalax._transforms.sjit.aot import JittedCall, traced_as_called, types_as_structs
+from scalax._transforms.calls.placement import Move, as_moved, moved
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import Dispatcher
+from scalax._transforms.sjit.dispatch import Dispatcher, Resolved
 from scalax._transforms.sjit.program import sharding_tree
-from scalax._transforms.sjit.shared import dispatcher_of
+from scalax._util.lru_cache import Recent
 from scalax.errors import ArgumentError, MeshError, did_you_mean
-from scalax.rules._prefix import RuleLike, check
+from scalax.rules._prefix import RuleLike, check, key_of
+from scalax.rules._resolve import are_pure
 
 
 class SjitFunction(functools.partial[Any]):
@@ -77,7 +80,7 @@ class SjitFunction(functools.partial[Any]):
         resolved, placed = self._dispatcher.resolve(flat_args)
         if not kwargs and len(flat_args) == len(args):
             return resolved.program.jitted.trace(*placed)
-        return traced_as_called(self._dispatcher.signature, resolved, placed, len(args), list(kwargs))
+        return _trace_as_called(self._dispatcher.signature, resolved, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
@@ -91,13 +94,13 @@ class SjitFunction(functools.partial[Any]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
-        inside = resolved.inside
+        found = resolved.shardings
         inputs = tuple(
             sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in inside.arguments.items()
+            for slot, shardings in found.arguments.items()
             if flat_args[slot] is not OMITTED
         )
-        return inputs, sharding_tree(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
+        return inputs, sharding_tree(resolved.out_tree, found.outputs or (), 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
@@ -105,7 +108,7 @@ class SjitFunction(functools.partial[Any]):
         resolved, _ = self._dispatcher.resolve(flat_args)
         program, kept = resolved.program, (self._dispatcher, self._given)
         if kwargs:
-            return JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
+            return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
         if len(flat_args) == len(args):
             return program.handed_out(kept)
         return program.of_first(len(args), flat_args[len(args) :], kept)
@@ -118,7 +121,7 @@ class SjitFunction(functools.partial[Any]):
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
+        return _types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
 
 
 def sjit(
@@ -233,3 +236,127 @@ def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if jit_kwargs:
         jax.jit(lambda: None, **jit_kwargs)  # what is wrong with a value is said here, and not at a call
     return dict(jit_kwargs)
+
+
+_Dispatchers = Recent[Any, Dispatcher]
+_dispatchers: weakref.WeakKeyDictionary[
+    MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _Dispatchers]
+] = weakref.WeakKeyDictionary()
+
+
+def dispatcher_of(
+    helper: MeshOwner, fun: Callable[..., Any], signature: CallSignature, options: Options
+) -> Dispatcher:
+    """The state of *fun* with these options; a new one where none is known, or none can be shared."""
+    key = _key(fun, signature, options)
+    if key is None:
+        return Dispatcher(helper, fun, signature, options)
+    functions = _dispatchers.setdefault(helper, weakref.WeakKeyDictionary())
+    kept = functions.setdefault(fun, Recent())
+    return kept.get(key) or kept.add(key, Dispatcher(helper, fun, signature, options))
+
+
+def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
+    """What tells states of one function apart; None if they cannot be shared."""
+    kind: Any = type(fun)
+    if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
+        return None  # an equal function is another one, and may be gone when this one is called
+    bound = options.annotation_shardings
+    rules = [options.in_shardings, options.out_shardings, options.args_sharding_constraint, *bound.values()]
+    if not all(map(are_pure, rules)):
+        return None  # asked again by each: what they say, or hold, may change
+    key = (
+        signature.key,
+        tuple(hashable(key_of(each)) for each in rules),
+        tuple(bound),
+        options.on_mismatch,
+        tuple(sorted(options.jit_kwargs.items())),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _trace_as_called(
+    signature: CallSignature, resolved: Resolved, flat_args: Sequence[Any], count: int, names: Sequence[str]
+) -> jax.stages.Traced:
+    """Traces a program for the user's form of a call, which JAX's stages then have.
+
+    A program takes a row of slots. JAX takes no ``in_shardings`` where there are keywords, so what is traced
+    with says how it is sharded.
+
+    Args:
+        signature: how the user's function is called.
+        resolved: the program, with the shardings of the arguments.
+        flat_args: the call.
+        count: how many arguments were given by position.
+        names: which were given by name.
+    """
+    program = resolved.program
+
+    def as_called(*args: Any, **keywords: Any) -> Any:
+        return program.flat_function(*signature.flatten(args, keywords))
+
+    as_called.__name__ = as_called.__qualname__ = signature.name
+    as_called.__dict__['__signature__'] = signature.python_signature
+    as_called.__dict__['__wrapped__'] = program.flat_function
+    typed = list(flat_args)
+    for slot, shardings in resolved.shardings.arguments.items():
+        typed[slot] = _tree_with_shardings(flat_args[slot], shardings)
+    args, keywords = signature.as_called(typed, count, names)
+    selected = signature.selected_as_called(program.layout, count, names)
+    return program.jit_as_called(as_called, selected).trace(*args, **keywords)
+
+
+def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
+    """A tree that says how it is sharded."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if not any(shardings):
+        return tree
+
+    def typed(leaf: Any, sharding: NamedSharding | None, move: Move) -> Any:
+        if sharding is None or getattr(leaf, 'sharding', None) == sharding:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=sharding)
+        return move([leaf], [sharding])[0]
+
+    def all_tree_with_shardings(move: Move) -> Any:
+        return jax.tree.unflatten(
+            treedef, [typed(*pair, move) for pair in zip(leaves, shardings, strict=True)]
+        )
+
+    try:
+        return all_tree_with_shardings(as_moved)
+    except Exception:  # a node that takes nothing but arrays
+        return all_tree_with_shardings(moved)
+
+
+def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
+    """A call in which types (what ``jax.typeof`` gives) are ShapeDtypeStructs."""
+    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
+        return tuple(flat_args)
+    return jax.tree.map(_struct, tuple(flat_args))
+
+
+def _struct(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.core.ShapedArray):
+        return leaf
+    sharding = leaf.sharding if explicit_spec(leaf.sharding) is not None else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+class _JittedCall:
+    """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
+
+    def __init__(self, function: SjitFunction, jitted: Any, signature: CallSignature) -> None:
+        self._function, self._jitted, self._signature = function, jitted, signature
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program."""
+        return self._jitted(*self._signature.flatten(args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)

@@ -1,13 +1,13 @@
-"""What does one set of shardings compile to? A program: a ``jax.jit`` and the signatures it is right for.
+"""A program: the ``jax.jit`` of one set of shardings, and the calls that it serves.
 
-The cache key, in full. A call is served by the program of its signature (`_signature`). Signatures whose
-rules resolve to the same shardings share a program, so that a batch of another length costs no more than
-it does under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the signature is
-one of its own, and raises `Missed` if not; what JAX has cached was asked when it was traced. So a call
+A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings (their
+`ShardingKey` is the same) share a program, so that a batch of another length costs no more than it does
+under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the key is one of its
+own, and raises `WrongProgram` if not; what JAX has cached was asked when it was traced. So a call
 may try any program first, and the last one used is nearly always right.
 
-Why it does not raise for every signature that is new: JAX's C++ dispatch never takes the fast path again
-for a signature whose first trace raised.
+Why it does not raise for every key that is new: JAX's C++ dispatch never takes the fast path again
+for a call whose first trace raised.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._transforms.calls.call_key import CallKey, dynamic_slots
+from scalax._transforms.calls.call_key import CallKey, dynamic_leaves, dynamic_slots
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Moves, Shardings, moved, place
 from scalax._transforms.calls.placement_errors import reject_deleted, reject_donated_twice
 from scalax._transforms.sjit.trace import TraceShardings
 from scalax._tree.path_identity import paths_of
-from scalax._util.lru_cache import Recent
+from scalax._util.lru_cache import SIZE, Recent
 from scalax.errors import ArgumentError, StructureError
-
-Known = Recent[CallKey, TraceShardings]
-"""The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
 # fault on several devices.
@@ -134,15 +131,15 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        inner: the function that is jitted; takes a row of slots.
-        known: the signatures it serves.
+        flat_function: the function that is jitted; takes the arguments slot by slot.
+        shardings: the call keys it serves, each with the shardings that its trace applies.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
     layout: CallLayout
-    inner: Callable[..., Any]
-    known: Known
+    flat_function: Callable[..., Any]
+    shardings: Recent[CallKey, TraceShardings]
     jitted: Any = None
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
@@ -153,14 +150,14 @@ class Program:
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
     def compile(
-        self, shape: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: dict[str, Any]
+        self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: dict[str, Any]
     ) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
-        self._arguments = shape.arguments
+        self._arguments = sharding_key.arguments
         self._options = dict(jit_kwargs)
-        if shape.outputs is not None:
-            self._options['out_shardings'] = expand(shape.outputs)
-        self.jitted = self._jit(self.inner, len(self.layout.slots))
+        if sharding_key.outputs is not None:
+            self._options['out_shardings'] = expand(sharding_key.outputs)
+        self.jitted = self._jit(self.flat_function, len(self.layout.slots))
         crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
         self.call = self._direct = self._guarded(signature) if crashes else self.jitted
 
@@ -183,14 +180,14 @@ class Program:
         known = self._handed_out() if self._handed_out else None
         if known is None:
             # Another object of the same function: JAX keeps one cache for both.
-            known = self._jit(self.inner, len(self.layout.slots))
+            known = self._jit(self.flat_function, len(self.layout.slots))
             known.__dict__['_kept'] = kept
             self._handed_out = weakref.ref(known)
         return known
 
     def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
         """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
-        whole = self.inner
+        whole = self.flat_function
 
         def inner(*flat_args: Any) -> Any:
             return whole(*flat_args, *rest)
@@ -205,7 +202,7 @@ class Program:
         """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
         return jax.jit(fun, **selected, **self._options)
 
-    def check_paths(self, paths: tuple[str, ...], missed: Callable[[], Exception]) -> None:
+    def check_paths(self, paths: tuple[str, ...], wrong_program: Callable[[], Exception]) -> None:
         """Makes calls compare leaf paths with these first: JAX takes trees that have others for the same."""
         direct, layout, known = self._direct, self.layout, self._paths
         if known:
@@ -215,7 +212,7 @@ class Program:
 
         def checked(*flat_args: Any) -> Any:
             if paths_of(dynamic_slots(layout, flat_args)) not in known:
-                raise missed()
+                raise wrong_program()
             assert direct is not None
             return direct(*flat_args)
 
@@ -267,3 +264,62 @@ class Program:
             return jitted(*flat_args)
 
         return call
+
+
+class ProgramTable:
+    """A dict from what a call looks like to its program, for functions of several programs.
+
+    A look is the tree structure of the arguments, the shape and dtype of each leaf, and the static values.
+    It says less than a `CallKey`, and costs a fraction. The key is computed where a look is new, or where
+    calls of several programs look alike (they differ in the trace context).
+
+    Args:
+        exact: finds the program of a call by its key, or None.
+        wrong_program: makes the exception to raise for a call whose program is not known.
+    """
+
+    def __init__(
+        self, exact: Callable[[Sequence[Any]], Program | None], wrong_program: Callable[[], Exception]
+    ) -> None:
+        self._exact, self._wrong_program = exact, wrong_program
+        self._layouts: dict[int, CallLayout] = {}
+        self._programs: dict[Any, Program | None] = {}  # None where calls of several programs look alike
+
+    def learn(self, layout: CallLayout, flat_args: Sequence[Any], program: Program) -> None:
+        """Notes the program of a call."""
+        if len(self._programs) >= SIZE:
+            self._programs.clear()
+        self._layouts[len(flat_args)] = layout
+        look = _look(layout, flat_args)
+        if self._programs.setdefault(look, program) is not program:  # for good: None is no program
+            self._programs[look] = None
+
+    def program(self, flat_args: Sequence[Any]) -> Program | None:
+        """The program for a call; None for a call of a kind that is not known."""
+        try:
+            layout = self._layouts[len(flat_args)]
+            program = self._programs.get(_look(layout, flat_args))
+            if program is None:
+                program = self._exact(flat_args)
+                if program is not None:
+                    self.learn(layout, flat_args, program)
+            return program
+        except Exception:  # of calls that nothing serves, which `dispatch` explains
+            return None
+
+    def __call__(self, *flat_args: Any) -> Any:
+        """Runs the program of a call."""
+        program = self.program(flat_args)
+        if program is None or program.call is None:
+            raise self._wrong_program()
+        return program.call(*flat_args)
+
+
+def _look(layout: CallLayout, flat_args: Sequence[Any]) -> Any:
+    leaves, treedef = dynamic_leaves(layout, flat_args)
+    try:
+        types = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    except AttributeError:  # numbers among the leaves
+        types = [(getattr(leaf, 'shape', None), getattr(leaf, 'dtype', type(leaf))) for leaf in leaves]
+    static = [(type(flat_args[slot]), flat_args[slot]) for slot in layout.static]
+    return treedef, tuple(types), tuple(static)
