@@ -39,7 +39,7 @@ class SjitFunction(functools.partial[Any]):
     # A partial, because Python calls those faster than any class with a ``__call__``; of the function that
     # is generated with the user's parameters. What is its own is in slots: libraries copy what is in
     # ``__dict__`` to the functions that they make of this one.
-    __slots__ = ('_given', '_state')
+    __slots__ = ('_dispatcher', '_given')
 
     _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
     _dispatcher: Dispatcher
