@@ -271,8 +271,8 @@ def test_arrays_of_x64_are_told_apart_by_a_look(monkeypatch):
     fill = HELPER.sjit(jnp.zeros_like, out_shardings=by_dtype)
     calls = [wide, HELPER.shard(np.ones(8), P())]
     wanted = [fill(x).sharding for x in calls]
-    state = fill._state
-    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    state = fill._dispatcher
+    monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
     assert [fill(x).sharding for x in calls] == wanted
     assert [sharding.spec for sharding in wanted] == [ROWS, P()]
 

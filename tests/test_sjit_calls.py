@@ -579,7 +579,7 @@ def test_generated_lines_can_be_shown():
     (own,) = [entry for entry in error.traceback if str(entry.path).startswith('<scalax')]
     frame = inspect.getframeinfo(own._rawentry.tb_frame)
     assert frame.filename.startswith('<scalax sjit of failing, ')
-    assert frame.code_context == ['    return _scalax_state.slow((x,))\n']
+    assert frame.code_context == ['    return _scalax_dispatcher.dispatch((x,))\n']
 
 
 @pytest.mark.parametrize('static', [None, 0])

@@ -130,7 +130,7 @@ def test_methods_stay_with_the_function():
         'clear_cache',
     ]
     for made in ('grad', 'vmap', 'checkpoint', 'wraps', 'microbatch'):
-        assert not {*methods, '_state'} & {*vars(MADE[made](compiled))}
+        assert not {*methods, '_dispatcher'} & {*vars(MADE[made](compiled))}
     assert not hasattr(jax.grad(named_jit(plain)), 'lower')
 
 
@@ -218,7 +218,7 @@ def test_cloudpickle_takes_what_pickle_does_not():
     out = again(X)
     np.testing.assert_array_equal(out, 3 * X)
     assert out.sharding.spec == P('fsdp')
-    assert not {'lower', '_state'} & {*vars(jax.vmap(again))}
+    assert not {'lower', '_dispatcher'} & {*vars(jax.vmap(again))}
     assert cloudpickle.loads(cloudpickle.dumps(importable)) is importable
 
 

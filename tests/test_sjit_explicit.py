@@ -327,9 +327,9 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
         for batch in (large, small, several, jax.tree.map(jnp.asarray, large)):
             check(batch)
     assert len(traces) == 3
-    state = step._state
-    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
-    monkeypatch.setattr(type(state), '_inside', lambda *_: pytest.fail('a trace'))
+    state = step._dispatcher
+    monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
+    monkeypatch.setattr(type(state), '_in_trace', lambda *_: pytest.fail('a trace'))
     for batch in (large, small, several, helper.shard(large, rule), jax.tree.map(jnp.asarray, small)):
         check(batch)
 

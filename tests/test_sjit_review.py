@@ -285,10 +285,10 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
         compiled(x)
     traces = []
     with jax.log_compiles(False):
-        state = compiled._state
-        monkeypatch.setattr(type(state), 'slow', lambda *_: traces.append('slow'))
-        monkeypatch.setattr(type(state), '_inside', lambda *_: traces.append('traced'))
-        monkeypatch.setattr(type(state), 'missed', lambda *_: traces.append('missed'))
+        state = compiled._dispatcher
+        monkeypatch.setattr(type(state), 'dispatch', lambda *_: traces.append('dispatch'))
+        monkeypatch.setattr(type(state), '_in_trace', lambda *_: traces.append('traced'))
+        monkeypatch.setattr(type(state), 'explain_or_retry', lambda *_: traces.append('explain_or_retry'))
         for x in inputs * 2:
             compiled(x)
     assert traces == []
@@ -296,21 +296,34 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
     assert jitted._cache_size() == 3
 
 
-def test_many_signatures_of_two_programs_are_told_apart_by_a_look():
-    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
-    for n in range(1, 41):
-        np.testing.assert_array_equal(compiled(np.full((4 * n, 3), n, np.float32)), 2 * n)
-    (table,) = compiled._state.hot._tables.values()
-    assert len(table.looks) == 1
-
-
 def never_slow(compiled, calls, monkeypatch):
     """Each call once, then each again without the slow path."""
     wanted = [compiled(*call) for call in calls]
-    state = compiled._state
-    monkeypatch.setattr(type(state), 'slow', lambda *_: pytest.fail('the slow path'))
+    state = compiled._dispatcher
+    monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
     for call, out in zip(calls, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
+
+
+def test_many_signatures_of_two_programs_are_told_apart(monkeypatch):
+    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
+    calls = [(np.full((4 * n, 3), n, np.float32),) for n in range(1, 41)]
+    never_slow(compiled, calls, monkeypatch)
+
+
+def test_programs_whose_calls_look_alike_are_told_apart_by_the_trace_context(monkeypatch):
+    by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float64 else P())
+    compiled = HELPER.sjit(lambda x: x * 1.0, out_shardings=by_dtype)
+    x = np.ones(8, np.int32)
+    wanted = {}
+    for x64 in (False, True, False, True):
+        with jax.enable_x64(x64):
+            wanted[x64] = compiled(x).sharding
+    monkeypatch.setattr(type(compiled._dispatcher), 'dispatch', lambda *_: pytest.fail('dispatched'))
+    for x64 in (False, True) * 2:
+        with jax.enable_x64(x64):
+            assert compiled(x).sharding == wanted[x64]
+    assert wanted[False].spec != wanted[True].spec
 
 
 def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatch):
@@ -334,8 +347,6 @@ def test_programs_are_told_apart_among_calls_of_one_length(monkeypatch):
     small = np.ones(8, np.float32)
     calls = [(small,), (X,), (X, X), (X, small), (small, small, small)]
     never_slow(compiled, calls, monkeypatch)
-    tables = compiled._state.hot._tables
-    assert {length: len(table.looks) for length, table in tables.items()} == {1: 1, 2: 1, 3: 0}
 
 
 def test_nothing_is_kept_alive_by_the_caches_of_jax():

@@ -29,12 +29,12 @@ from scalax._trace.constraints import (
     reshard,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
-from scalax._transforms.calls.boundaries import resolve_slots
-from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.argument_shardings import resolve_slots
+from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved
 from scalax._transforms.calls.placement_errors import reject_deleted
-from scalax._transforms.calls.tracebacks import arose_below, hide_ours
 from scalax._transforms.sjit import sjit
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
@@ -112,18 +112,18 @@ class _Switched(abc.ABC):
         if not callable(fun):
             raise ArgumentError(f'{self.api} takes a function first, got {type(fun).__name__}')
         self._active, self._fun, self._rules = active, fun, rules
-        self._convention = Convention(fun)
-        self.name = self._convention.name
+        self._signature = CallSignature(fun)
+        self.name = self._signature.name
         check(rules, f'{self.option} of {self.name}')
         known = MeshAxes.of(active.mesh_helper.mesh)
         self._chosen = None if axes is None else specs.chosen_axes(f'axes of {self.api}', axes, known)
 
     def wrapper(self) -> Callable[..., Any]:
         """What users call: the function with its own name and parameters."""
-        fun, convention = self._fun, self._convention
+        fun, signature = self._fun, self._signature
 
-        def body(*row: Any) -> Any:
-            return self._run(row)
+        def body(*flat_args: Any) -> Any:
+            return self._run(flat_args)
 
         body.__name__ = body.__qualname__ = self.name
         compiled = jax.jit(body)
@@ -132,23 +132,23 @@ class _Switched(abc.ABC):
         def without_arrays(structure: Any) -> Callable[[], Any]:
             # Nothing says on which devices to run: sjit knows.
             out_shardings = None if self.inside is EXPLICIT else self._rules
-            helper, row = self._active.mesh_helper, structure.unflatten([])
-            return sjit(helper, lambda: self._run(row), out_shardings=out_shardings, jit_kwargs={})
+            helper, flat_args = self._active.mesh_helper, structure.unflatten([])
+            return sjit(helper, lambda: self._run(flat_args), out_shardings=out_shardings, jit_kwargs={})
 
-        def call(row: Sequence[Any]) -> Any:
+        def call(flat_args: Sequence[Any]) -> Any:
             if is_compiled():
-                return self._run(row)
+                return self._run(flat_args)
             # Outside of a compiled function JAX knows no other axis types than those of the mesh.
             with mesh_entered(self._active.mesh_helper.mesh, f'{self.api} of {self.name}'):
-                if jax.tree.leaves(row):
-                    return compiled(*self._placed(row))
-                return without_arrays(jax.tree.structure(row))()
+                if jax.tree.leaves(flat_args):
+                    return compiled(*self._placed(flat_args))
+                return without_arrays(jax.tree.structure(flat_args))()
 
         @functools.wraps(fun)
         def switched(*args: Any, **kwargs: Any) -> Any:
-            row = convention.row(args, kwargs)
+            flat_args = signature.flatten(args, kwargs)
             try:
-                return call(row)
+                return call(flat_args)
             except Exception as error:
                 if arose_below(error, _Switched._results.__code__):
                     hide_ours(error)
@@ -156,21 +156,21 @@ class _Switched(abc.ABC):
 
         return switched
 
-    def _run(self, row: Sequence[Any]) -> Any:
+    def _run(self, flat_args: Sequence[Any]) -> Any:
         """The function, traced with the other axis types."""
         outer = mesh_in_force(self._active.mesh_helper.mesh)
         inner = self._inner(outer)
-        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
         leaves, treedef = flat
         with mesh_entered(outer, f'{self.api} of {self.name}'), self._active:
             with _entered(inner):
-                leaves = self._enter(row, leaves, outer, inner)
+                leaves = self._enter(flat_args, leaves, outer, inner)
                 results = self._results(treedef.unflatten(leaves))
             with _entered(outer):
                 return self._leave(results, outer, inner)
 
-    def _results(self, row: Sequence[Any]) -> Any:
-        args, keywords = self._convention.restore(row)
+    def _results(self, flat_args: Sequence[Any]) -> Any:
+        args, keywords = self._signature.restore(flat_args)
         return self._fun(*args, **keywords)
 
     def _inner(self, outer: AnyMesh) -> AbstractMesh:
@@ -188,14 +188,14 @@ class _Switched(abc.ABC):
         kinds = [self.inside if name in chosen else kind for name, kind in types.items()]
         return abstract(outer).update(axis_types=tuple(kinds))
 
-    def _placed(self, row: Sequence[Any]) -> Any:
+    def _placed(self, flat_args: Sequence[Any]) -> Any:
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
         mesh = self._active.mesh_helper.mesh
         meshes.require_devices(mesh, f'a call of {self.name}')
-        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
         leaves, treedef = flat
-        reject_deleted(self._convention, self._layout(row), row)
-        wanted = self._wanted(row, mesh)
+        reject_deleted(self._signature, self._signature.layout_of(flat_args), flat_args)
+        wanted = self._wanted(flat_args, mesh)
         stays = [_lies_on(leaf, mesh) for leaf in leaves]
         arrived = iter(
             moved(
@@ -208,12 +208,12 @@ class _Switched(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+    def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         """Where the arguments go that lie elsewhere."""
 
     @abc.abstractmethod
     def _enter(
-        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+        self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
         """The arguments with their types on the way in."""
 
@@ -221,18 +221,17 @@ class _Switched(abc.ABC):
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         """The results with their types on the way out."""
 
-    def _layout(self, row: Sequence[Any]) -> Layout:
-        return self._convention.layout(self._convention.extras_of(row))
-
-    def _resolved(self, rules: RuleLike, row: Sequence[Any], mesh: AnyMesh, where: str) -> list[Resolution]:
+    def _resolved(
+        self, rules: RuleLike, flat_args: Sequence[Any], mesh: AnyMesh, where: str
+    ) -> list[Resolution]:
         """What rules say of each argument."""
-        layout = self._layout(row)
+        layout = self._signature.layout_of(flat_args)
         by_slot = resolve_slots(
-            self._convention.rules_by_slot(
-                rules, row, self.option, '', 'None keeps the type of an argument where no axis changes'
+            self._signature.rules_by_slot(
+                rules, flat_args, self.option, '', 'None keeps the type of an argument where no axis changes'
             ),
             layout,
-            row,
+            flat_args,
             mesh=mesh,
             mode=ResolveMode.BOUNDARY,
             where=f'the arguments of {self.name!r}{where}',
@@ -286,16 +285,16 @@ class _Auto(_Switched):
     api, option, inside = 'auto_axes', 'out_sharding', AxisType.Auto
 
     def _enter(
-        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+        self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
-        self._resolved(None, row, outer, '')  # names what is no array
+        self._resolved(None, flat_args, outer, '')  # names what is no array
         if abstract(outer) == inner:
             return list(leaves)
         return [_crossed(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
 
-    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
-        self._resolved(None, row, mesh, '')  # before JAX is given what is no array
-        return [named_sharding(mesh, _kept(leaf, mesh)) for leaf in jax.tree.leaves(row)]
+    def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+        self._resolved(None, flat_args, mesh, '')  # before JAX is given what is no array
+        return [named_sharding(mesh, _kept(leaf, mesh)) for leaf in jax.tree.leaves(flat_args)]
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
         where = f'the outputs of {self.name!r} (out_sharding)'
@@ -333,12 +332,12 @@ class _Explicit(_Switched):
         rules: RuleLike,
     ) -> None:
         super().__init__(active, fun, axes, rules)
-        self._convention.check_names(rules, self.option)
+        self._signature.check_names(rules, self.option)
 
     def _enter(
-        self, row: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
+        self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
-        shardings = self._inside(row, inner, changes=abstract(outer) != inner)
+        shardings = self._inside(flat_args, inner, changes=abstract(outer) != inner)
         entered = []
         for leaf, sharding in zip(leaves, shardings, strict=True):
             if sharding is not None:
@@ -350,18 +349,20 @@ class _Explicit(_Switched):
             entered.append(leaf)
         return entered
 
-    def _wanted(self, row: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+    def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         inner = self._inner(mesh)
         with _entered(inner):
-            shardings = self._inside(row, inner, changes=abstract(mesh) != inner)
+            shardings = self._inside(flat_args, inner, changes=abstract(mesh) != inner)
         return [
             named_sharding(mesh, PartitionSpec() if sharding is None else _whole(sharding.spec))
             for sharding in shardings
         ]
 
-    def _inside(self, row: Sequence[Any], inner: AbstractMesh, changes: bool) -> list[NamedSharding | None]:
+    def _inside(
+        self, flat_args: Sequence[Any], inner: AbstractMesh, changes: bool
+    ) -> list[NamedSharding | None]:
         """How each argument is to lie inside."""
-        resolutions = self._resolved(self._rules, row, inner, ' (in_sharding)')
+        resolutions = self._resolved(self._rules, flat_args, inner, ' (in_sharding)')
         shardings = [sharding for resolution in resolutions for sharding in resolution.shardings]
         leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
         self._reject(leaves, shardings, inner, changes)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
-from scalax._transforms.calls.conventions import name_of
-from scalax._transforms.calls.tracebacks import arose_below, hide_ours
+from scalax._transforms.calls.call_signature import name_of
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._util.lru_cache import type_key

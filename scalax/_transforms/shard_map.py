@@ -25,16 +25,16 @@ from scalax._trace.constraints import (
     mesh_in_force,
 )
 from scalax._trace.contexts import ActiveHelper
-from scalax._transforms.calls.boundaries import resolve_slots
-from scalax._transforms.calls.conventions import Convention
+from scalax._transforms.calls.argument_shardings import resolve_slots
+from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_typed_by
 from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
-from scalax._transforms.calls.tracebacks import arose_below, hide_ours
+from scalax._transforms.tracebacks import arose_below, hide_ours
 from scalax._tree import specs
 from scalax._tree.specs import MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
-from scalax.rules._base import ShardingRule, is_rule, looks_at_paths_only
-from scalax.rules._prefix import RuleLike
+from scalax.rules._base import ShardingRule, looks_at_paths_only
+from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve, with_types
 
 
@@ -49,27 +49,27 @@ def shard_map(
     """See `MeshShardingHelper.shard_map`, which is documented for users; *active* enters the helper."""
     if not callable(fun):
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
-    convention = Convention(fun)
-    convention.check_names(in_specs, 'in_specs')
-    _reject_needy(convention.name, out_specs)
+    signature = CallSignature(fun)
+    signature.check_names(in_specs, 'in_specs')
+    _reject_needy(signature.name, out_specs)
     axes = MeshAxes.of(active.mesh_helper.mesh)
     chosen = specs.chosen_axes('axis_names of shard_map', () if axis_names is None else axis_names, axes)
 
-    def run(*row: Any) -> Any:
-        return _Mapped(active, convention, chosen, check_vma).call(fun, row, in_specs, out_specs)
+    def run(*flat_args: Any) -> Any:
+        return _Mapped(active, signature, chosen, check_vma).call(fun, flat_args, in_specs, out_specs)
 
-    run.__name__ = run.__qualname__ = convention.name
+    run.__name__ = run.__qualname__ = signature.name
     compiled = jax.jit(run)
 
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        row = convention.row(args, kwargs)
+        flat_args = signature.flatten(args, kwargs)
         try:
             if is_compiled():
-                return run(*row)
-            here = _Mapped(active, convention, chosen, check_vma)
-            with mesh_entered(here.mesh, f'shard_map of {convention.name}'):
-                return compiled(*here.placed(row, in_specs))
+                return run(*flat_args)
+            here = _Mapped(active, signature, chosen, check_vma)
+            with mesh_entered(here.mesh, f'shard_map of {signature.name}'):
+                return compiled(*here.placed(flat_args, in_specs))
         except Exception as error:
             if arose_below(error, _Mapped.on_blocks.__code__):
                 hide_ours(error)
@@ -82,13 +82,13 @@ class _Mapped:
     """One call of a mapped function: the mesh as it is here, and which of its axes are manual."""
 
     def __init__(
-        self, active: ActiveHelper, convention: Convention, chosen: frozenset[str], check_vma: bool
+        self, active: ActiveHelper, signature: CallSignature, chosen: frozenset[str], check_vma: bool
     ) -> None:
-        self._active, self._convention, self._check_vma = active, convention, check_vma
+        self._active, self._signature, self._check_vma = active, signature, check_vma
         self.mesh = mesh_in_force(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
-        with mesh_entered(self.mesh, f'shard_map of {convention.name}'):
+        with mesh_entered(self.mesh, f'shard_map of {signature.name}'):
             self._mapped = [name for name in free if is_mapped(self.mesh, name)]
         self._manual = chosen or frozenset(free).difference(self._mapped)
         self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
@@ -96,32 +96,32 @@ class _Mapped:
         if mapped or (self._mapped and not self._manual):
             axes = ', '.join(map(repr, mapped or self._mapped))
             raise MeshError(
-                f'shard_map of {convention.name} inside jax.vmap: a dimension that is mapped lies along '
+                f'shard_map of {signature.name} inside jax.vmap: a dimension that is mapped lies along '
                 f'{axes}, which cannot be manual too: name other axes (axis_names=...)'
             )
         if taken or not self._manual:
             raise MeshError(
-                f'shard_map of {convention.name} inside shard_map: '
+                f'shard_map of {signature.name} inside shard_map: '
                 + (f'{", ".join(map(repr, taken))} is manual already' if taken else 'every axis is manual')
                 + ': call the function itself, or name axes that are not (axis_names=...)'
             )
 
-    def call(self, fun: Callable[..., Any], row: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
+    def call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
         """Runs *fun* on blocks of the arguments."""
-        with mesh_entered(self.mesh, f'shard_map of {self._convention.name}'):
-            return self._call(fun, row, in_specs, out_specs)
+        with mesh_entered(self.mesh, f'shard_map of {self._signature.name}'):
+            return self._call(fun, flat_args, in_specs, out_specs)
 
-    def placed(self, row: Sequence[Any], in_specs: Any) -> Any:
+    def placed(self, flat_args: Sequence[Any], in_specs: Any) -> Any:
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
-        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
         leaves, treedef = flat
-        shardings = self._inputs(row, leaves, in_specs)
+        shardings = self._inputs(flat_args, leaves, in_specs)
         return treedef.unflatten(map(self._on_mesh, leaves, shardings))
 
-    def _call(self, fun: Callable[..., Any], row: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
-        flat: tuple[list[Any], Any] = jax.tree.flatten(row)
+    def _call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
+        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
         leaves, treedef = flat
-        shardings = self._inputs(row, leaves, in_specs)
+        shardings = self._inputs(flat_args, leaves, in_specs)
         cuts, leaves = [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
         run = functools.partial(
             jax.shard_map,
@@ -135,13 +135,12 @@ class _Mapped:
         # code only once, since it finds the trace again.
         def body(*blocks: Any) -> Any:
             results = self.on_blocks(fun, treedef.unflatten(blocks))
-            where = f'the outputs of {self._convention.name!r} (out_specs)'
-            resolve(
-                None, results, self.mesh, mode=ResolveMode.BOUNDARY, where=where
-            )  # names what is no array
+            where = f'the outputs of {self._signature.name!r} (out_specs)'
+            # Names what is no array.
+            resolve(None, results, self.mesh, mode=ResolveMode.BOUNDARY, where=where)
             return results
 
-        body.__name__ = body.__qualname__ = self._convention.name
+        body.__name__ = body.__qualname__ = self._signature.name
         compiled = jax.jit(body)
 
         returned: list[Any] = []
@@ -156,27 +155,29 @@ class _Mapped:
         def leaves_of(*blocks: Any) -> tuple[Any, ...]:
             return tuple(jax.tree.leaves(compiled(*blocks)))
 
-        leaves_of.__name__ = leaves_of.__qualname__ = self._convention.name  # as JAX's messages call it
+        leaves_of.__name__ = leaves_of.__qualname__ = self._signature.name  # as JAX's messages call it
         results = run(leaves_of, out_specs=tuple(self._cut(sharding.spec) for sharding in shardings))(*leaves)
         return out_treedef.unflatten(self._laid(results, shardings))
 
-    def on_blocks(self, fun: Callable[..., Any], row: Sequence[Any]) -> Any:
+    def on_blocks(self, fun: Callable[..., Any], flat_args: Sequence[Any]) -> Any:
         """What *fun* returns for the blocks of a call."""
         with self._active:
-            args, keywords = self._convention.restore(row)
+            args, keywords = self._signature.restore(flat_args)
             return fun(*args, **keywords)
 
-    def _inputs(self, row: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike) -> list[NamedSharding]:
+    def _inputs(
+        self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
+    ) -> list[NamedSharding]:
         """The shardings of the arguments, leaf by leaf."""
-        layout = self._convention.layout(self._convention.extras_of(row))
-        reject_deleted(self._convention, layout, row)
-        where = f'the arguments of {self._convention.name!r} (in_specs)'
+        layout = self._signature.layout_of(flat_args)
+        reject_deleted(self._signature, layout, flat_args)
+        where = f'the arguments of {self._signature.name!r} (in_specs)'
         by_slot = resolve_slots(
-            self._convention.rules_by_slot(
-                in_specs, row, 'in_specs', '', 'PartitionSpec() for what every device has whole'
+            self._signature.rules_by_slot(
+                in_specs, flat_args, 'in_specs', '', 'PartitionSpec() for what every device has whole'
             ),
             layout,
-            row,
+            flat_args,
             mesh=self.mesh,
             mode=ResolveMode.BOUNDARY,
             where=where,
@@ -197,7 +198,7 @@ class _Mapped:
         Rules see ranks only: the sizes depend on what they answer.
         """
         even = 2 * self._axes.size(tuple(self._axes.sizes))  # divides, and is more than one element
-        where = f'the outputs of {self._convention.name!r} (out_specs)'
+        where = f'the outputs of {self._signature.name!r} (out_specs)'
         resolution = resolve(
             out_specs,
             outputs,

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
-from scalax._transforms.calls.conventions import Convention, name_of
+from scalax._transforms.calls.call_signature import CallSignature, name_of
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -254,10 +254,10 @@ class _NamedJit:
 
     def _check_keywords(self, donated: Mapping[str, Any]) -> None:
         """Raises ArgumentError about names of arguments that the function does not have."""
-        convention = Convention(self._fn)
-        known = dict.fromkeys([*convention.positional, *convention.keyword_only, *convention.hints])
+        signature = CallSignature(self._fn)
+        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
         for name in donated:
-            if name not in known and convention.keywords is None:
+            if name not in known and signature.keywords is None:
                 raise ArgumentError(
                     f'donate_kwargs of {self._name}: there is no argument {name!r} '
                     f'({did_you_mean(str(name), known)})'

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._trace import resharding
 from scalax._trace.constraints import apply_sharding, is_compiled
-from scalax._transforms.calls.signatures import explicit_spec, traced_dtype
+from scalax._transforms.calls.call_key import explicit_spec, traced_dtype
 from scalax.rules._resolve import named_sharding
 
 Shardings = Sequence[NamedSharding | None]
@@ -71,18 +71,20 @@ class Moves:
         )
 
 
-def place(row: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, move: Move) -> list[Any]:
-    """Moves arguments to where the program wants them.
+def place(
+    flat_args: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, move: Move
+) -> Sequence[Any]:
+    """Moves arguments to where the program wants them; gives *flat_args* itself if nothing moves.
 
     Args:
-        row: the call.
+        flat_args: the call.
         shardings: for each dynamic slot the shardings of its leaves.
         moves: which are moved.
         move: moves leaves to shardings: `moved`, or `as_moved`, which only says what they would be.
     """
-    placed = list(row)
+    placed: dict[int, Any] = {}
     for slot, wanted in shardings.items():
-        leaves, treedef = jax.tree.flatten(row[slot])
+        leaves, treedef = jax.tree.flatten(flat_args[slot])
         targets = list(map(moves.target, leaves, wanted))
         chosen = [i for i, target in enumerate(targets) if target is not None]
         if not chosen:
@@ -99,8 +101,8 @@ def place(row: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, 
             # A node that refuses to hold types is traced with arrays: those that it has, unless where
             # they lie is part of their types.
             if moves.unplaced:
-                return place(row, shardings, moves, moved)
-    return placed
+                return place(flat_args, shardings, moves, moved)
+    return [placed.get(slot, tree) for slot, tree in enumerate(flat_args)] if placed else flat_args
 
 
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
@@ -151,21 +153,23 @@ def as_typed(tree: Any, shardings: Shardings) -> Any:
     return jax.tree.unflatten(treedef, typed)
 
 
-def all_typed(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+def all_typed(flat_args: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
     """Whether the types of all arguments say, over Explicit axes, what the rules say."""
     return all(
         sharding is None or _has_type(leaf, sharding)
         for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
     )
 
 
-def slots_to_place(row: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves) -> frozenset[int]:
+def slots_to_place(
+    flat_args: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves
+) -> frozenset[int]:
     """The slots that hold data which is moved at each call."""
     return frozenset(
         slot
         for slot, wanted in shardings.items()
-        if any(map(moves.target, jax.tree.leaves(row[slot]), wanted))
+        if any(map(moves.target, jax.tree.leaves(flat_args[slot]), wanted))
     )
 
 

@@ -10,7 +10,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.constraints import is_compiled
-from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.call_key import slot_path, type_of
+from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import (
     Shardings,
     is_concrete,
@@ -19,39 +20,38 @@ from scalax._transforms.calls.placement import (
     is_reference,
     same_types,
 )
-from scalax._transforms.calls.signatures import slot_path, type_of
 from scalax._tree.paths import describe_leaf, optional_path
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, MeshError, PlacementError, UnshardedWarning, shown, warn
 
 
-def any_deleted(row: Sequence[Any]) -> bool:
+def any_deleted(flat_args: Sequence[Any]) -> bool:
     """Whether the buffers of an argument are gone."""
-    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(row))
+    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(flat_args))
 
 
-def reject_deleted(convention: Convention, layout: Layout, row: Sequence[Any]) -> None:
+def reject_deleted(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> None:
     """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
     gone = []
     for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
             if is_concrete(leaf) and leaf.is_deleted():
                 gone.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
     if gone:
         raise ArgumentError(
-            f'{convention.name} got arrays that are deleted:\n{shown(gone)}\n'
+            f'{signature.name} got arrays that are deleted:\n{shown(gone)}\n'
             'What to do: they were donated to an earlier call (donate_argnums), which reused their '
             'buffers. Use the outputs of that call instead, or do not donate.'
         ) from None
 
 
 def reject_donated_twice(
-    convention: Convention, layout: Layout, row: Sequence[Any], error: Exception | None
+    signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any], error: Exception | None
 ) -> None:
     """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
     places: dict[int, list[tuple[str, Any, bool]]] = {}
     for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
             if is_concrete(leaf) and not leaf.is_deleted():
                 name = slot_path(layout, slot, path) or ''
                 places.setdefault(id(leaf), []).append((name, leaf, layout.slots[slot].donated))
@@ -62,14 +62,19 @@ def reject_donated_twice(
     ]
     if bad:
         raise ArgumentError(
-            f'{convention.name} got one array in several places, and donates it (donate_argnums):\n'
+            f'{signature.name} got one array in several places, and donates it (donate_argnums):\n'
             f'{shown(bad)}\n'
             'What to do: give a copy in each place (jnp.copy), or do not donate.'
         ) from error
 
 
 def reject_foreign_types(
-    convention: Convention, layout: Layout, row: Sequence[Any], mesh: Any, *, movable: bool = False
+    signature: CallSignature,
+    layout: CallLayout,
+    flat_args: Sequence[Any],
+    mesh: Any,
+    *,
+    movable: bool = False,
 ) -> None:
     """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*.
 
@@ -77,7 +82,7 @@ def reject_foreign_types(
     """
     bad = []
     for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
             if not isinstance(leaf, jax.core.Tracer):
                 continue
             sharding = getattr(type_of(leaf), 'sharding', None)
@@ -91,15 +96,15 @@ def reject_foreign_types(
                 bad.append(f'{described} is of {_axes_of(theirs)}')
     if bad:
         raise MeshError(
-            f'{convention.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
+            f'{signature.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
             f'Explicit axes:\n{shown(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
 
 
-def any_foreign(row: Sequence[Any], mesh: Any) -> bool:
+def any_foreign(flat_args: Sequence[Any], mesh: Any) -> bool:
     """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
-    traced = (leaf for leaf in jax.tree.leaves(row) if isinstance(leaf, jax.core.Tracer))
+    traced = (leaf for leaf in jax.tree.leaves(flat_args) if isinstance(leaf, jax.core.Tracer))
     shardings = (getattr(type_of(leaf), 'sharding', None) for leaf in traced)
     return any(sharding is not None and _is_foreign(sharding.mesh, mesh) for sharding in shardings)
 
@@ -114,7 +119,7 @@ def _axes_of(mesh: Any) -> str:
 
 
 def any_mismatched(
-    row: Sequence[Any],
+    flat_args: Sequence[Any],
     shardings: Mapping[int, Shardings],
     wrong: Callable[[Any, NamedSharding | None], bool] = is_mismatched,
 ) -> bool:
@@ -122,14 +127,14 @@ def any_mismatched(
     return any(
         wrong(leaf, sharding)
         for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
     )
 
 
 def reject_mismatched(
-    convention: Convention,
-    layout: Layout,
-    row: Sequence[Any],
+    signature: CallSignature,
+    layout: CallLayout,
+    flat_args: Sequence[Any],
     shardings: Mapping[int, Shardings],
     by_rules: bool,
     *,
@@ -138,29 +143,29 @@ def reject_mismatched(
     """Raises PlacementError if an argument is committed to another sharding than asked.
 
     Args:
-        convention: whose call it is.
+        signature: whose call it is.
         layout: the slots.
-        row: the call.
+        flat_args: the call.
         shardings: for each dynamic slot the shardings of its leaves.
         by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
         returned: whether they may be outputs of a call before, which have the shardings that JAX chose.
     """
     wrong = is_mismatched if by_rules else is_elsewhere
-    if not any_mismatched(row, shardings, wrong):
+    if not any_mismatched(flat_args, shardings, wrong):
         return
     bad = []
-    for described, leaf, sharding in _described(layout, row, shardings, wrong):
+    for described, leaf, sharding in _described(layout, flat_args, shardings, wrong):
         lies, asked = told_apart(leaf.sharding, sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if not by_rules:
-        raise _off_the_mesh(convention, bad) from None
+        raise _off_the_mesh(signature, bad) from None
     if bad:
         raise PlacementError(
-            f'{convention.name} got arrays that are committed to another sharding than in_shardings '
+            f'{signature.name} got arrays that are committed to another sharding than in_shardings '
             f'says:\n{shown(bad)}\n'
             "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
             'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
-            + (_OF_OUTPUTS.format(name=convention.name) if returned else '')
+            + (_OF_OUTPUTS.format(name=signature.name) if returned else '')
         ) from None
 
 
@@ -170,9 +175,9 @@ _OF_OUTPUTS = (
 )
 
 
-def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
+def _off_the_mesh(signature: CallSignature, bad: Sequence[str]) -> PlacementError:
     return PlacementError(
-        f'{convention.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
+        f'{signature.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
         f'they belong:\n{shown(bad)}\n'
         'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
         "on_mismatch='reshard' to sjit to have them moved at every such call."
@@ -180,9 +185,9 @@ def _off_the_mesh(convention: Convention, bad: Sequence[str]) -> PlacementError:
 
 
 def reject_elsewhere(
-    convention: Convention,
-    layout: Layout,
-    row: Sequence[Any],
+    signature: CallSignature,
+    layout: CallLayout,
+    flat_args: Sequence[Any],
     shardings: Mapping[int, Shardings],
     mesh: Any,
 ) -> None:
@@ -192,10 +197,25 @@ def reject_elsewhere(
         return sharding is None and lies_elsewhere(leaf, mesh)
 
     bad = []
-    for described, leaf, _ in _described(layout, row, shardings, elsewhere):
+    for described, leaf, _ in _described(layout, flat_args, shardings, elsewhere):
         bad.append(f'{described} lies as {_short(leaf.sharding)}{_of_devices(leaf.sharding)}')
     if bad:
-        raise _off_the_mesh(convention, bad) from None
+        raise _off_the_mesh(signature, bad) from None
+
+
+def reject_other_devices(name: str, mesh: Any) -> None:
+    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # inside of jax.jit
+        return
+    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
+        return
+    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
+    raise MeshError(
+        f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
+        f'{theirs}: leave that mesh for the call'
+    ) from None
 
 
 def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
@@ -209,7 +229,7 @@ def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
 
 
 def warn_left_alone(
-    convention: Convention, row: Sequence[Any], shardings: Mapping[int, Shardings], outputs: Any
+    signature: CallSignature, flat_args: Sequence[Any], shardings: Mapping[int, Shardings], outputs: Any
 ) -> None:
     """Warns about outputs that JAX put on one device, though arguments are on several.
 
@@ -225,11 +245,11 @@ def warn_left_alone(
         (sharding is not None and sharding.num_devices > 1)
         or (is_concrete(leaf) and len(leaf.sharding.device_set) > 1)
         for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
     ):
         return
     warn(
-        f'outputs of {convention.name} are on one device, although arguments are on several: they depend on '
+        f'outputs of {signature.name} are on one device, although arguments are on several: they depend on '
         f'no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
         'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
         'an optimizer, or PartitionSpec() for copies on all devices.',
@@ -237,29 +257,29 @@ def warn_left_alone(
     )
 
 
-def any_refused(row: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
+def any_refused(flat_args: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
     """Whether JAX refuses an argument under a transformation that runs at once; compiles, to find out."""
     return any(
         _refused(leaf, sharding)
         for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(row[slot]), wanted, strict=True)
+        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
     )
 
 
 def reject_refused(
-    convention: Convention,
-    layout: Layout,
-    row: Sequence[Any],
+    signature: CallSignature,
+    layout: CallLayout,
+    flat_args: Sequence[Any],
     shardings: Mapping[int, Shardings],
 ) -> None:
     """Raises PlacementError about what JAX refused under ``jax.grad`` or ``jax.vmap``."""
     bad = []
-    for described, leaf, sharding in _described(layout, row, shardings, _refused):
+    for described, leaf, sharding in _described(layout, flat_args, shardings, _refused):
         lies, asked = told_apart(_lies(leaf), sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if bad:
         raise PlacementError(
-            f'{convention.name} got, inside a transformation such as jax.grad or jax.vmap, values of arrays '
+            f'{signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of arrays '
             f'that are committed to another sharding than in_shardings says:\n{shown(bad)}\n'
             'What to do: move the arrays before the transformation (helper.shard), compile the '
             "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
@@ -287,14 +307,14 @@ def _lies(leaf: Any) -> Any:
 
 
 def _described(
-    layout: Layout,
-    row: Sequence[Any],
+    layout: CallLayout,
+    flat_args: Sequence[Any],
     shardings: Mapping[int, Shardings],
     wrong: Callable[[Any, NamedSharding | None], bool],
 ) -> Iterator[tuple[str, Any, Any]]:
     """The leaves that are *wrong*: how messages name them, they themselves, and their shardings."""
     for slot, wanted in shardings.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(row[slot])
+        flat, _ = jax.tree_util.tree_flatten_with_path(flat_args[slot])
         for (path, leaf), sharding in zip(flat, wanted, strict=True):
             if wrong(leaf, sharding):
                 yield describe_leaf(slot_path(layout, slot, path) or '', leaf), leaf, sharding

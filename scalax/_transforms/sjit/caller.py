@@ -13,50 +13,52 @@ import zlib
 from types import CodeType, FunctionType
 from typing import Any
 
-from scalax._transforms.calls.conventions import OMITTED, Convention
+from scalax._transforms.calls.call_signature import OMITTED, CallSignature
 
-_OWN = ('tried', 'state', 'omitted', 'split', 'error', 'Exception')
+_OWN = ('fast_call', 'dispatcher', 'omitted', 'split', 'error', 'Exception')
 _SOURCE = """\
 def {name}({parameters}):
-    {tried} = {state}.hot
-    try:
-        return {tried}({row})
-    except {Exception} as {error}:
-        if not {state}.missed({error}, {tried}, ({tuple})):
-            raise
-    return {state}.slow(({tuple}))
+    {fast_call} = {dispatcher}.fast_call
+    if {fast_call} is not None:
+        try:
+            return {fast_call}({flat_args})
+        except {Exception} as {error}:
+            if not {dispatcher}.explain_or_retry({error}, {fast_call}, ({tuple})):
+                raise
+    return {dispatcher}.dispatch(({tuple}))
 """
 
 
-def generate_caller(convention: Convention, state: Any) -> FunctionType:
+def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
     """Builds the function that users call.
 
     The program is read once, because another thread may replace it between the call and the look at the
     error.
 
     Args:
-        convention: how the user's function is called.
-        state: has ``hot``, the program that calls try first; ``missed(error, tried, row)``, whether an error
-            means that another program is needed; and ``slow(row)``.
+        signature: how the user's function is called.
+        dispatcher: has ``fast_call``, the program that calls try first, None before the first call;
+            ``explain_or_retry(error, fast_call, flat_args)``, whether an error means that another program is
+            needed; and ``dispatch(flat_args)``, which finds or makes it.
     """
     # Named in the source: Python calls a function faster whose code was never replaced.
-    name = convention.name
+    name = signature.name
     if not name.isidentifier() or keyword.iskeyword(name):
         name = 'sjit_function'
-    own = _free_names({name, *(parameter.name for parameter in convention.parameters)})
-    row = _row(convention, own['split'])
+    own = _free_names({name, *(parameter.name for parameter in signature.parameters)})
+    flat_args = _flat_args(signature, own['split'])
     source = _SOURCE.format(
         name=name,
-        parameters=', '.join(_declarations(convention, own['omitted'])),
-        row=row,
-        tuple=f'{row},' if row else '',
+        parameters=', '.join(_declarations(signature, own['omitted'])),
+        flat_args=flat_args,
+        tuple=f'{flat_args},' if flat_args else '',
         **own,
     )
     namespace: dict[str, Any] = {
         '__name__': __name__,
-        own['state']: state,
+        own['dispatcher']: dispatcher,
         own['omitted']: OMITTED,
-        own['split']: convention.split_keywords,
+        own['split']: signature.split_keywords,
         own['Exception']: Exception,  # which may be the name of a parameter
     }
     exec(_compiled(source, name), namespace)
@@ -79,16 +81,16 @@ def _compiled(source: str, name: str) -> CodeType:
     return compile(source, file, 'exec')
 
 
-def _declarations(convention: Convention, omitted: str) -> list[str]:
+def _declarations(signature: CallSignature, omitted: str) -> list[str]:
     """The parameters of the generated function as source text."""
     kinds = inspect.Parameter
     texts = []
     previous = None
-    for parameter in convention.parameters:
+    for parameter in signature.parameters:
         kind = parameter.kind
         if previous is kinds.POSITIONAL_ONLY and kind is not kinds.POSITIONAL_ONLY:
             texts.append('/')
-        if kind is kinds.KEYWORD_ONLY and convention.varargs is None and previous is not kind:
+        if kind is kinds.KEYWORD_ONLY and signature.varargs is None and previous is not kind:
             texts.append('*')
         optional = '' if parameter.default is kinds.empty else f'={omitted}'
         star = '*' if kind is kinds.VAR_POSITIONAL else '**' if kind is kinds.VAR_KEYWORD else ''
@@ -99,14 +101,14 @@ def _declarations(convention: Convention, omitted: str) -> list[str]:
     return texts
 
 
-def _row(convention: Convention, split: str) -> str:
+def _flat_args(signature: CallSignature, split: str) -> str:
     """The row of slots as source text, from the names of the parameters."""
-    parts = [*convention.positional]
-    if convention.varargs:
-        parts.append(f'*{convention.varargs}')
-    parts.extend(convention.keyword_only)
-    if convention.keywords and (convention.static_keywords or convention.donated_keywords):
-        parts.append(f'*{split}({convention.keywords})')
-    elif convention.keywords:
-        parts.append(convention.keywords)
+    parts = [*signature.positional]
+    if signature.varargs:
+        parts.append(f'*{signature.varargs}')
+    parts.extend(signature.keyword_only)
+    if signature.keywords and (signature.static_keywords or signature.donated_keywords):
+        parts.append(f'*{split}({signature.keywords})')
+    elif signature.keywords:
+        parts.append(signature.keywords)
     return ', '.join(parts)

@@ -6,22 +6,25 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
-from scalax._trace.contexts import MeshOwner, checked_bindings
-from scalax._transforms.calls.boundaries import OnMismatch, Options
-from scalax._transforms.calls.conventions import OMITTED, Convention, name_of
-from scalax._transforms.sjit.aot import JittedCall, traced_as_called, types_as_structs
+from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
+from scalax._transforms.calls.argument_shardings import OnMismatch, Options
+from scalax._transforms.calls.call_key import explicit_spec
+from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
+from scalax._transforms.calls.placement import Move, as_moved, moved
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import State
-from scalax._transforms.sjit.program import held
-from scalax._transforms.sjit.shared import state_of
+from scalax._transforms.sjit.dispatch import Dispatcher, Resolved
+from scalax._transforms.sjit.program import sharding_tree
+from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
-from scalax.rules._prefix import RuleLike, check
+from scalax.rules._prefix import RuleLike, check, key_of
+from scalax.rules._resolve import are_pure
 
 
 class SjitFunction(functools.partial[Any]):
@@ -36,10 +39,10 @@ class SjitFunction(functools.partial[Any]):
     # A partial, because Python calls those faster than any class with a ``__call__``; of the function that
     # is generated with the user's parameters. What is its own is in slots: libraries copy what is in
     # ``__dict__`` to the functions that they make of this one.
-    __slots__ = ('_given', '_state')
+    __slots__ = ('_dispatcher', '_given')
 
     _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
-    _state: State
+    _dispatcher: Dispatcher
     __name__: str
     __qualname__: str
     __wrapped__: Callable[..., Any]
@@ -64,7 +67,7 @@ class SjitFunction(functools.partial[Any]):
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
-        if isinstance(self._state.helper.mesh, AbstractMesh):
+        if isinstance(self._dispatcher.helper.mesh, AbstractMesh):
             raise MeshError(
                 'lower() needs devices, and this helper was made from an AbstractMesh: '
                 "use .trace(...).lower(lowering_platforms=('tpu',))"
@@ -73,16 +76,16 @@ class SjitFunction(functools.partial[Any]):
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
-        row = self._row(args, kwargs)
-        resolved, placed = self._state.resolve(row)
-        if not kwargs and len(row) == len(args):
+        flat_args = self._flatten(args, kwargs)
+        resolved, placed = self._dispatcher.resolve(flat_args)
+        if not kwargs and len(flat_args) == len(args):
             return resolved.program.jitted.trace(*placed)
-        return traced_as_called(self._state.convention, resolved, placed, len(args), list(kwargs))
+        return _trace_as_called(self._dispatcher.signature, resolved, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        resolved, row = self._state.resolve(self._row(args, kwargs))
-        return resolved.program.jitted.eval_shape(*row)
+        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
+        return resolved.program.jitted.eval_shape(*flat_args)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -90,35 +93,35 @@ class SjitFunction(functools.partial[Any]):
         The inputs are one tree for each argument given that is not static, in the order of the
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
-        resolved, row = self._state.resolve(self._row(args, kwargs))
-        inside = resolved.inside
+        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
+        found = resolved.shardings
         inputs = tuple(
-            held(jax.tree.structure(row[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in inside.arguments.items()
-            if row[slot] is not OMITTED
+            sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
+            for slot, shardings in found.arguments.items()
+            if flat_args[slot] is not OMITTED
         )
-        return inputs, held(resolved.out_tree, inside.outputs or (), 'they cannot be shown in place')
+        return inputs, sharding_tree(resolved.out_tree, found.outputs or (), 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
-        row = self._row(args, kwargs)
-        resolved, _ = self._state.resolve(row)
-        program, kept = resolved.program, (self._state, self._given)
+        flat_args = self._flatten(args, kwargs)
+        resolved, _ = self._dispatcher.resolve(flat_args)
+        program, kept = resolved.program, (self._dispatcher, self._given)
         if kwargs:
-            return JittedCall(self, program.handed_out(kept), self._state.convention)
-        if len(row) == len(args):
+            return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
+        if len(flat_args) == len(args):
             return program.handed_out(kept)
-        return program.of_first(len(args), row[len(args) :], kept)
+        return program.of_first(len(args), flat_args[len(args) :], kept)
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
-        for _, program in self._state.programs.items():
+        for _, program in self._dispatcher.programs.items():
             if program.jitted is not None:
                 program.jitted.clear_cache()
-        self._state.clear()
+        self._dispatcher.clear()
 
-    def _row(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return types_as_structs(self._state.convention.row(args, kwargs))
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return _types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
 
 
 def sjit(
@@ -147,12 +150,12 @@ def sjit(
             f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
             'a yield in it. Return a list of what it yields, or compile what happens between two yields'
         )
-    convention = Convention(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
+    signature = CallSignature(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
     by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
     for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
-        check(rules, f'{what} of {convention.name}')
+        check(rules, f'{what} of {signature.name}')
     for what, rules in by_argument.items():
-        convention.check_names(rules, what)
+        signature.check_names(rules, what)
     if on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
     given = {
@@ -175,10 +178,10 @@ def sjit(
         on_mismatch,
         _checked_jit_kwargs(jit_kwargs),
     )
-    state = state_of(helper, fun, convention, options)
-    function = SjitFunction(dressed(generate_caller(convention, state), fun, convention.name))
-    function._state, function._given = state, (helper, fun, given)
-    return dressed(function, fun, convention.name)
+    dispatcher = dispatcher_of(helper, fun, signature, options)
+    function = SjitFunction(dressed(generate_caller(signature, dispatcher), fun, signature.name))
+    function._dispatcher, function._given = dispatcher, (helper, fun, given)
+    return dressed(function, fun, signature.name)
 
 
 def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
@@ -210,15 +213,15 @@ def _imported(function: SjitFunction) -> Any:
 
 def owner_of(function: Any) -> MeshOwner | None:
     """The helper that made an `SjitFunction`; None for anything else."""
-    return function._state.helper if isinstance(function, SjitFunction) else None
+    return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
 
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     """What messages call the positional arguments that are no static ones; None for no `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
-    convention = function._state.convention
-    slots = convention.layout(max(len(args) - len(convention.positional), 0)).slots
+    signature = function._dispatcher.signature
+    slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
     return [slot.name for slot in slots[: len(args)] if not slot.static]
 
 
@@ -233,3 +236,127 @@ def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if jit_kwargs:
         jax.jit(lambda: None, **jit_kwargs)  # what is wrong with a value is said here, and not at a call
     return dict(jit_kwargs)
+
+
+_Dispatchers = LRUCache[Any, Dispatcher]
+_dispatchers: weakref.WeakKeyDictionary[
+    MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _Dispatchers]
+] = weakref.WeakKeyDictionary()
+
+
+def dispatcher_of(
+    helper: MeshOwner, fun: Callable[..., Any], signature: CallSignature, options: Options
+) -> Dispatcher:
+    """The state of *fun* with these options; a new one where none is known, or none can be shared."""
+    key = _key(fun, signature, options)
+    if key is None:
+        return Dispatcher(helper, fun, signature, options)
+    functions = _dispatchers.setdefault(helper, weakref.WeakKeyDictionary())
+    kept = functions.setdefault(fun, LRUCache())
+    return kept.get(key) or kept.add(key, Dispatcher(helper, fun, signature, options))
+
+
+def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
+    """What tells states of one function apart; None if they cannot be shared."""
+    kind: Any = type(fun)
+    if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
+        return None  # an equal function is another one, and may be gone when this one is called
+    bound = options.annotation_shardings
+    rules = [options.in_shardings, options.out_shardings, options.args_sharding_constraint, *bound.values()]
+    if not all(map(are_pure, rules)):
+        return None  # asked again by each: what they say, or hold, may change
+    key = (
+        signature.key,
+        tuple(hashable(key_of(each)) for each in rules),
+        tuple(bound),
+        options.on_mismatch,
+        tuple(sorted(options.jit_kwargs.items())),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _trace_as_called(
+    signature: CallSignature, resolved: Resolved, flat_args: Sequence[Any], count: int, names: Sequence[str]
+) -> jax.stages.Traced:
+    """Traces a program for the user's form of a call, which JAX's stages then have.
+
+    A program takes a row of slots. JAX takes no ``in_shardings`` where there are keywords, so what is traced
+    with says how it is sharded.
+
+    Args:
+        signature: how the user's function is called.
+        resolved: the program, with the shardings of the arguments.
+        flat_args: the call.
+        count: how many arguments were given by position.
+        names: which were given by name.
+    """
+    program = resolved.program
+
+    def as_called(*args: Any, **keywords: Any) -> Any:
+        return program.flat_function(*signature.flatten(args, keywords))
+
+    as_called.__name__ = as_called.__qualname__ = signature.name
+    as_called.__dict__['__signature__'] = signature.python_signature
+    as_called.__dict__['__wrapped__'] = program.flat_function
+    typed = list(flat_args)
+    for slot, shardings in resolved.shardings.arguments.items():
+        typed[slot] = _tree_with_shardings(flat_args[slot], shardings)
+    args, keywords = signature.as_called(typed, count, names)
+    selected = signature.selected_as_called(program.layout, count, names)
+    return program.jit_as_called(as_called, selected).trace(*args, **keywords)
+
+
+def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
+    """A tree that says how it is sharded."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if not any(shardings):
+        return tree
+
+    def typed(leaf: Any, sharding: NamedSharding | None, move: Move) -> Any:
+        if sharding is None or getattr(leaf, 'sharding', None) == sharding:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(sharding=sharding)
+        return move([leaf], [sharding])[0]
+
+    def all_tree_with_shardings(move: Move) -> Any:
+        return jax.tree.unflatten(
+            treedef, [typed(*pair, move) for pair in zip(leaves, shardings, strict=True)]
+        )
+
+    try:
+        return all_tree_with_shardings(as_moved)
+    except Exception:  # a node that takes nothing but arrays
+        return all_tree_with_shardings(moved)
+
+
+def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
+    """A call in which types (what ``jax.typeof`` gives) are ShapeDtypeStructs."""
+    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
+        return tuple(flat_args)
+    return jax.tree.map(_struct, tuple(flat_args))
+
+
+def _struct(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.core.ShapedArray):
+        return leaf
+    sharding = leaf.sharding if explicit_spec(leaf.sharding) is not None else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+class _JittedCall:
+    """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
+
+    def __init__(self, function: SjitFunction, jitted: Any, signature: CallSignature) -> None:
+        self._function, self._jitted, self._signature = function, jitted, signature
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program."""
+        return self._jitted(*self._signature.flatten(args, kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)

@@ -1,13 +1,13 @@
-"""What does one set of shardings compile to? A program: a ``jax.jit`` and the signatures it is right for.
+"""A program: the ``jax.jit`` of one set of shardings, and the calls that it serves.
 
-The cache key, in full. A call is served by the program of its signature (`_signature`). Signatures whose
-rules resolve to the same shardings share a program, so that a batch of another length costs no more than
-it does under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the signature is
-one of its own, and raises `Missed` if not; what JAX has cached was asked when it was traced. So a call
+A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings (their
+`ShardingKey` is the same) share a program, so that a batch of another length costs no more than it does
+under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the key is one of its
+own, and raises `WrongProgram` if not; what JAX has cached was asked when it was traced. So a call
 may try any program first, and the last one used is nearly always right.
 
-Why it does not raise for every signature that is new: JAX's C++ dispatch never takes the fast path again
-for a signature whose first trace raised.
+Why it does not raise for every key that is new: JAX's C++ dispatch never takes the fast path again
+for a call whose first trace raised.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.call_key import CallKey, dynamic_leaves, dynamic_slots
+from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Moves, Shardings, moved, place
 from scalax._transforms.calls.placement_errors import reject_deleted, reject_donated_twice
-from scalax._transforms.calls.signatures import Signature, dynamic_slots
-from scalax._transforms.sjit.trace import Inside
+from scalax._transforms.sjit.trace import TraceShardings
 from scalax._tree.path_identity import paths_of
-from scalax._util.lru_cache import LRUCache
+from scalax._util.lru_cache import SIZE, LRUCache
 from scalax.errors import ArgumentError, StructureError
-
-Known = LRUCache[Signature, Inside]
-"""The signatures whose shardings are a program's, each with what its trace needs to know."""
 
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
 # fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
-class Missed(ArgumentError):
+class WrongProgram(ArgumentError):
     """A program was tried for a call that it is not right for.
 
     Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
@@ -61,7 +58,7 @@ class Missed(ArgumentError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ShardingKey:
     """The shardings of a program: equal ones share it.
 
     Attributes:
@@ -72,13 +69,13 @@ class Shape:
         checked: whether calls compare leaf paths.
     """
 
-    layout: Layout
+    layout: CallLayout
     arguments: tuple[Any, ...]
     outputs: Any
     checked: bool
 
 
-def collapsed(treedef: Any, shardings: Shardings) -> Any:
+def compress(treedef: Any, shardings: Shardings) -> Any:
     """A tree of shardings in the least specific form: None or one sharding where all agree.
 
     The fewer structures a program names, the more signatures can share it.
@@ -91,19 +88,19 @@ def collapsed(treedef: Any, shardings: Shardings) -> Any:
     return treedef, tuple(shardings)
 
 
-def expanded(form: Any) -> Any:
+def expand(form: Any) -> Any:
     """The tree that jax.jit takes, of what `collapsed` made."""
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
-    return held(
+    return sharding_tree(
         treedef,
         shardings,
         'its leaves cannot be given different ones: give one sharding for the whole node, or None',
     )
 
 
-def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
+def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
     """A tree of shardings.
 
     Raises:
@@ -118,7 +115,7 @@ def held(treedef: Any, shardings: Shardings, consequence: str) -> Any:
         ) from error
 
 
-def spread(form: Any, tree: Any) -> Shardings:
+def per_leaf(form: Any, tree: Any) -> Shardings:
     """The shardings of *tree* leaf by leaf, of what `collapsed` made."""
     return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
 
@@ -134,15 +131,15 @@ class Program:
 
     Attributes:
         layout: the slots of the calls.
-        inner: the function that is jitted; takes a row of slots.
-        known: the signatures it serves.
+        flat_function: the function that is jitted; takes the arguments slot by slot.
+        shardings: the call keys it serves, each with the shardings that its trace applies.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
     """
 
-    layout: Layout
-    inner: Callable[..., Any]
-    known: Known
+    layout: CallLayout
+    flat_function: Callable[..., Any]
+    shardings: LRUCache[CallKey, TraceShardings]
     jitted: Any = None
     call: Callable[..., Any] | None = None
     _direct: Callable[..., Any] | None = None
@@ -152,15 +149,17 @@ class Program:
     _handed_out: weakref.ref[Any] | None = None
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
-    def compile(self, shape: Shape, convention: Convention, devices: int, jit_kwargs: dict[str, Any]) -> None:
+    def compile(
+        self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: dict[str, Any]
+    ) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
-        self._arguments = shape.arguments
+        self._arguments = sharding_key.arguments
         self._options = dict(jit_kwargs)
-        if shape.outputs is not None:
-            self._options['out_shardings'] = expanded(shape.outputs)
-        self.jitted = self._jit(self.inner, len(self.layout.slots))
+        if sharding_key.outputs is not None:
+            self._options['out_shardings'] = expand(sharding_key.outputs)
+        self.jitted = self._jit(self.flat_function, len(self.layout.slots))
         crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
-        self.call = self._direct = self._guarded(convention) if crashes else self.jitted
+        self.call = self._direct = self._guarded(signature) if crashes else self.jitted
 
     def _jit(self, fun: Callable[..., Any], count: int) -> Any:
         """Compiles a function of the first *count* slots."""
@@ -168,7 +167,7 @@ class Program:
         forms = [form for slot, form in dynamic if slot < count]
         options = dict(self._options)
         if any(form is not None for form in forms):
-            options['in_shardings'] = tuple(map(expanded, forms))
+            options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
             fun,
             static_argnums=[slot for slot in self.layout.static if slot < count],
@@ -181,17 +180,17 @@ class Program:
         known = self._handed_out() if self._handed_out else None
         if known is None:
             # Another object of the same function: JAX keeps one cache for both.
-            known = self._jit(self.inner, len(self.layout.slots))
+            known = self._jit(self.flat_function, len(self.layout.slots))
             known.__dict__['_kept'] = kept
             self._handed_out = weakref.ref(known)
         return known
 
     def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
         """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
-        whole = self.inner
+        whole = self.flat_function
 
-        def inner(*row: Any) -> Any:
-            return whole(*row, *rest)
+        def inner(*flat_args: Any) -> Any:
+            return whole(*flat_args, *rest)
 
         inner.__name__ = inner.__qualname__ = whole.__name__
         parameters = list(inspect.signature(whole, follow_wrapped=False).parameters.values())
@@ -203,7 +202,7 @@ class Program:
         """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
         return jax.jit(fun, **selected, **self._options)
 
-    def check_paths(self, paths: tuple[str, ...], missed: Callable[[], Exception]) -> None:
+    def check_paths(self, paths: tuple[str, ...], wrong_program: Callable[[], Exception]) -> None:
         """Makes calls compare leaf paths with these first: JAX takes trees that have others for the same."""
         direct, layout, known = self._direct, self.layout, self._paths
         if known:
@@ -211,11 +210,11 @@ class Program:
             return
         known.add(paths)
 
-        def checked(*row: Any) -> Any:
-            if paths_of(dynamic_slots(layout, row)) not in known:
-                raise missed()
+        def checked(*flat_args: Any) -> Any:
+            if paths_of(dynamic_slots(layout, flat_args)) not in known:
+                raise wrong_program()
             assert direct is not None
-            return direct(*row)
+            return direct(*flat_args)
 
         self.call = self._direct = checked
         self._placed_first = frozenset()
@@ -236,32 +235,91 @@ class Program:
         }
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
-        def placed(*row: Any) -> Any:
+        def placed(*flat_args: Any) -> Any:
             # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
-            if alone and all(type(row[slot]) is np.ndarray for slot in forms):
-                found = list(row)
+            if alone and all(type(flat_args[slot]) is np.ndarray for slot in forms):
+                found = list(flat_args)
                 for slot, form in forms.items():
-                    found[slot] = jax.device_put(row[slot], form)
+                    found[slot] = jax.device_put(flat_args[slot], form)
                 return direct(*found)
-            wanted = {slot: spread(form, row[slot]) for slot, form in forms.items()}
-            return direct(*place(row, wanted, moves, moved))
+            wanted = {slot: per_leaf(form, flat_args[slot]) for slot, form in forms.items()}
+            return direct(*place(flat_args, wanted, moves, moved))
 
         self.call = placed
 
-    def _guarded(self, convention: Convention) -> Callable[..., Any]:
+    def _guarded(self, signature: CallSignature) -> Callable[..., Any]:
         jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves
         is_deleted = operator.methodcaller('is_deleted')
 
-        def call(*row: Any) -> Any:
-            leaves = leaves_of(row)
+        def call(*flat_args: Any) -> Any:
+            leaves = leaves_of(flat_args)
             try:
                 gone = any(map(is_deleted, leaves))
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
                 gone = True
             if gone:
-                reject_deleted(convention, layout, row)
+                reject_deleted(signature, layout, flat_args)
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
-                reject_donated_twice(convention, layout, row, None)
-            return jitted(*row)
+                reject_donated_twice(signature, layout, flat_args, None)
+            return jitted(*flat_args)
 
         return call
+
+
+class ProgramTable:
+    """A dict from what a call looks like to its program, for functions of several programs.
+
+    A look is the tree structure of the arguments, the shape and dtype of each leaf, and the static values.
+    It says less than a `CallKey`, and costs a fraction. The key is computed where a look is new, or where
+    calls of several programs look alike (they differ in the trace context).
+
+    Args:
+        exact: finds the program of a call by its key, or None.
+        wrong_program: makes the exception to raise for a call whose program is not known.
+    """
+
+    def __init__(
+        self, exact: Callable[[Sequence[Any]], Program | None], wrong_program: Callable[[], Exception]
+    ) -> None:
+        self._exact, self._wrong_program = exact, wrong_program
+        self._layouts: dict[int, CallLayout] = {}
+        self._programs: dict[Any, Program | None] = {}  # None where calls of several programs look alike
+
+    def learn(self, layout: CallLayout, flat_args: Sequence[Any], program: Program) -> None:
+        """Notes the program of a call."""
+        if len(self._programs) >= SIZE:
+            self._programs.clear()
+        self._layouts[len(flat_args)] = layout
+        look = _look(layout, flat_args)
+        if self._programs.setdefault(look, program) is not program:  # for good: None is no program
+            self._programs[look] = None
+
+    def program(self, flat_args: Sequence[Any]) -> Program | None:
+        """The program for a call; None for a call of a kind that is not known."""
+        try:
+            layout = self._layouts[len(flat_args)]
+            program = self._programs.get(_look(layout, flat_args))
+            if program is None:
+                program = self._exact(flat_args)
+                if program is not None:
+                    self.learn(layout, flat_args, program)
+            return program
+        except Exception:  # of calls that nothing serves, which `dispatch` explains
+            return None
+
+    def __call__(self, *flat_args: Any) -> Any:
+        """Runs the program of a call."""
+        program = self.program(flat_args)
+        if program is None or program.call is None:
+            raise self._wrong_program()
+        return program.call(*flat_args)
+
+
+def _look(layout: CallLayout, flat_args: Sequence[Any]) -> Any:
+    leaves, treedef = dynamic_leaves(layout, flat_args)
+    try:
+        types = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    except AttributeError:  # numbers among the leaves
+        types = [(getattr(leaf, 'shape', None), getattr(leaf, 'dtype', type(leaf))) for leaf in leaves]
+    static = [(type(flat_args[slot]), flat_args[slot]) for slot in layout.static]
+    return treedef, tuple(types), tuple(static)

@@ -23,8 +23,7 @@ import numpy as np
 from scalax._tree.path_identity import uncertain_paths
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
-from scalax.rules._base import is_rule
-from scalax.rules._prefix import RuleLike
+from scalax.rules._prefix import RuleLike, is_rule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 EXTRA_KEYWORDS = '**'
@@ -58,7 +57,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """The slots of calls with a certain number of extra positional arguments."""
 
     slots: tuple[Slot, ...]
@@ -80,7 +79,7 @@ class Layout:
         return tuple(i for i, slot in enumerate(self.slots) if slot.donated)
 
 
-class Convention:
+class CallSignature:
     """The calling convention of one function, with its static and donated arguments.
 
     Args:
@@ -122,7 +121,7 @@ class Convention:
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, CallLayout] = {}
         self._certain: LRUCache[Any, bool] = LRUCache()
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             self.layout(0)
@@ -164,11 +163,11 @@ class Convention:
         own = {*self.positional, *self.keyword_only}
         self._hints_used.update(name for name in names if name in self.hints and name not in own)
 
-    def reject_misnamed(self, row: Sequence[Any]) -> None:
+    def reject_misnamed(self, flat_args: Sequence[Any]) -> None:
         """Raises ArgumentError if options use names of a function behind that this call does not fit."""
-        if not self._hints_used or not self.extras_of(row):
+        if not self._hints_used or not self.extras_of(flat_args):
             return
-        args, keywords = self.restore(row)
+        args, keywords = self.restore(flat_args)
         behind = self._behind.parameters
         try:
             self._behind.bind(*args, **{name: keywords[name] for name in keywords if name in behind})
@@ -181,7 +180,7 @@ class Convention:
         named = ', '.join(map(repr, names))
         return ArgumentError(
             f'{what} of {self.name}: {named} can be any of *{self.varargs}: {self.name} takes '
-            f'{self.signature}, which are not the parameters {self._behind} of the function that it '
+            f'{self.python_signature}, which are not the parameters {self._behind} of the function that it '
             f'wraps{why}. What to do: say which by position (a tuple of shardings, static_argnums, '
             'donate_argnums), or write the parameters out in the wrapper.'
         )
@@ -205,14 +204,18 @@ class Convention:
         parameters = tuple((p.name, p.kind, p.default is p.empty) for p in self.parameters)
         return self.name, parameters, tuple(self.hints), self._static, self._donated
 
-    def layout(self, extras: int) -> Layout:
+    def layout(self, extras: int) -> CallLayout:
         """The layout of calls with so many extra positional arguments."""
         known = self._layouts.get(extras)
         if known is None:
             known = self._layouts.setdefault(extras, self._lay_out(extras))
         return known
 
-    def _lay_out(self, extras: int) -> Layout:
+    def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
+        """The layout of a call."""
+        return self.layout(self.extras_of(flat_args))
+
+    def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
         extra[: len(self.hints[count:])] = self.hints[count : count + extras]
@@ -238,9 +241,9 @@ class Convention:
         both = [slot.name for slot in slots if slot.static and slot.donated]
         if both:
             raise ArgumentError(f'{self.name}: {", ".join(both)} cannot be both static and donated')
-        return Layout(tuple(slots), total)
+        return CallLayout(tuple(slots), total)
 
-    def row_signature(self, layout: Layout) -> inspect.Signature:
+    def flat_signature(self, layout: CallLayout) -> inspect.Signature:
         """The signature of a function of a row, so that JAX names arguments as the user does."""
         names: dict[str, None] = {}
         for slot in layout.slots:
@@ -251,21 +254,21 @@ class Convention:
         kind = inspect.Parameter.POSITIONAL_ONLY
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
-    def extras_of(self, row: Sequence[Any]) -> int:
+    def extras_of(self, flat_args: Sequence[Any]) -> int:
         """How many extra positional arguments a row of slots holds."""
         fixed = len(self.positional) + len(self.keyword_only)
         own = (self.static_keywords, self.donated_keywords, self.keywords)
-        return len(row) - fixed - sum(map(bool, own))
+        return len(flat_args) - fixed - sum(map(bool, own))
 
-    def restore(self, row: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def restore(self, flat_args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments and keywords with which to call the function."""
-        rest = list(row)
+        rest = list(flat_args)
         keywords: dict[str, Any] = dict(rest.pop()) if self.keywords else {}
         if self.donated_keywords:
             keywords.update(rest.pop())
         if self.static_keywords:
             keywords.update(rest.pop())
-        positional = len(self.positional) + self.extras_of(row)
+        positional = len(self.positional) + self.extras_of(flat_args)
         for name, value in zip(self.keyword_only, rest[positional:], strict=True):
             if value is not OMITTED:
                 keywords[name] = value
@@ -281,25 +284,25 @@ class Convention:
             args = args[:first]
         return args, keywords
 
-    def row(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+    def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The row of slots of a call; raises TypeError as Python does for a call that does not fit."""
         try:
-            bound = self.signature.bind(*args, **keywords)
+            bound = self.python_signature.bind(*args, **keywords)
         except TypeError as error:
             raise TypeError(f'{self.name}(): {error}') from None
-        row = [bound.arguments.get(name, OMITTED) for name in self.positional]
-        row += bound.arguments.get(self.varargs, ()) if self.varargs else ()
-        row += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]
+        flat_args = [bound.arguments.get(name, OMITTED) for name in self.positional]
+        flat_args += bound.arguments.get(self.varargs, ()) if self.varargs else ()
+        flat_args += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]
         if self.keywords:
-            row += self.split_keywords(bound.arguments.get(self.keywords, {}))
-        return tuple(row)
+            flat_args += self.split_keywords(bound.arguments.get(self.keywords, {}))
+        return tuple(flat_args)
 
     def as_called(
-        self, row: Sequence[Any], count: int, names: Sequence[str]
+        self, flat_args: Sequence[Any], count: int, names: Sequence[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a row in the form of a call: *count* by position, and these names."""
-        values = dict(zip(self.positional, row, strict=False))
-        rest = list(row)
+        values = dict(zip(self.positional, flat_args, strict=False))
+        rest = list(flat_args)
         if self.keywords:
             values |= rest.pop()
         if self.donated_keywords:
@@ -307,9 +310,11 @@ class Convention:
         if self.static_keywords:
             values |= rest.pop()
         values |= zip(self.keyword_only, rest[len(rest) - len(self.keyword_only) :], strict=True)
-        return tuple(row[:count]), {name: values[name] for name in names}
+        return tuple(flat_args[:count]), {name: values[name] for name in names}
 
-    def selected_as_called(self, layout: Layout, count: int, names: Sequence[str]) -> dict[str, list[Any]]:
+    def selected_as_called(
+        self, layout: CallLayout, count: int, names: Sequence[str]
+    ) -> dict[str, list[Any]]:
         """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
         named = self.positional + self.keyword_only
         slots = {slot.name: slot for slot in layout.slots if slot.name in named}
@@ -335,14 +340,14 @@ class Convention:
         return [*slots, rest]
 
     @functools.cached_property
-    def signature(self) -> inspect.Signature:
+    def python_signature(self) -> inspect.Signature:
         """The signature of the function."""
         return inspect.Signature(self.parameters)
 
     def rules_by_slot(
         self,
         rules: RuleLike,
-        row: Sequence[Any],
+        flat_args: Sequence[Any],
         what: str,
         which: str = 'besides static ones ',
         rest: str = 'None leaves an argument to the compiler',
@@ -351,7 +356,7 @@ class Convention:
 
         Args:
             rules: a tuple or list by position, a dict by argument name, or one rule for all.
-            row: the call.
+            flat_args: the call.
             what: the name of the option, for messages.
             which: which arguments have an entry, likewise.
             rest: what to give for the others, likewise.
@@ -359,18 +364,18 @@ class Convention:
         Raises:
             StructureError: the rules do not fit the arguments.
         """
-        layout = self.layout(self.extras_of(row))
+        layout = self.layout_of(flat_args)
         if is_rule(rules):
             return dict.fromkeys(layout.dynamic, rules)
         if isinstance(rules, Mapping):
-            return self._rules_by_name(rules, layout, row, what)
+            return self._rules_by_name(rules, layout, flat_args, what)
         if not isinstance(rules, tuple | list):
             raise StructureError(
                 f'{what} of {self.name} is {type(rules).__name__}: give a tuple by position, a dict by '
                 'argument name, or one rule for every argument'
             )
         places = [i for i in layout.dynamic if i < layout.positional]
-        given = [i for i in places if row[i] is not OMITTED]
+        given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.slots[i].name for i in places) or 'none'
             entries = plural(len(rules), 'entry', 'entries')
@@ -384,14 +389,14 @@ class Convention:
         return by_slot
 
     def _rules_by_name(
-        self, rules: Mapping[str, RuleLike], layout: Layout, row: Sequence[Any], what: str
+        self, rules: Mapping[str, RuleLike], layout: CallLayout, flat_args: Sequence[Any], what: str
     ) -> dict[int, RuleLike]:
         self.check_names(rules, what)
         by_slot: dict[int, RuleLike] = {}
         for i in layout.dynamic:
             name = layout.slots[i].name
             if name == EXTRA_KEYWORDS:
-                by_slot[i] = {key: rules.get(key) for key in row[i]} or None
+                by_slot[i] = {key: rules.get(key) for key in flat_args[i]} or None
             elif len(self.positional) <= i < layout.positional:
                 by_slot[i] = rules.get(name, rules.get(self.varargs or ''))
             else:

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that the user's function raises: the user's lines, and the call of it."""
+"""Tracebacks of errors that the user's function raises: the frames of this room are taken out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import jax
 
-_OURS = f'{Path(__file__).parent.parent}{os.sep}'  # what runs the user's function
+_OURS = f'{Path(__file__).parent}{os.sep}'
 
 
 def arose_below(error: BaseException, *codes: types.CodeType) -> bool:
-    """Whether *error* was raised below a function with one of these codes."""
+    """Whether *error* comes out of what a function with one of these codes has called."""
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hide_ours(error: BaseException) -> None:
-    """Removes our frames from the traceback of an error that the user's function raised.
+    """Takes the frames of what runs the user's function out of the traceback of an error that it raised.
 
-    JAX does the same with its own; ``jax_traceback_filtering='off'`` shows all.
+    As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
     """
     if jax.config.jax_traceback_filtering == 'off':
         return

@@ -8,13 +8,13 @@ their types say is: the type of an array on a mesh with Explicit axes holds its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._transforms.calls.conventions import EXTRA_KEYWORDS, Convention, Layout
+from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallLayout, CallSignature
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
 from scalax.errors import ArgumentError, shown
@@ -23,7 +23,7 @@ LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Signature:
+class CallKey:
     """Equal for calls that take the same shardings.
 
     Attributes:
@@ -103,67 +103,70 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     return only_axes(sharding.spec, {axis for axis, kind in types.items() if kind is AxisType.Explicit})
 
 
-def placement_kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def placement_kinds(types: Iterable[Any]) -> tuple[Any, ...]:
     """What else the types of leaves say, which no rule depends on and a traced function may."""
-    avals = map(type_of, leaves)
     # What is no array says too little of what a trace may depend on: it is equal to nothing.
     return tuple(
-        object() if is_opaque(aval) else (type(aval).__name__, getattr(aval, 'memory_space', None))
-        for aval in avals
+        object() if is_opaque(kind) else (type(kind).__name__, getattr(kind, 'memory_space', None))
+        for kind in types
     )
 
 
-def dynamic_slots(layout: Layout, row: Sequence[Any]) -> tuple[Any, ...]:
+def dynamic_slots(layout: CallLayout, flat_args: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments of a call that are data."""
-    return tuple(row[i] for i in layout.dynamic)
+    return tuple(flat_args[i] for i in layout.dynamic)
 
 
-def dynamic_leaves(layout: Layout, row: Sequence[Any]) -> tuple[list[Any], Any]:
+def dynamic_leaves(layout: CallLayout, flat_args: Sequence[Any]) -> tuple[list[Any], Any]:
     """The leaves and the structure of the dynamic slots together."""
-    return jax.tree.flatten(dynamic_slots(layout, row))
+    return jax.tree.flatten(dynamic_slots(layout, flat_args))
 
 
-def signature_of(convention: Convention, layout: Layout, row: Sequence[Any]) -> Signature:
+def call_key(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> CallKey:
     """The signature of a call.
 
     Raises:
         ArgumentError: a leaf that is not an array, an integer of more bits than JAX has, or a static value
             that cannot be hashed.
     """
-    leaves, treedef = dynamic_leaves(layout, row)
+    leaves, treedef = dynamic_leaves(layout, flat_args)
     try:
         types = tuple(map(leaf_type, leaves))
     except (TypeError, OverflowError) as error:
-        raise (_not_arrays if isinstance(error, TypeError) else _too_large)(convention, layout, row) from None
-    static = _static_key(convention, layout, row)
-    paths = convention.uncertain_paths(dynamic_slots(layout, row), treedef)
-    return Signature(treedef, types, static, trace_context(), paths)
+        raise (_not_arrays if isinstance(error, TypeError) else _too_large)(
+            signature, layout, flat_args
+        ) from None
+    static = _static_key(signature, layout, flat_args)
+    paths = signature.uncertain_paths(dynamic_slots(layout, flat_args), treedef)
+    return CallKey(treedef, types, static, trace_context(), paths)
 
 
-def _static_key(convention: Convention, layout: Layout, row: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
+def _static_key(
+    signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]
+) -> tuple[tuple[type, Any], ...]:
     for i in layout.static:
         try:
-            hash(row[i])
+            hash(flat_args[i])
         except TypeError as error:
             raise ArgumentError(
-                f'{convention.name}: static argument {layout.slots[i].name!r} is a '
-                f'{type(row[i]).__name__} and cannot be hashed ({error}). Static arguments are part of '
+                f'{signature.name}: static argument {layout.slots[i].name!r} is a '
+                f'{type(flat_args[i]).__name__} and cannot be hashed ({error}). Static arguments are part of '
                 'the compiled program: pass something immutable (a tuple, a frozen dataclass), or do '
                 'not make it static.'
             ) from None
-    return tuple((type(row[i]), row[i]) for i in layout.static)
+    return tuple((type(flat_args[i]), flat_args[i]) for i in layout.static)
 
 
-def slot_path(layout: Layout, slot: int, path: Sequence[Any] = ()) -> str | None:
+def slot_path(layout: CallLayout, slot: int, path: Sequence[Any] = ()) -> str | None:
     """A leaf of an argument as messages name it: the argument, then the path inside; None for neither."""
     name = layout.slots[slot].name
     return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
 
 
-def _not_arrays(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
-    hints = ''.join(f'\nWhat to do: {hint}' for hint in _hints(layout, row))
-    listed = shown(_raising(TypeError, layout, row))
-    return ArgumentError(f'{convention.name} got leaves that are not arrays:\n{listed}{hints}')
+def _not_arrays(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> ArgumentError:
+    hints = ''.join(f'\nWhat to do: {hint}' for hint in _hints(layout, flat_args))
+    listed = shown(_raising(TypeError, layout, flat_args))
+    return ArgumentError(f'{signature.name} got leaves that are not arrays:\n{listed}{hints}')
 
 
 _OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
@@ -174,11 +177,11 @@ _OF_TREES = (
 )
 
 
-def _hints(layout: Layout, row: Sequence[Any]) -> list[str]:
+def _hints(layout: CallLayout, flat_args: Sequence[Any]) -> list[str]:
     """What to do about leaves that are no arrays: another thing where they are among arrays."""
     hints = set()
     for slot in layout.dynamic:
-        leaves = jax.tree.leaves(row[slot])
+        leaves = jax.tree.leaves(flat_args[slot])
         taken = [leaf for leaf in leaves if not _raises(TypeError, leaf)]
         if len(taken) < len(leaves):
             hints.add(_OF_TREES if any(hasattr(leaf, 'dtype') for leaf in taken) else _OF_ARGUMENTS)
@@ -194,18 +197,18 @@ def _raises(kind: type[Exception], leaf: Any) -> bool:
     return False
 
 
-def _too_large(convention: Convention, layout: Layout, row: Sequence[Any]) -> ArgumentError:
+def _too_large(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> ArgumentError:
     return ArgumentError(
-        f'{convention.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
-        f'Python int:\n{shown(_raising(OverflowError, layout, row))}\n'
+        f'{signature.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
+        f'Python int:\n{shown(_raising(OverflowError, layout, flat_args))}\n'
         'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
         'allows 64 bits.'
     )
 
 
-def _raising(kind: type[Exception], layout: Layout, row: Sequence[Any]) -> Iterator[str]:
+def _raising(kind: type[Exception], layout: CallLayout, flat_args: Sequence[Any]) -> Iterator[str]:
     """The leaves of which JAX raises such errors, as messages name them."""
     for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(row[slot])[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
             if _raises(kind, leaf):
                 yield describe_leaf(slot_path(layout, slot, path) or '', leaf)

@@ -11,14 +11,13 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.conventions import Convention, Layout
+from scalax._transforms.calls.call_key import explicit_spec, is_opaque, slot_path, traced_dtype, type_of
+from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._transforms.calls.signatures import explicit_spec, is_opaque, slot_path, traced_dtype, type_of
 from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import Problem, ShardingError, StructureError
-from scalax.rules._base import is_rule
-from scalax.rules._prefix import RuleLike
+from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
 OnMismatch = Literal['error', 'reshard']
@@ -36,12 +35,12 @@ class Options:
     jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Boundary:
+class ArgumentShardings:
     """Resolves the rules of one sjit function for its arguments and outputs.
 
     Attributes:
         mesh: the helper's mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
-        convention: how the function is called.
+        signature: how the function is called.
         options: the rules.
         any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
         any_rule: whether some rule speaks about arguments.
@@ -50,11 +49,11 @@ class Boundary:
     def __init__(
         self,
         helper: MeshOwner,
-        convention: Convention,
+        signature: CallSignature,
         options: Options,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        self._helper, self.convention, self.options = weakref.ref(helper), convention, options
+        self._helper, self.signature, self.options = weakref.ref(helper), signature, options
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         self.any_rule = any(
@@ -68,7 +67,7 @@ class Boundary:
         assert helper is not None
         return helper
 
-    def arguments(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
+    def arguments(self, layout: CallLayout, flat_args: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.
 
         Raises:
@@ -76,33 +75,33 @@ class Boundary:
             StructureError: the rules do not have the structure of the arguments.
         """
         rules = self.options.in_shardings
-        shardings = self._by_slot(rules, layout, row, 'in_shardings', ResolveMode.BOUNDARY)
-        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, row):
+        shardings = self._by_slot(rules, layout, flat_args, 'in_shardings', ResolveMode.BOUNDARY)
+        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, flat_args):
             # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
             whole = named_sharding(self.mesh, PartitionSpec())
             return {
-                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(row[slot])]
+                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(flat_args[slot])]
                 for slot in shardings
             }
         return shardings
 
-    def constraints(self, layout: Layout, row: Sequence[Any]) -> dict[int, Shardings]:
+    def constraints(self, layout: CallLayout, flat_args: Sequence[Any]) -> dict[int, Shardings]:
         """The shardings to which the arguments are constrained inside; empty without any."""
         rules = self.options.args_sharding_constraint
         if rules is None:
             return {}
-        return self._by_slot(rules, layout, row, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
+        return self._by_slot(rules, layout, flat_args, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
 
     def _by_slot(
-        self, rules: RuleLike, layout: Layout, row: Sequence[Any], what: str, mode: ResolveMode
+        self, rules: RuleLike, layout: CallLayout, flat_args: Sequence[Any], what: str, mode: ResolveMode
     ) -> dict[int, Shardings]:
         by_slot = resolve_slots(
-            self.convention.rules_by_slot(rules, row, what),
+            self.signature.rules_by_slot(rules, flat_args, what),
             layout,
-            row,
+            flat_args,
             mesh=self.mesh,
             mode=mode,
-            where=f'the arguments of {self.convention.name!r} ({what})',
+            where=f'the arguments of {self.signature.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
             as_leaf=_struct,
         )
@@ -111,8 +110,8 @@ class Boundary:
     def outputs(
         self,
         tree: Any,
-        layout: Layout,
-        row: Sequence[Any],
+        layout: CallLayout,
+        flat_args: Sequence[Any],
         arguments: Mapping[int, Shardings],
     ) -> list[NamedSharding | None]:
         """The shardings of the outputs, leaf by leaf: what the rules say, then what donation asks for.
@@ -120,7 +119,7 @@ class Boundary:
         Args:
             tree: what the function returns, inside its trace.
             layout: the slots.
-            row: the call.
+            flat_args: the call.
             arguments: what `arguments` gave.
 
         Raises:
@@ -133,7 +132,7 @@ class Boundary:
         except TypeError:
             return shardings  # JAX says what is wrong with an output that is no array
         if self.options.out_shardings is not None:
-            where = f'the outputs of {self.convention.name!r} (out_shardings)'
+            where = f'the outputs of {self.signature.name!r} (out_shardings)'
             resolution = resolve(
                 self.options.out_shardings,
                 tree,
@@ -146,7 +145,7 @@ class Boundary:
             if problems := _of_no_arrays(resolution, tree, None):
                 raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             shardings = resolution.shardings
-        donated = [(row[slot], arguments[slot]) for slot in layout.donated]
+        donated = [(flat_args[slot], arguments[slot]) for slot in layout.donated]
         if any(any(wanted) for _, wanted in donated):
             shardings = donated_shardings(structs, treedef, shardings, donated)
         if self.any_explicit and not any(map(len, arguments.values())):
@@ -164,8 +163,8 @@ class Boundary:
 
 def resolve_slots(
     rules: Mapping[int, RuleLike],
-    layout: Layout,
-    row: Sequence[Any],
+    layout: CallLayout,
+    flat_args: Sequence[Any],
     *,
     mesh: Mesh | AbstractMesh,
     mode: ResolveMode,
@@ -178,7 +177,7 @@ def resolve_slots(
     Args:
         rules: the rules of each dynamic slot.
         layout: the slots.
-        row: the call.
+        flat_args: the call.
         mesh: see `scalax.rules._resolve.resolve`, as for those that follow.
         mode: see above.
         where: see above.
@@ -196,7 +195,7 @@ def resolve_slots(
         try:
             by_slot[slot] = resolve(
                 rules[slot],
-                row[slot],
+                flat_args[slot],
                 mesh,
                 mode=mode,
                 where=where,
@@ -204,7 +203,7 @@ def resolve_slots(
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )
-            problems += _of_no_arrays(by_slot[slot], row[slot], slot_path(layout, slot))
+            problems += _of_no_arrays(by_slot[slot], flat_args[slot], slot_path(layout, slot))
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -265,10 +264,10 @@ def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
     return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _nowhere(layout: Layout, row: Sequence[Any]) -> bool:
+def _nowhere(layout: CallLayout, flat_args: Sequence[Any]) -> bool:
     """Whether no argument has a type that says where it lies."""
     return all(
-        _struct(leaf).sharding is None for slot in layout.dynamic for leaf in jax.tree.leaves(row[slot])
+        _struct(leaf).sharding is None for slot in layout.dynamic for leaf in jax.tree.leaves(flat_args[slot])
     )
 
 
