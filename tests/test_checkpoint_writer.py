@@ -96,7 +96,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert new.latest_step() is None
     begun, released = threading.Event(), threading.Event()
-    write_own = _save.Save._write_own
+    write_own = _save.SaveThread._write_own
 
     def write_late(save: Any, *args: Any) -> None:
         if save._writer is old._writer:
@@ -104,7 +104,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
             assert released.wait(60)
         write_own(save, *args)
 
-    monkeypatch.setattr(_save.Save, '_write_own', write_late)
+    monkeypatch.setattr(_save.SaveThread, '_write_own', write_late)
     assert old.save(3, state(1, 3))
     assert begun.wait(60)
     try:
@@ -220,7 +220,7 @@ def test_steps_make_way_only_when_another_is_complete(
         raise OSError(28, 'No space left on device')
 
     with monkeypatch.context() as patch, pytest.warns(CheckpointWarning):
-        patch.setattr(_save.Save, '_write_own', full)
+        patch.setattr(_save.SaveThread, '_write_own', full)
         assert new.save(3, state(2, 3))
         assert 'OSError: [Errno 28] No space left on device' in message(new.wait)
     assert names(tmp_path) == ['3', 'writer.json']
@@ -391,7 +391,7 @@ def test_what_somebody_wrote_in_place_of_the_writer(
         file = tmp_path / 'writer.json'
         file.write_text(text, encoding='latin-1')
         found = message(checkpointer.save, 2, state(1, 2))
-        assert found.startswith(f'{file} cannot be read, so that nobody knows who writes to this directory: ')
+        assert found.startswith(f'{file} cannot be read, so the writer of this directory is not known: ')
         assert found.endswith('. Delete the file if no other job does')
         assert names(tmp_path) == ['1', 'writer.json']
         file.unlink()
