@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes
-from scalax._plan import Plan, make_plan
-from scalax._plan.make import reject_own_argument
+from scalax._plan.make import make_plan, reject_own_argument
+from scalax._plan.plan import Plan
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices

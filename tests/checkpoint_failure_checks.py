@@ -103,7 +103,7 @@ def check_saves_that_differ() -> None:
             ),
             ({'state': {**state(1), 'n': 3}}, 'n is Python int 3, and', f'process {one}: n is Python int 3'),
             ({'step': 99}, 'calls it with step=99, keep=3', 'and process 0 with step='),
-            ({'step': 1.5}, 'ArgumentError: step is a whole', f'process {one}: ArgumentError: step is a'),
+            ({'step': 1.5}, 'ArgumentError: step has to', f'process {one}: ArgumentError: step has'),
             ({'data': Broken()}, 'ZeroDivisionError', f'process {one}: ZeroDivisionError'),
             ({'data': {1}}, 'is neither bytes nor JSON', f'process {one}: CheckpointError: data='),
         ]
@@ -126,7 +126,7 @@ def check_a_process_that_cannot_look_or_begin() -> None:
     """Process 0 looks for what there is, and makes the folder."""
     checkpointer = Checkpointer(folder('look'), timeout=100)
     first = jax.process_index() == 0
-    for owner, name in ((_writer, 'complete_steps'), (_save, 'begin')):
+    for owner, name in ((_writer, 'complete_steps'), (_save, 'make_room')):
         with failing(owner, name, first):
             text = error_of(checkpointer.save, 1, state(1))
         said = 'CheckpointError: step 1 could not be saved in '
