@@ -16,8 +16,6 @@ from scalax._plan.flops import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.page import render_fragment, render_page
-from scalax._plan.png import save_png
 from scalax._plan.roofline import Roofline, Seconds, communication_of, devices_per_chip
 from scalax._plan.text import render
 from scalax._plan.torus import NETWORKS, Network, Place, places_on_torus
@@ -232,6 +230,8 @@ class Plan:
         return render(self, width)
 
     def _repr_html_(self) -> str:
+        from scalax._plan.page import render_fragment  # here, because few programs show pages or pictures
+
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
@@ -241,6 +241,8 @@ class Plan:
             path: the file to write.
             title: the title of the page; `name` by default.
         """
+        from scalax._plan.page import render_page
+
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
@@ -252,6 +254,8 @@ class Plan:
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
+        from scalax._plan.png import save_png
+
         save_png(self, path)
 
     def to_dict(self) -> dict[str, Any]:
