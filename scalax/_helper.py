@@ -28,7 +28,7 @@ from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 
 if TYPE_CHECKING:
-    from scalax._plan import Plan
+    from scalax._plan.plan import Plan
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 

@@ -1,32 +1,16 @@
-"""Plans: what a compiled step will hold, send and take, before any run; and the search of a mesh for it."""
+"""Plans: what a compiled step will hold, send and take, before any run; and the search for the best mesh."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from scalax._plan import (
-    HARDWARE,
-    KINDS,
-    Buffer,
-    Collective,
-    Communication,
-    Counted,
-    Flops,
-    Hardware,
-    Line,
-    Memory,
-    Place,
-    Plan,
-    PlanDiff,
-    Roofline,
-    Seconds,
-    Source,
-    Work,
-    count_flops,
-    make_plan,
-)
-
-if TYPE_CHECKING:
-    from scalax._search import Candidate, Search, search
+from scalax._plan.collectives import KINDS, Collective
+from scalax._plan.flops import Counted, Flops, count_flops
+from scalax._plan.hardware import HARDWARE, Hardware
+from scalax._plan.hlo_cost import Work
+from scalax._plan.make import make_plan
+from scalax._plan.memory import Buffer, Memory
+from scalax._plan.plan import Plan, PlanDiff
+from scalax._plan.provenance import Source
+from scalax._plan.roofline import Communication, Roofline, Seconds
+from scalax._plan.torus import Line, Place
+from scalax._search import Candidate, Search, search
 
 __all__ = [
     'Buffer',
@@ -52,10 +36,3 @@ __all__ = [
     'make_plan',
     'search',
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when it is asked for: it makes helpers.
-    if name in ('Candidate', 'Search', 'search'):
-        return getattr(importlib.import_module('scalax._search'), name)
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

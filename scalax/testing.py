@@ -1,4 +1,4 @@
-"""What may a test of a sharded program assert? Collectives, compilations and shardings."""
+"""Assertions for tests of sharded programs: collectives, compilations and shardings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._plan import KINDS, Counted, make_plan
+from scalax._plan.collectives import KINDS
+from scalax._plan.flops import Counted
+from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, owner_of, told_apart
 from scalax._tree.paths import NamedTree
@@ -35,17 +37,17 @@ def assert_collectives(
 
     Args:
         fun: a function that `sjit` made; with *helper* also one of ``jax.jit``.
-        *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+        *args: its arguments, which may be ``jax.ShapeDtypeStruct``.
         kwargs: its keyword arguments, as a dict.
-        helper: whose mesh it runs on, where `sjit` did not make it.
+        helper: the helper of its mesh, if `sjit` did not make it.
         **expected: for each kind that is checked (``all_gather``, ``all_reduce``, ``reduce_scatter``,
             ``all_to_all``, ``collective_permute``, ``collective_broadcast``, ``ragged_all_to_all``), how
             often it runs in one call: a number, or mesh axis (or tuple of axes) -> number. Other kinds,
             and with a mapping other axes, are not checked.
 
     Raises:
-        AssertionError: they run more or less often, or as often as data says (a loop of unknown length);
-            lists them with their lines. Also if the program runs on one device, as nothing places it.
+        AssertionError: they run more or less often, or in a loop of unknown length; lists them with their
+            lines. Also if the program runs on one device, because no argument or output has a sharding.
         ArgumentError: an unknown kind or mesh axis, nothing expected, or no helper.
 
     Example:
@@ -73,7 +75,7 @@ def assert_collectives(
     if plan.devices < helper.mesh.size:
         raise AssertionError(
             f'{plan.name} runs on {plan.devices} of {helper.mesh.size} devices, where there is nothing to '
-            'send: nothing says how its arguments or outputs lie (in_shardings=..., or arguments in place)'
+            'send: neither arguments nor outputs have shardings (in_shardings=..., or placed arguments)'
         )
     wrong = []
     for name, counts in expected.items():
@@ -108,7 +110,7 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
     """A context in which calls of a function in this thread must not compile anything.
 
     Args:
-        fun: a function that `sjit` or ``jax.jit`` made. Compilations are told apart by its name: give it one
+        fun: a function that `sjit` or ``jax.jit`` made. Compilations are recognised by its name: give it one
             (all lambdas share theirs).
 
     Raises:
@@ -150,15 +152,15 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
 
 @renamed(pytree='tree')
 def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
-    """Asserts that arrays lie as rules say.
+    """Asserts that arrays are sharded as rules say.
 
     Args:
         tree: jax.Arrays, or anything else with shardings.
         rules: as for ``helper.match_sharding_rule``.
-        helper: whose mesh the rules are for; by default the mesh that the arrays lie on is used.
+        helper: the helper of the mesh that the rules are for; by default the mesh of the arrays is used.
 
     Raises:
-        AssertionError: some leaves lie otherwise; all of them are named.
+        AssertionError: some leaves are sharded otherwise; all of them are named.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -171,7 +173,7 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
     has = [getattr(leaf, 'sharding', None) for leaf in named.leaves]
     meshes = [sharding.mesh for sharding in has if isinstance(sharding, NamedSharding)]
     if helper is None and not meshes and len(named):
-        raise AssertionError(f'no leaf lies on a mesh:\n{shown(map(named.describe, range(len(named))))}')
+        raise AssertionError(f'no leaf is on a mesh:\n{shown(map(named.describe, range(len(named))))}')
     if not len(named):
         return
     mesh = meshes[0] if helper is None else helper.mesh
@@ -179,15 +181,15 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
         rules, tree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
     ).shardings
     wrong = [
-        f'{named.describe(i)} {_lies(mine, theirs)}'
+        f'{named.describe(i)} {_difference(mine, theirs)}'
         for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
         if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(named.shapes[i])))
     ]
     if wrong:
-        raise AssertionError(f'arrays lie otherwise than the rules say:\n{shown(wrong)}')
+        raise AssertionError(f'arrays are not sharded as the rules say:\n{shown(wrong)}')
 
 
-def _lies(mine: Any, theirs: Any) -> str:
+def _difference(mine: Any, theirs: Any) -> str:
     if mine is None:
         return f'has no sharding, being no array on devices; expected {told_apart(mine, theirs)[1]}'
-    return 'lies as {}, expected {}'.format(*told_apart(mine, theirs))
+    return 'is sharded as {}, expected {}'.format(*told_apart(mine, theirs))

@@ -171,7 +171,10 @@ def check_all_ask_for_the_same() -> None:
         ({'rename': [('a', 'b')] * (me == last)}, "rename=[(re.compile('a'), 'b')]"),
         ({'like': {'w': jax.ShapeDtypeStruct((8 + 8 * (me == last),), np.int32)}}, 'w is int32[16]'),
         ({'rules': P('x') if me == last else P()}, "w is int32[8] as P('x',), and int32[8] as P()"),
-        ({'step': 1.5 if me == last else None}, 'ArgumentError: step is a whole number, at least 0, got 1.5'),
+        (
+            {'step': 1.5 if me == last else None},
+            'ArgumentError: step has to be a whole number, at least 0, got 1.5',
+        ),
     ]:
         error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine})
         if me == last and 'ArgumentError' in said:

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from scalax.checkpoint import Checkpointer, _checkpointer, _save, _saved, _writer
+from scalax.checkpoint import Checkpointer, _checkpointer, _save, _saved_step, _writer
 from scalax.errors import ArgumentError, CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -103,7 +103,7 @@ def check_saves_that_differ() -> None:
             ),
             ({'state': {**state(1), 'n': 3}}, 'n is Python int 3, and', f'process {one}: n is Python int 3'),
             ({'step': 99}, 'calls it with step=99, keep=3', 'and process 0 with step='),
-            ({'step': 1.5}, 'ArgumentError: step is a whole', f'process {one}: ArgumentError: step is a'),
+            ({'step': 1.5}, 'ArgumentError: step has to', f'process {one}: ArgumentError: step has'),
             ({'data': Broken()}, 'ZeroDivisionError', f'process {one}: ZeroDivisionError'),
             ({'data': {1}}, 'is neither bytes nor JSON', f'process {one}: CheckpointError: data='),
         ]
@@ -126,7 +126,7 @@ def check_a_process_that_cannot_look_or_begin() -> None:
     """Process 0 looks for what there is, and makes the folder."""
     checkpointer = Checkpointer(folder('look'), timeout=100)
     first = jax.process_index() == 0
-    for owner, name in ((_writer, 'complete_steps'), (_save, 'begin')):
+    for owner, name in ((_writer, 'complete_steps'), (_save, 'make_room')):
         with failing(owner, name, first):
             text = error_of(checkpointer.save, 1, state(1))
         said = 'CheckpointError: step 1 could not be saved in '
@@ -140,7 +140,7 @@ def check_a_process_that_cannot_copy_or_write() -> None:
     for who in (0, jax.process_count() - 1):
         here = jax.process_index() == who
         for name in ('async_save', '_write_own', '_finalize'):
-            owner = ocp.StandardCheckpointHandler if name == 'async_save' else _save.Save
+            owner = ocp.StandardCheckpointHandler if name == 'async_save' else _save.SaveThread
             with failing(owner, name, here):
                 if name == 'async_save' and here:
                     text = error_of(checkpointer.save, 1, state(1))
@@ -162,7 +162,7 @@ def check_a_process_that_cannot_copy_or_write() -> None:
             if who == 0:
                 assert checkpointer.latest_step() is None
     # What one process has not waited for, all are told of by the next save.
-    with failing(_save.Save, '_write_own', last()):
+    with failing(_save.SaveThread, '_write_own', last()):
         assert checkpointer.save(2, state(2))
         text = error_of(checkpointer.save, 3, state(3))
         assert ('OSError: [Errno 5]' if last() else 'process') in text, text
@@ -177,9 +177,9 @@ def check_a_restore_that_fails_on_one() -> None:
     one = jax.process_count() - 1
     for owner, name in (
         (_checkpointer, 'complete_steps'),
-        (_saved.Saved, 'damage'),
-        (_saved.Saved, 'description'),
-        (_saved.Saved, 'arrays'),
+        (_saved_step.SavedStep, 'damage'),
+        (_saved_step.SavedStep, 'description'),
+        (_saved_step.SavedStep, 'arrays'),
     ):
         reader = Checkpointer(where, timeout=100)
         with failing(owner, name, last()):
@@ -289,7 +289,7 @@ def check_a_step_of_another_writer_is_not_taken_for_the_one_that_failed() -> Non
     old.wait()
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        with failing(_save.Save, '_finalize', jax.process_index() == 0):
+        with failing(_save.SaveThread, '_finalize', jax.process_index() == 0):
             assert new.save(1, state(2))
             text = error_of(new.wait)
     said = 'Input/output error' if jax.process_index() == 0 else 'process 0 has not completed it'

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax.checkpoint import Checkpointer, LeafDescription
-from scalax.checkpoint._compare import require_fit
+from scalax.checkpoint._description import require_fit
 from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P

@@ -40,12 +40,12 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(ArgumentError) as caught:
         Checkpointer(tmp_path, **options)
-    assert str(caught.value) == f'Checkpointer: {name} is a positive number, got {value!r}'
+    assert str(caught.value) == f'Checkpointer: {name} has to be a positive number, got {value!r}'
 
 
 @pytest.mark.parametrize('directory', ['', 3, None, b'run'], ids=repr)
 def test_what_is_no_directory(directory: Any) -> None:
-    assert message(Checkpointer, directory) == f'Checkpointer: directory is a path, got {directory!r}'
+    assert message(Checkpointer, directory) == f'Checkpointer: directory has to be a path, got {directory!r}'
 
 
 @pytest.mark.parametrize('data', [3, [1], 'position'], ids=repr)
@@ -70,7 +70,7 @@ def test_like_is_a_function_without_arguments(saved: Path) -> None:
 @pytest.mark.parametrize('step', [7.0, 6.5, -1, True, '7', np.float32(7), None], ids=repr)
 def test_what_is_no_step(saved: Path, step: Any) -> None:
     with Checkpointer(saved) as checkpointer:
-        wanted = f'step is a whole number, at least 0, got {step!r}'
+        wanted = f'step has to be a whole number, at least 0, got {step!r}'
         assert message(checkpointer.save, step, STATE) == wanted
         if step is not None:  # the latest, for those who read
             assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == wanted
@@ -162,23 +162,23 @@ def test_goals_of_safetensors(tmp_path: Path, goal: Any, kind: Any) -> None:
     goals = {'w': goal, 'b': 'b'}
     mapping = goals if kind is dict else goals.get
     assert message(load_safetensors, HELPER, file, P(), mapping) == (
-        'mapping: this is where tensors are to go, and is no path:\n'
+        'mapping: these destinations of tensors are not paths:\n'
         f'  w: {goal!r}\n'
         "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
         'leave the tensor out.'
     )
     assert message(load_safetensors, HELPER, file, P(), [('w', 'w', 0), ('b', 'b')]).startswith(
-        "mapping: this is where tensors are to go, and is no path:\n  w: ('w', 0)\n"
+        "mapping: these destinations of tensors are not paths:\n  w: ('w', 0)\n"
     )
 
 
 @pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
 def test_what_are_no_files_of_safetensors(files: Any) -> None:
     assert message(load_safetensors, HELPER, files, P()) == (
-        f'load_safetensors: files is a path, or a list of paths, got {files!r}'
+        f'load_safetensors: files has to be a path or a list of paths, got {files!r}'
     )
     assert message(load_safetensors, HELPER, ['a', files], P()) == (
-        f'load_safetensors: files is a list of paths, and {files!r} in it is none'
+        f'load_safetensors: files has to be a list of paths, and {files!r} in it is not a path'
     )
     with pytest.raises(CheckpointError, match='the list of files is empty'):
         load_safetensors(HELPER, [], P())

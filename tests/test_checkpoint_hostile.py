@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from scalax.checkpoint import Checkpointer, _data_state, _json_file
+from scalax.checkpoint import Checkpointer, _files, _saved_step
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -152,7 +152,7 @@ def test_the_state_of_an_iterator(two: Path, helper: MeshShardingHelper, text: s
 )
 def test_nothing_outside_of_the_folder_is_looked_at(two: Path, helper: MeshShardingHelper, name: str) -> None:
     write(two, 'scalax/files.json', json.dumps({name: [1, 2]}))
-    assert_passed_over(two, helper, f'scalax/files.json cannot be read: {name[:80]!r} is no file of this')
+    assert_passed_over(two, helper, f'scalax/files.json cannot be read: {name[:80]!r} is not a file of this')
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_sizes_are_limited_before_anything_is_read(
     assert_passed_over(
         two, helper, 'what Orbax says of its arrays cannot be read: _METADATA has 1099511627776'
     )
-    monkeypatch.setattr(_json_file, '_MOST', 100)
+    monkeypatch.setattr(_files, '_MOST', 100)
     with Checkpointer(two / 'other') as checkpointer:
         checkpointer.save(1, state(1))
         with pytest.raises(
             CheckpointError, match=r'ValueError: leaves.json would have .* bytes, and at most 100'
         ):
             checkpointer.wait()
-    monkeypatch.setattr(_data_state, 'MOST_DATA', 100)
+    monkeypatch.setattr(_saved_step, '_MOST_DATA', 100)
     with (
         Checkpointer(two / 'other') as checkpointer,
         pytest.raises(CheckpointError, match='data: its state has 201 bytes, and at most 100 are kept'),

@@ -14,9 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import load_safetensors
-from scalax.checkpoint._safetensors_file import read_boxes
-from scalax.checkpoint._safetensors_header import DTYPES, Tensor
-from scalax.checkpoint._safetensors_header import tensors_of as tensors_of_opened
+from scalax.checkpoint._safetensors_file import DTYPES, Tensor, read_blocks
+from scalax.checkpoint._safetensors_file import tensors_of as tensors_of_opened
 from scalax.errors import CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -103,7 +102,7 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.
     ]:
         calls.clear()
         with file.open('rb') as opened:
-            np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
+            np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
         assert len(calls) == reads
         assert sum(size for _, size in calls) == x[box].nbytes
         assert all(start >= tensor.begin for start, _ in calls)
@@ -118,7 +117,7 @@ def test_parts_within_a_page_are_read_together(tmp_path: Path, monkeypatch: pyte
     preadv = os.preadv
     monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
     with file.open('rb') as opened:
-        np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
+        np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
     assert len(read) == 2 * 2  # no more than 1 MiB at once, whatever the tensor
     assert max(read) <= 2**20
 
@@ -144,7 +143,7 @@ def test_blocks_that_follow_one_another_are_read_at_once(
     ]:
         read.clear()
         with file.open('rb') as opened:
-            blocks = read_boxes(opened.fileno(), tensor, boxes)
+            blocks = read_blocks(opened.fileno(), tensor, boxes)
         for box, block in zip(boxes, blocks, strict=True):
             np.testing.assert_array_equal(block, x[box])
         assert (len(read), sum(read)) == (calls, sum(block.nbytes for block in blocks))
@@ -168,7 +167,7 @@ def test_any_blocks(tmp_path: Path, seed: int) -> None:
         if rng.random() < 0.8
     ]
     with file.open('rb') as opened:
-        for box, block in zip(boxes, read_boxes(opened.fileno(), tensor, boxes), strict=True):
+        for box, block in zip(boxes, read_blocks(opened.fileno(), tensor, boxes), strict=True):
             np.testing.assert_array_equal(block, x[box])
 
 
@@ -179,11 +178,11 @@ def test_how_many_blocks_are_read_together(
     read: list[list[int]] = []
 
     def counted(descriptor: int, tensor: Any, boxes: Any) -> Any:
-        blocks = read_boxes(descriptor, tensor, boxes)
+        blocks = read_blocks(descriptor, tensor, boxes)
         read.append([block.nbytes for block in blocks])
         return blocks
 
-    monkeypatch.setattr('scalax.checkpoint._safetensors.read_boxes', counted)
+    monkeypatch.setattr('scalax.checkpoint._safetensors.read_blocks', counted)
     tensors = {'x': bits((8, 64), 'int8'), 'y': bits((8, 192), 'int8')}
     file = write(tmp_path / 'x.safetensors', tensors)
     cut = P(('fsdp', 'tp'))
@@ -210,11 +209,11 @@ def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, 'preadv', short)
     with file.open('rb') as opened:
         box = (slice(1, 8), slice(7, 4000))
-        np.testing.assert_array_equal(*read_boxes(opened.fileno(), tensor, [box]), x[box])
+        np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
         assert sum(read) == x[box].nbytes  # each byte once: what a read has brought is not asked for again
         os.truncate(file, file.stat().st_size - 1500)
         with pytest.raises(CheckpointError, match='became shorter while it was read: x ends early'):
-            read_boxes(opened.fileno(), tensor, [box])
+            read_blocks(opened.fileno(), tensor, [box])
 
 
 def test_a_process_reads_the_rows_of_its_own_devices(

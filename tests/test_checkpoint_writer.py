@@ -8,6 +8,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from scalax.checkpoint import Checkpointer, _save, _writer
+from scalax.checkpoint import Checkpointer, _files, _save, _writer
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -96,7 +97,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert new.latest_step() is None
     begun, released = threading.Event(), threading.Event()
-    write_own = _save.Save._write_own
+    write_own = _save.SaveThread._write_own
 
     def write_late(save: Any, *args: Any) -> None:
         if save._writer is old._writer:
@@ -104,7 +105,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
             assert released.wait(60)
         write_own(save, *args)
 
-    monkeypatch.setattr(_save.Save, '_write_own', write_late)
+    monkeypatch.setattr(_save.SaveThread, '_write_own', write_late)
     assert old.save(3, state(1, 3))
     assert begun.wait(60)
     try:
@@ -154,16 +155,22 @@ def test_another_takes_the_directory_behind_each_look(
     assert run_and_step(helper, tmp_path, 2) == (1, 2)
 
 
-@pytest.mark.parametrize('where', ['_write_metadata', '_run', 'write_json'])
+@pytest.mark.parametrize(
+    ('module', 'where'), [(_save, '_write_metadata'), (_save, '_run_coroutine'), (_files, 'write_json')]
+)
 def test_another_deletes_what_a_save_has_begun(
-    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path,
+    helper: MeshShardingHelper,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    where: str,
 ) -> None:
     """Whatever fails then, the error says who has taken the directory: in `save`, or in `wait`."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert old.save(1, state(1, 1))
     old.wait()
     new.restore(helper, P('fsdp'), state(0, 0))
-    function, left = getattr(_save, where), [True]
+    function, left = getattr(module, where), [True]
 
     def called(*args: Any) -> Any:
         if left:
@@ -172,7 +179,7 @@ def test_another_deletes_what_a_save_has_begun(
             new.wait()
         return function(*args)
 
-    monkeypatch.setattr(_save, where, called)
+    monkeypatch.setattr(module, where, called)
     assert_taken(message(lambda: old.save(2, state(1, 2)) and old.wait()), tmp_path)
     with contextlib.suppress(CheckpointError):
         old.wait()
@@ -220,7 +227,7 @@ def test_steps_make_way_only_when_another_is_complete(
         raise OSError(28, 'No space left on device')
 
     with monkeypatch.context() as patch, pytest.warns(CheckpointWarning):
-        patch.setattr(_save.Save, '_write_own', full)
+        patch.setattr(_save.SaveThread, '_write_own', full)
         assert new.save(3, state(2, 3))
         assert 'OSError: [Errno 28] No space left on device' in message(new.wait)
     assert names(tmp_path) == ['3', 'writer.json']
@@ -391,8 +398,8 @@ def test_what_somebody_wrote_in_place_of_the_writer(
         file = tmp_path / 'writer.json'
         file.write_text(text, encoding='latin-1')
         found = message(checkpointer.save, 2, state(1, 2))
-        assert found.startswith(f'{file} cannot be read, so that nobody knows who writes to this directory: ')
-        assert found.endswith('. Delete the file if no other job does')
+        assert found.startswith(f'{file} cannot be read, so the writer of this directory is not known: ')
+        assert found.endswith('. Delete the file if no other job writes there')
         assert names(tmp_path) == ['1', 'writer.json']
         file.unlink()
         assert checkpointer.save(2, state(1, 2))

@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_the_compiler(job):
     done = run('plan', f'{job}:make_slow', *on, '--mesh', 'fsdp=-1,tp=2')
     assert (done.returncode, done.stdout, done.stderr) == (130, '', 'interrupted\n')
     done = run('search', f'{job}:make_slow', *on, '--axes', 'fsdp,tp', '--json')
-    assert done.stderr == 'error: no mesh was planned: nobody knows whether the step fits\n'
+    assert done.stderr == 'error: no mesh was planned: whether the step fits is not known\n'
     assert done.returncode == 1 and json.loads(done.stdout)['candidates'] == []
 
 
@@ -215,7 +215,7 @@ def test_explain_needs_no_devices(job, capsys):
     ('arguments', 'said'),
     [
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
-        (['--full', '-1'], "'-1' is no number from 0 on"),
+        (['--full', '-1'], "'-1' is not a number of at least 0"),
     ],
 )
 def test_usage_of_search(job, capsys, arguments, said):
@@ -231,7 +231,7 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job):
     assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
     assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2, 0 of them planned'
     assert (done.returncode, done.stderr) == (
-        *(1, 'error: no mesh was planned: nobody knows whether the step fits\n'),
+        *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
     )
 
 
@@ -251,7 +251,7 @@ def test_explain_takes_no_slices_without_a_topology(job, capsys, wrong):
 WRONG = {
     'make_stap': "'FILE' has no function 'make_stap' (did you mean 'make_step' or 'make_state'?)",
     'make_nothing': "'FILE:make_nothing' has to return a tree and the rules for it; it returned NoneType",
-    '3x': "'FILE:3x' names no function: write FILE.py:function",
+    '3x': "'FILE:3x' does not name a function: write FILE.py:function",
 }
 
 
@@ -264,7 +264,7 @@ def test_a_function_that_is_none(job, capsys, name):
 
 def test_a_file_that_is_none(capsys, tmp_path):
     assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
-    assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is no Python file\n"
+    assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is not a Python file\n"
 
 
 def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
@@ -294,13 +294,13 @@ def test_arguments_that_are_none(job):
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
         (['--mesh', 'fsdp=99999999999'], '99999999999 is more than 16,777,216'),
         (['--mesh', f'fsdp={"9" * 5000}'], f'{"9" * 20} is more than 16,777,216'),
-        (['--mesh', 'a=65536,b=65536'], "'a=65536,b=65536' is of more than 16,777,216 devices"),
+        (['--mesh', 'a=65536,b=65536'], "'a=65536,b=65536' has more than 16,777,216 devices"),
         (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
-        (['--mesh', 'a=2', '--slices', '0'], "'0' is no positive number"),
+        (['--mesh', 'a=2', '--slices', '0'], "'0' is not a positive number"),
         (
             ['--mesh', 'a=2', '--html', 'no/such/p.html'],
-            "'no/such/p.html' is no file in a folder that there is",
+            "'no/such/p.html' cannot be written: it is a folder, or its parent directory does not exist",
         ),
         ([], 'the following arguments are required: --mesh'),
     ],
@@ -323,7 +323,7 @@ def test_usage(job, capsys, arguments, said):
         (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
         (
             ['--mesh', 'fsdp=-1'],
-            'without --topology nothing says how many devices there are: give every axis of --mesh a size',
+            'without --topology the number of devices is not known: give every axis of --mesh a size',
         ),
     ],
 )
@@ -337,7 +337,7 @@ def test_slices_that_lie_along_no_axis(job, command):
     name, *options = command
     done = run(name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', 2)
     assert (done.returncode, done.stderr) == (
-        *(2, 'error: --slices 2 needs --dcn, which says along which mesh axes slices lie\n'),
+        *(2, 'error: --slices 2 needs --dcn, which says along which mesh axes slices are\n'),
     )
 
 

@@ -363,7 +363,7 @@ def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
     memory = Memory(2**20, outputs=0, temporaries=2**22, estimated=False, peak=2**22)
     spread = dataclasses.replace(plan, platform='tpu', memory=memory)
     assert '  temporaries     4.0 MiB, not all at a time' in spread.to_text(100).splitlines()
-    for peak, said in {2**31 - 1: '; of so little a guide only', 2**31: ''}.items():
+    for peak, said in {2**31 - 1: '; only a guide for so little', 2**31: ''}.items():
         known = f'(quick, as laid out before code is made{said})'
         memory = dataclasses.replace(memory, peak=peak)
         assert known in str(dataclasses.replace(full, quick=True, memory=memory))

@@ -9,7 +9,7 @@ import jax
 import pytest
 from plain_values import change
 
-from scalax._plan.lowered_shardings import written_spec
+from scalax._plan.compilation import written_spec
 from scalax.errors import ArgumentError, DataError
 from scalax.plan import Memory, Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper

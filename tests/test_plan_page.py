@@ -10,7 +10,7 @@ import jax
 import pytest
 from selenium.webdriver.common.by import By
 
-from scalax._plan.torus_pictures import chips_of
+from scalax._plan.figures import axes_on_torus
 from scalax.errors import MissingDependencyError
 from scalax.plan import HARDWARE, Buffer, Place, Source
 from scalax.sharding import MeshShardingHelper
@@ -121,21 +121,25 @@ def test_without_numbers_of_the_hardware():
     ) in str(made).splitlines()
 
 
+def on_torus(of):
+    return axes_on_torus(of.mesh, of.places)
+
+
 def test_where_mesh_axes_lie():
-    fsdp, tp = chips_of(plan())
+    fsdp, tp = on_torus(plan())
     assert (fsdp.axis, fsdp.size, fsdp.slices, fsdp.across) == ('fsdp', 4, 1, False)
     assert [layer.tolist() for layer in fsdp.layers] == [[[0, 0], [1, 1], [2, 2], [3, 3]]]
     assert [layer.tolist() for layer in tp.layers] == [[[0, 1]] * 4]
     # Two devices on each of two chips, one above the other, in two slices.
     places = tuple(Place(i // 4, (5, 0, i // 2 % 2), i % 2) for i in range(8))
-    across, tp = chips_of(dataclasses.replace(plan(), mesh={'data': 2, 'tp': 4, 'one': 1}, places=places))
+    across, tp = on_torus(dataclasses.replace(plan(), mesh={'data': 2, 'tp': 4, 'one': 1}, places=places))
     assert (across.across, tp.across, tp.slices) == (True, False, 2)
     assert [layer.tolist() for layer in tp.layers] == [[[0, 1]], [[2, 3]]]
     # A mesh need not fill its slice.
     some = dataclasses.replace(
         plan(), mesh={'x': 3}, places=tuple(Place(0, at) for at in [(0, 0), (1, 0), (1, 1)])
     )
-    assert [layer.tolist() for layer in chips_of(some)[0].layers] == [[[0, 1], [-1, 2]]]
+    assert [layer.tolist() for layer in on_torus(some)[0].layers] == [[[0, 1], [-1, 2]]]
 
 
 def test_large_slices_are_short_to_write():

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from scalax._plan.collectives import collectives
-from scalax._plan.device_coords import Place
+from scalax._plan.flops import Counted
 from scalax._plan.hlo import Array, parse
-from scalax._plan.hlo_loops import Counted, visits
-from scalax._plan.mesh_axes import axes_of_groups
-from scalax._plan.replica_groups import replica_groups, source_target_pairs, written_groups
+from scalax._plan.hlo_loops import visits
+from scalax._plan.replica_groups import axes_of_groups, replica_groups, source_target_pairs, written_groups
+from scalax._plan.torus import Place
 from scalax.errors import PlanError
 
 COLUMNS = [[0, 2, 4, 6], [1, 3, 5, 7]]  # of a mesh of 4 x 2
@@ -50,9 +50,9 @@ def test_groups(text, groups):
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('{{0,1},{2}}', 'the groups of a collective are of several sizes: {{0,1},{2}}'),
+        ('{{0,1},{2}}', 'the groups of a collective have different sizes: {{0,1},{2}}'),
         *(
-            (text, f'the groups of a collective are written in a way that is not known: {text}')
+            (text, f'the groups of a collective are written in an unknown notation: {text}')
             for text in (
                 *('[2,4]<=8', '[2,4]<=[16]', '[2,2,2]<=[8]', '[2,4]<=[4,2]T(0)', 'V3:[2,4]', '{0,1}'),
                 *("mesh['a'=8] {'b'}", 'mesh[a=8] {a}', "mesh['a'=8] {'a', all}", "mesh['a'=8] {'a':(3)2}"),
@@ -222,7 +222,7 @@ def test_networks(operation, networks):
 
 # (text, the message)
 REFUSED = {
-    'no program': ('{}', "this is no HLO module: it begins with '{}'"),
+    'no program': ('{}', "this is not an HLO module: it begins with '{}'"),
     'no entry': (HEAD, 'the HLO module has no entry computation'),
     'a torn one': (
         program('ROOT %r = f32[8]{0} copy(%p)').removesuffix('}\n'),
@@ -230,7 +230,7 @@ REFUSED = {
     ),
     'a later program': (
         program('ROOT %r = f32[8]{0} all-reduce-start(%p), replica_groups={}, to_apply=%add'),
-        "the program holds 'all-reduce-start': it is not that which the partitioner left, but a later one, "
+        "the program holds 'all-reduce-start': it is not the one that the partitioner left, but a later one, "
         'in which collectives are rewritten',
     ),
     'no groups': (
@@ -251,15 +251,15 @@ REFUSED = {
     ),
     'a new kind': (
         program('ROOT %r = f32[8]{0} all-scatter(%p), replica_groups=[4,2]<=[8]'),
-        "the program holds 'all-scatter': devices send one another something in a way that is not known",
+        "the program holds 'all-scatter': devices send something to one another in an unknown way",
     ),
     'from one to another': (
         program('ROOT %r = token[] send(%p, %p), channel_id=1'),
-        "the program holds 'send': devices send one another something in a way that is not known",
+        "the program holds 'send': devices send something to one another in an unknown way",
     ),
     'a new notation': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=rings(2), to_apply=%add'),
-        'the groups of a collective are written in a way that is not known: rings(2),',
+        'the groups of a collective are written in an unknown notation: rings(2),',
     ),
 }
 

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._plan.collective_cost import seconds_of
 from scalax._plan.collectives import collectives
-from scalax._plan.device_coords import Place, places_on_torus
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
-from scalax._plan.torus import route_of, torus_of
+from scalax._plan.roofline import collective_seconds
+from scalax._plan.torus import Place, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -38,7 +37,7 @@ def seconds(kind, whole, hardware, shape, axes):
     grid = np.arange(len(places)).reshape(shape)
     group = grid[tuple(slice(None) if name in axes else 0 for name in mesh)].reshape(-1)
     route = route_of([places[i] for i in group], torus_of(places, hardware), axes)
-    return seconds_of(kind, whole, route, hardware, 1).ici
+    return collective_seconds(kind, whole, route, hardware, 1).ici
 
 
 # --- "Sharded Matrices and How to Multiply Them" (sharding.md) -------------------------------------
@@ -189,7 +188,7 @@ def test_scaling_across_pods():
     slices, chips, width, hidden = 1000, 64, 8192, 30_000
     places = [Place(index, (0, 0, 0)) for index in range(slices)]
     route = route_of(places, torus_of(places, V5P), 'data')
-    moved = 2 * seconds_of('all-reduce', BF16 * width * hidden / chips, route, V5P, 1).dcn
+    moved = 2 * collective_seconds('all-reduce', BF16 * width * hidden / chips, route, V5P, 1).dcn
     for tokens, compute_bound in [(0.97 * 71_360, False), (1.06 * 71_360, True)]:
         math_ = 8 * tokens * width * hidden / (chips * V5P.flops_per_second)
         assert (math_ > moved) == compute_bound
@@ -230,7 +229,7 @@ def test_gathering_in_a_node_of_gpus():
     """gpus.md, Quiz 2, Question 3 [AllGather cost]: bf16[4096, 65536], 8 GPUs of 450 GB/s: 1.04 ms."""
     node = Hardware('a node of 8', torus_axes=0, ici_bytes_per_second=450e9)
     route = route_of([Place(0)] * 8, torus_of([Place(0)] * 8, node), 'X')
-    found = seconds_of('all-gather', 4096 * 65536 * BF16, route, node, 1)
+    found = collective_seconds('all-gather', 4096 * 65536 * BF16, route, node, 1)
     assert found.ici == pytest.approx(1.04e-3, rel=0.01)
 
 
@@ -392,8 +391,8 @@ def test_what_a_roofline_needs():
     with pytest.raises(PlanError) as error:
         plan.roofline('v5p')
     assert str(error.value) == (
-        "'cpu' devices do not lie in a torus, as chips of 'v5p' do: say along which of its axes each mesh "
-        "axis is to lie: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
+        "'cpu' devices are not in a torus, as chips of 'v5p' are: say along which of its axes each mesh "
+        "axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
     )
     with pytest.raises(PlanError) as error:
         plan.roofline(Hardware('mine', flops_per_second=1e14))

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from scalax._plan.collective_cost import seconds_of
-from scalax._plan.device_coords import Place, places_of, places_on_torus
-from scalax._plan.torus import Route, Torus, route_of, torus_of
+from scalax._plan.roofline import collective_seconds
+from scalax._plan.torus import Place, Route, Torus, places_of, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware, Line
 
@@ -113,7 +112,7 @@ def test_a_hardware_whose_rings_are_not_known():
 def test_a_torus_of_more_axes():
     with pytest.raises(PlanError) as error:
         torus_of(places_of(chips(4, 4, 4)), V5E)
-    assert str(error.value) == "the devices lie along 3 axes of a torus (4x4x4), but that of 'v5e' has 2"
+    assert str(error.value) == "the devices are along 3 axes of a torus (4x4x4), but that of 'v5e' has 2"
 
 
 # --- Routes ---------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def test_unlike_chips():
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 2, (True, False)), 'tp')
     assert str(error.value) == (
-        'of some chips one device lies along tp, of others 2: what they send one another cannot be timed'
+        'some chips have one device along tp, others 2: the time of their collectives is not known'
     )
 
 
@@ -225,7 +224,7 @@ def test_unlike_slices():
     group = [Place(0, (0, 0)), Place(0, (1, 0)), Place(1, (0, 0))]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 1, (True, False)), 'tp')
-    assert str(error.value) == 'the devices along tp lie otherwise in one slice than in another'
+    assert str(error.value) == 'the devices along tp are placed differently in one slice than in another'
 
 
 # --- Devices that are not there -------------------------------------------------------------------
@@ -248,7 +247,7 @@ def test_places_on_a_torus():
         *(
             (
                 wrong,
-                'torus= says how long the axes of the torus are along which each mesh axis lies, such as '
+                'torus= gives the lengths of the axes of the torus that each mesh axis runs along, such as '
                 f"{{'fsdp': (4, 4), 'tp': 4}}, got {wrong!r}",
             )
             for wrong in (4, {'tp': 'x'}, {'tp': 2.0}, {'tp': [2.0, 2]})
@@ -270,7 +269,7 @@ W = 4.5e10  # v5e, one way
 
 def seconds(kind, *lines, chips=None, whole=V, crowd=1, hardware=V5E):
     size = chips or math.prod(item.length for item in lines)
-    return seconds_of(kind, whole, Route(1, size, size, lines, crowd), hardware, 1).ici
+    return collective_seconds(kind, whole, Route(1, size, size, lines, crowd), hardware, 1).ici
 
 
 TIMES = {
@@ -319,33 +318,33 @@ def test_the_least_time(kind, lines, hops):
 
 def test_times_inside_a_chip():
     v4 = HARDWARE['v4']
-    times = seconds_of('all-reduce', V, Route(1, 2, 1, ()), v4, 2)
+    times = collective_seconds('all-reduce', V, Route(1, 2, 1, ()), v4, 2)
     assert times == (0, 0, 2 * V / 1.2e12)
 
 
 def test_times_between_slices():
     share = 2.5e10 / 8  # of one chip of v5e
     alone = Route(4, 1, 1, ())
-    assert seconds_of('all-reduce', V, alone, V5E, 1).dcn == pytest.approx(2 * V * 3 / 4 / share)
-    assert seconds_of('all-gather', V, alone, V5E, 1).dcn == pytest.approx(V * 3 / 4 / share)
-    assert seconds_of('all-to-all', V, alone, V5E, 1).dcn == pytest.approx(V / 4 * 3 / 4 / share)
-    assert seconds_of('collective-permute', V, alone, V5E, 1).dcn == pytest.approx(V / 4 / share)
+    assert collective_seconds('all-reduce', V, alone, V5E, 1).dcn == pytest.approx(2 * V * 3 / 4 / share)
+    assert collective_seconds('all-gather', V, alone, V5E, 1).dcn == pytest.approx(V * 3 / 4 / share)
+    assert collective_seconds('all-to-all', V, alone, V5E, 1).dcn == pytest.approx(V / 4 * 3 / 4 / share)
+    assert collective_seconds('collective-permute', V, alone, V5E, 1).dcn == pytest.approx(V / 4 / share)
     # Four chips of each slice share what comes from outside, and exchange it among themselves.
-    together = seconds_of('all-gather', V, Route(4, 4, 4, (line(0, 4),)), V5E, 1)
+    together = collective_seconds('all-gather', V, Route(4, 4, 4, (line(0, 4),)), V5E, 1)
     assert together.dcn == pytest.approx(V * 3 / 4 / (4 * share))
     assert together.ici == pytest.approx(3 * (V / 4) / W)
     # With two devices a chip, each has half of the chip's share.
-    assert seconds_of('all-gather', V, alone, V5E, 2).dcn == pytest.approx(2 * V * 3 / 4 / share)
+    assert collective_seconds('all-gather', V, alone, V5E, 2).dcn == pytest.approx(2 * V * 3 / 4 / share)
 
 
 def test_times_through_a_switch():
     switch = Hardware('switch', torus_axes=0, ici_bytes_per_second=4e11)
     route = Route(1, 8, 8, ())
-    assert seconds_of('all-gather', V, route, switch, 1).ici == pytest.approx(V * 7 / 8 / 4e11)
-    assert seconds_of('all-reduce', V, route, switch, 1).ici == pytest.approx(2 * V * 7 / 8 / 4e11)
-    assert seconds_of('all-to-all', V, route, switch, 1).ici == pytest.approx(V / 8 * 7 / 8 / 4e11)
-    assert seconds_of('collective-permute', V, route, switch, 1).ici == pytest.approx(V / 8 / 4e11)
-    assert seconds_of('all-gather', 8, route, switch, 1).ici == pytest.approx(1e-6)
+    assert collective_seconds('all-gather', V, route, switch, 1).ici == pytest.approx(V * 7 / 8 / 4e11)
+    assert collective_seconds('all-reduce', V, route, switch, 1).ici == pytest.approx(2 * V * 7 / 8 / 4e11)
+    assert collective_seconds('all-to-all', V, route, switch, 1).ici == pytest.approx(V / 8 * 7 / 8 / 4e11)
+    assert collective_seconds('collective-permute', V, route, switch, 1).ici == pytest.approx(V / 8 / 4e11)
+    assert collective_seconds('all-gather', 8, route, switch, 1).ici == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize(
@@ -372,5 +371,5 @@ def test_times_through_a_switch():
 )
 def test_times_without_numbers(route, message):
     with pytest.raises(PlanError) as error:
-        seconds_of('all-gather', V, route, Hardware('mine'), 1)
+        collective_seconds('all-gather', V, route, Hardware('mine'), 1)
     assert str(error.value) == message

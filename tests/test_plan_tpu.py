@@ -135,7 +135,7 @@ def test_quick_memory_is_that_of_a_full_plan():
     assert hurried.memory.donated == plan.memory.donated
     assert (hurried.collectives, hurried.flops, hurried.work) == (plan.collectives, plan.flops, plan.work)
     assert hurried.roofline() == plan.roofline()
-    said = 'memory of each device (quick, as laid out before code is made; of so little a guide only): '
+    said = 'memory of each device (quick, as laid out before code is made; only a guide for so little): '
     assert said in str(hurried)
     assert Plan.load(hurried.to_json()) == hurried
 
@@ -294,6 +294,6 @@ def test_what_nothing_places_is_told_so(wrapped):
     with pytest.raises(ArgumentError) as raised:
         v5e().plan(wrapped(product), array(256, 256), quick=True)
     assert str(raised.value) == (
-        "nothing says that 'product' runs on this mesh, whose devices are not here: say where its arguments "
-        'or outputs lie: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
+        "nothing says that 'product' runs on this mesh, whose devices are not here: give its arguments "
+        'or outputs shardings: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
     )

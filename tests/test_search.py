@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import tpu_compiler
 
-from scalax._search import ranking as module
-from scalax._search.factorizations import possible_meshes
-from scalax._search.progress import progress
+from scalax._search import mesh_search as module
+from scalax._search.mesh_search import possible_meshes, progress
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P

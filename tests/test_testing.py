@@ -120,7 +120,7 @@ def test_sharded_like_tells_apart_what_reads_alike():
     with pytest.raises(AssertionError) as error:
         testing.assert_sharded_like(HELPER.shard(X, P('fsdp')), P('fsdp'), turned)
     assert str(error.value) == (
-        'arrays lie otherwise than the rules say:\n  (the leaf itself): float32[16, 8] lies as '
+        'arrays are not sharded as the rules say:\n  (the leaf itself): float32[16, 8] is sharded as '
         "P('fsdp',) on (fsdp=4, tp=2) of devices 0, 1, 2, 3, 4, 5, 6, 7, expected "
         "P('fsdp',) on (fsdp=4, tp=2) of devices 7, 6, 5, 4, 3, 2, 1, 0"
     )
@@ -176,12 +176,13 @@ def test_sharded_like():
     with pytest.raises(AssertionError) as error:
         testing.assert_sharded_like({**tree, 'c': X}, P('fsdp'))
     assert str(error.value) == (
-        'arrays lie otherwise than the rules say:\n'
-        "  b: float32[8] lies as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
+        'arrays are not sharded as the rules say:\n'
+        "  b: float32[8] is sharded as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
         '  c: float32[16, 8] has no sharding, being no array on devices; expected '
         "P('fsdp',) on (fsdp=4, tp=2)\n"
-        "  w: float32[16, 8] lies as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)"
+        "  w: float32[16, 8] is sharded as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) "
+        'on (fsdp=4, tp=2)'
     )
     with pytest.raises(AssertionError) as error:
         testing.assert_sharded_like({'w': X}, P('fsdp'))
-    assert str(error.value) == 'no leaf lies on a mesh:\n  w: float32[16, 8]'
+    assert str(error.value) == 'no leaf is on a mesh:\n  w: float32[16, 8]'

@@ -1,8 +1,8 @@
-"""What do the devices of a program send one another? Its collectives, counted over a whole step.
+"""The collectives of a program, counted over a whole step.
 
-Read from the program as the SPMD partitioner leaves it. Later passes of a compiler rewrite collectives (an
-all-gather becomes an all-reduce, or a loop of permutes), and split or join them; how many bytes have to
-move, and along which mesh axes, is clearest here.
+They are read from the program as the SPMD partitioner leaves it. Later passes rewrite collectives (an
+all-gather becomes an all-reduce, or a loop of permutes), and split or join them; the bytes that have to move,
+and the mesh axes that they move along, are clearest here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from scalax._plan.device_coords import Network, Place, networks_of
+from scalax._plan.flops import Counted
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_loops import Counted, visits
-from scalax._plan.mesh_axes import axes_of_groups, devices_along
+from scalax._plan.hlo_loops import visits
 from scalax._plan.provenance import Source, source_of
-from scalax._plan.replica_groups import Groups, replica_groups, source_target_pairs, written_groups
-from scalax._plan.scattered import keeps_a_part
+from scalax._plan.replica_groups import (
+    Groups,
+    axes_of_groups,
+    devices_along,
+    replica_groups,
+    source_target_pairs,
+    written_groups,
+)
+from scalax._plan.scattered import is_reduce_scatter
+from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
 
 Kind = Literal[
@@ -33,10 +40,10 @@ Kind = Literal[
     'ragged-all-to-all',
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# Results that are one device's part of the array: the whole is as many times as large as the group.
-_PARTS = {'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all'}
-# Attributes of what sends something to other devices.
-_TO_OTHERS = ('replica_groups=', 'source_target_pairs=')
+# The result is one device's part of the array: the whole is larger by the size of the group.
+_PARTIAL_RESULTS = {'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all'}
+# Attributes of instructions that send something to other devices.
+_BETWEEN_DEVICES = ('replica_groups=', 'source_target_pairs=')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +54,19 @@ class Collective:
         kind: ``'all-gather'``, ``'all-reduce'``, ``'reduce-scatter'``, ``'all-to-all'``,
             ``'collective-permute'``, ``'collective-broadcast'`` or ``'ragged-all-to-all'``.
         axes: the mesh axes along which it runs.
-        group: how many devices take part in each group; fewer than there are along `axes` where a group
-            is a part of them.
-        count: how often it is executed in a step.
+        group: the number of devices in each group; fewer than there are along `axes` if a group is a part of
+            them.
+        count: how often it runs in a step.
         counted: how well that is known.
         bytes: the bytes of the whole (gathered) array of one group, in one execution.
-        source: what in the user's program caused it.
-        part: of a group that is a part of its axes, one such group: positions in ``mesh.devices.flat``. Empty
-            for groups of all devices along the axes.
-        scattered: whether it is an all-reduce of which each device keeps but its own part: the partitioner's
-            way to say reduce-scatter, which compilers for accelerators make of it.
-        networks: what carries it: ``'ici'`` between the chips of a slice, ``'dcn'`` between slices,
-            ``'chip'`` between the devices of a chip; several where groups need several. Empty where devices
-            do not lie in slices, as CPUs.
+        source: the place in the user's program that caused it.
+        part: one of the groups, as positions in ``mesh.devices.flat``, if groups are a part of their axes.
+            Empty for groups of all devices along the axes.
+        scattered: whether it is an all-reduce of which each device keeps only its own part: the partitioner
+            writes a reduce-scatter so, and compilers for accelerators turn it into one.
+        networks: the networks that carry it: ``'ici'`` between the chips of a slice, ``'dcn'`` between
+            slices, ``'chip'`` between the devices of a chip; several if groups need several. Empty for
+            devices that are not in a torus, such as CPUs.
     """
 
     kind: Kind
@@ -82,10 +89,10 @@ def collectives(
     Args:
         module: the program after SPMD partitioning.
         mesh: mesh axis name -> size, in the order of the mesh.
-        places: where the devices of the mesh lie, in the order of the mesh.
+        places: the positions of the devices of the mesh, in the order of the mesh.
 
     Raises:
-        PlanError: some collective is written in a way that is not known.
+        PlanError: a collective is written in an unknown form.
     """
     counts: collections.Counter[Collective] = collections.Counter()
     for visit in visits(module):
@@ -93,21 +100,21 @@ def collectives(
             kind = _kind(instruction)
             if kind is None:
                 continue
-            reach = _reach(instruction, kind, module.partitions, mesh, places)
-            if reach.group > 1:
-                whole = instruction.bytes * (reach.group if kind in _PARTS else 1)
+            found = _groups_on_mesh(instruction, kind, module.partitions, mesh, places)
+            if found.group > 1:
+                whole = instruction.bytes * (found.group if kind in _PARTIAL_RESULTS else 1)
                 row = Collective(
                     kind=kind,
-                    axes=reach.axes,
-                    group=reach.group,
+                    axes=found.axes,
+                    group=found.group,
                     count=0,
                     counted=visit.counted,
                     bytes=whole,
                     source=source_of(module, visit.computation, instruction),
-                    part=reach.part,
+                    part=found.part,
                     scattered=kind == 'all-reduce'
-                    and keeps_a_part(visit.computation, instruction, reach.groups),
-                    networks=reach.networks,
+                    and is_reduce_scatter(visit.computation, instruction, found.groups),
+                    networks=found.networks,
                 )
                 counts[row] += visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
@@ -115,14 +122,14 @@ def collectives(
 
 
 def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
-    """The instructions of a computation, without all-gathers that repeat another one.
+    """The instructions of a computation, without repeated all-gathers.
 
-    The partitioner of TPUs writes one for each use of a value, its groups not always in the same notation;
-    common-subexpression elimination, a later pass, leaves the first.
+    The partitioner for TPUs writes one for each use of a value, sometimes with groups in another notation;
+    a later pass, common-subexpression elimination, leaves only the first.
 
     Args:
         computation: the computation.
-        devices: on how many devices the program runs.
+        devices: the number of devices that the program runs on.
     """
     seen = set()
     for instruction in computation.instructions.values():
@@ -143,19 +150,19 @@ def _kind(instruction: Instruction) -> Kind | None:
             return kind
         if opcode == f'{kind}-start':
             raise PlanError(
-                f'the program holds {opcode!r}: it is not that which the partitioner left, but a '
+                f'the program holds {opcode!r}: it is not the one that the partitioner left, but a '
                 'later one, in which collectives are rewritten'
             )
     between_devices = opcode == 'send' and 'is_host_transfer=true' not in attributes
-    if between_devices or any(name in attributes for name in _TO_OTHERS):
+    if between_devices or any(name in attributes for name in _BETWEEN_DEVICES):
         raise PlanError(
-            f'the program holds {opcode!r}: devices send one another something in a way that is not known'
+            f'the program holds {opcode!r}: devices send something to one another in an unknown way'
         )
     return None
 
 
-class _Reach(NamedTuple):
-    """Groups, along which mesh axes they lie, how many devices each has, one that is a part of its axes."""
+class _GroupsOnMesh(NamedTuple):
+    """The groups of a collective, and `Collective.axes`, `group`, `part` and `networks`."""
 
     groups: Groups
     axes: tuple[str, ...]
@@ -164,20 +171,20 @@ class _Reach(NamedTuple):
     networks: tuple[Network, ...]
 
 
-def _reach(
+def _groups_on_mesh(
     instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int], places: Sequence[Place]
-) -> _Reach:
+) -> _GroupsOnMesh:
     if kind == 'collective-permute':
         text = instruction.attribute('source_target_pairs') or ''
         groups = source_target_pairs(text)
-        groups = groups[groups[:, 0] != groups[:, 1]]  # nothing is sent to oneself
+        groups = groups[groups[:, 0] != groups[:, 1]]  # pairs of a device with itself send nothing
         fit = not groups.size or groups.max() < devices
     else:
         text = written_groups(instruction.attributes) or ''
         if not text:
             raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
         groups = replica_groups(text, devices)
-        # Groups of fewer are of replicas of the program, not of devices. A broadcast may leave some out.
+        # Groups that leave devices out are of replicas of the program; but a broadcast may leave some out.
         fit = np.unique(groups).size == groups.size and groups.max() < devices
         fit = fit and (groups.size == devices or kind == 'collective-broadcast')
     if not fit:
@@ -185,7 +192,7 @@ def _reach(
     axes = axes_of_groups(groups, mesh)
     along = devices_along(axes, mesh)
     if kind == 'collective-permute':
-        return _Reach(groups, axes, along, (), networks_of(groups, places))
+        return _GroupsOnMesh(groups, axes, along, (), networks_of(groups, places))
     whole = groups.shape[1] == along
     part = () if whole else tuple(map(int, groups[0]))
-    return _Reach(groups, axes, int(groups.shape[1]), part, networks_of(groups, places))
+    return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks_of(groups, places))

@@ -1,4 +1,4 @@
-"""What does a function compile to? The program after SPMD partitioning, and the memory that it takes."""
+"""Compilation of a lowered function: its program after SPMD partitioning, its memory and its shardings."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._plan.hlo import parse
-from scalax._plan.memory import Buffer, Memory, Tables, assigned_memory, largest_buffers
+from scalax._plan.memory import Buffer, Memory, MemoryTables, assigned_memory, largest_buffers
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
 _PASS = 'spmd-partitioning'
 _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
-# The compiler of TPUs calls the pass otherwise.
-_AFTER = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
-# The partitioner of TPUs itself cuts products that wait for a collective into rounds of a loop.
-_WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-# A device without memory: the program is partitioned and laid out, and refused before code is made of it.
+# The compiler for TPUs has another name for the pass.
+_AFTER_PASS = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
+# Otherwise the partitioner for TPUs cuts products that wait for a collective into rounds of a loop.
+_NO_WINDOWED_EINSUM = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+# A device without memory: the program is partitioned and laid out, and refused before code is made.
 _NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
-# Leaves out what makes code fast to run, and slow to make.
+# Skips optimizations, which take long.
 _NO_EFFORT = {'xla_optimization_level': 'EFFORT_O0'}
-# What may be held while the compiler orders instructions, or computes again instead of keeping: percents of
+# The memory that instructions may hold while the compiler schedules or rematerializes them, in percent of
 # the memory that it believes there is.
 _SHARES = (
     'xla_tpu_scheduler_percent_shared_memory_limit',
@@ -37,7 +38,10 @@ _SHARES = (
 _MIB = 2**20
 _PLENTY = 2**40
 _LARGE = 2**29
-_NO_TABLES = Tables('', '', '')
+_NO_TABLES = MemoryTables('', '', '')
+_SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?>')
+_DIMENSION = re.compile(r'\{([^}]*)\}')
+_CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
 
@@ -47,11 +51,11 @@ class Compiled:
 
     Attributes:
         text: the HLO after SPMD partitioning; empty for one device, where nothing is partitioned.
-        devices: on how many devices it runs: on one, if nothing says where arguments or outputs lie.
+        devices: the number of devices that it runs on: one, if neither arguments nor outputs have shardings.
         memory: see `Memory`.
-        executable: what JAX compiled; None where the compiler refused to, or was asked for no code.
-        refusal: what the compiler says of a program that does not fit into memory.
-        buffers: what takes most of the memory, the largest first; empty where the compiler does not say.
+        executable: what JAX compiled; None if the compiler refused to, or was not asked for code.
+        refusal: the error of the compiler for a program that does not fit into memory.
+        buffers: what takes most of the memory, the largest first; empty if the compiler does not say.
     """
 
     text: str
@@ -64,13 +68,13 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class _Dump:
-    """What a compiler left behind: an executable or a refusal, and its files."""
+    """The outcome of a compilation: an executable or a refusal, and the files that the compiler wrote."""
 
     executable: Any
     refusal: str = ''
     text: str = ''
     optimized: str = ''
-    tables: Tables = _NO_TABLES
+    tables: MemoryTables = _NO_TABLES
 
 
 def compile_lowered(
@@ -81,29 +85,30 @@ def compile_lowered(
     Args:
         lowered: a ``jax.stages.Lowered``.
         platform: the kind of the devices, such as ``'cpu'``.
-        quick: have the compiler of TPUs lay the program out, and make no code of it; others are quick anyway.
-        limit: the bytes that a program can use of a device, where that is known.
+        quick: have the compiler for TPUs only lay the program out, without making code. Other compilers are
+            quick anyway.
+        limit: the bytes that a program can use of a device, if known.
 
     Raises:
-        PlanError: the compiler did not write that program down.
+        PlanError: the compiler did not write the partitioned program.
         jax.errors.JaxRuntimeError: the compiler failed.
     """
     if platform == 'tpu':
-        # Collectives are those of whole products, memory that of the program as it will run.
-        text = _dumped(lowered, {**_NO_EFFORT, **_WHOLE, **_NO_CODE}).text
-        dump = _laid_out(lowered, limit or _PLENTY) if quick else _dumped(lowered, {})
+        # Collectives are read from a program with whole products, memory from the program as it will run.
+        text = _compile(lowered, {**_NO_EFFORT, **_NO_WINDOWED_EINSUM, **_NO_CODE}).text
+        dump = _compile_layout(lowered, limit or _PLENTY) if quick else _compile(lowered, {})
         dump = dataclasses.replace(dump, text=text)
     else:
-        dump = _dumped(lowered, {})
+        dump = _compile(lowered, {})
     if dump.executable is None:
-        return _without_code(dump, quick)
+        return _compiled_without_code(dump, quick)
     devices = _partitions(dump.text or dump.executable.as_text())
     if not dump.text and devices > 1:
-        # A persistent compilation cache has answered. Nothing is changed by this option but the key.
-        dump = _dumped(lowered, {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16})
+        # The program came from a persistent compilation cache. This option changes only its key.
+        dump = _compile(lowered, {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16})
     if not dump.text and devices > 1:
         raise PlanError(
-            'the compiler did not write down the program after partitioning, from which the collectives '
+            'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
     stats = dump.executable.memory_analysis()
@@ -113,25 +118,25 @@ def compile_lowered(
         stats.temp_size_in_bytes,
         stats.alias_size_in_bytes,
         estimated=platform == 'cpu',
-        # That of XLA for CPUs is not one of the hardware that is meant.
+        # That of XLA for CPUs says nothing about other hardware.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
     buffers = _buffers(dump) if platform == 'tpu' else ()
     return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
 
 
-def _laid_out(lowered: Any, limit: int) -> _Dump:
-    """A program as it is laid out in memory, ordered for *limit* bytes, but refused for want of memory.
+def _compile_layout(lowered: Any, limit: int) -> _Dump:
+    """The layout of a program in memory, scheduled for *limit* bytes; the program itself is refused.
 
-    Code takes most of the time of a compiler, and is made when all is laid out. So the compiler is told of a
-    device that has too little memory, of which instructions may hold so many percents that it comes to what
-    the real device has. The nearer that memory is to what the program takes, the more the outcome is that of
-    a real device; half of it is near enough.
+    A compiler spends most of its time on code, which it makes after the layout. So it is told that the device
+    has too little memory, of which instructions may hold enough percent to equal the memory of the real
+    device. The closer the pretended memory is to what the program takes, the closer the layout is to that for
+    the real device; half of it is close enough.
     """
-    first = _dumped(lowered, _small_device(_MIB, limit))
+    first = _compile(lowered, _small_device(_MIB, limit))
     peak = 0 if first.executable else assigned_memory(first.tables).peak
-    # What is not much larger than the vector memory of a chip might be put there, and fit after all.
-    return _dumped(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
+    # A program not much larger than the vector memory of a chip might be put there, and fit after all.
+    return _compile(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
 
 
 def _small_device(size: int, limit: int) -> dict[str, str]:
@@ -142,8 +147,8 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
     }
 
 
-def _without_code(dump: _Dump, quick: bool) -> Compiled:
-    """A program that the compiler refused, once it had laid it out: as it is too large, or to be quick."""
+def _compiled_without_code(dump: _Dump, quick: bool) -> Compiled:
+    """A program that was laid out and refused, because it is too large or the plan is quick."""
     memory = assigned_memory(dump.tables)
     refusal = '' if quick else dump.refusal
     return Compiled(
@@ -152,21 +157,21 @@ def _without_code(dump: _Dump, quick: bool) -> Compiled:
 
 
 def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
-    # Optimized programs hold what no reader knows yet; the rest of a plan is worth more than these rows.
+    # Optimized programs may hold syntax that is unknown here; a plan does without these rows then.
     with contextlib.suppress(PlanError):
         return largest_buffers(dump.tables, parse(dump.optimized))
     return ()
 
 
 def _partitions(text: str) -> int:
-    """How many devices an HLO module is for; its first line says so, if there are several."""
+    """The number of devices of an HLO module, which its first line gives if there are several."""
     found = re.search(r'num_partitions=(\d+)', text.partition('\n')[0])
     return int(found[1]) if found else 1
 
 
-def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
-    """The executable, and the program behind the partitioner; empty where nothing was partitioned."""
-    # A compiler that is left behind, as Ctrl-C does, may still write.
+def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
+    """Compiles, and reads the files that the compiler wrote."""
+    # A compiler that Ctrl-C left behind may still write.
     with tempfile.TemporaryDirectory(prefix='scalax-plan-', ignore_cleanup_errors=True) as name:
         folder = Path(name)
         executable, refusal = None, ''
@@ -174,26 +179,78 @@ def _dumped(lowered: Any, options: dict[str, Any]) -> _Dump:
             executable = _interruptibly(lowered.compile, {'xla_dump_to': name, **_DUMP, **options})
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
-            if 'RESOURCE_EXHAUSTED' not in refusal or not _last(folder, _TABLES[0]):
+            if 'RESOURCE_EXHAUSTED' not in refusal or not _last_file(folder, _TABLES[0]):
                 raise
-        files = sorted(path for path in folder.iterdir() if _AFTER.search(path.name))
+        files = sorted(path for path in folder.iterdir() if _AFTER_PASS.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''
-        tables = Tables(*(_last(folder, table) for table in _TABLES))
+        tables = MemoryTables(*(_last_file(folder, table) for table in _TABLES))
         return _Dump(
-            executable, refusal.partition('\n')[0], text, _last(folder, 'after_optimizations'), tables
+            executable, refusal.partition('\n')[0], text, _last_file(folder, 'after_optimizations'), tables
         )
 
 
 def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Compiles in a thread of its own, as Python hears nothing of Ctrl-C while a compiler runs in its thread.
+    """Compiles in another thread, because Ctrl-C does not interrupt a compiler in the main thread.
 
-    The thread is left behind then. Python waits for it when it ends: a compiler that is ended halfway aborts
-    the process.
+    Ctrl-C leaves the thread behind. Python waits for it at exit: stopping a compiler halfway would abort the
+    process.
     """
     return in_a_thread('scalax-plan', lambda: compile_(compiler_options=options))
 
 
-def _last(folder: Path, what: str) -> str:
-    """The file that ends so, of the last module that was compiled; empty if there is none."""
+def _last_file(folder: Path, what: str) -> str:
+    """The file with this ending, of the last module that was compiled; empty if there is none."""
     files = sorted(folder.glob(f'*{what}.txt'))
     return files[-1].read_text(encoding='utf-8') if files else ''
+
+
+def lowered_shardings(
+    lowered: Any, names: Sequence[str], mesh: Mesh
+) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
+    """The shardings of arguments and results of a program that was lowered and not compiled.
+
+    They are None where the choice is the compiler's.
+
+    Args:
+        lowered: a ``jax.stages.Lowered``.
+        names: the names of the arguments in the traced program, including unused ones.
+        mesh: the mesh of the program.
+    """
+    for operation in lowered.compiler_ir().body.operations:
+        if str(operation.attributes['sym_name']) == '"main"':
+            arguments = [_argument_name(argument) for argument in operation.arguments]
+            known = dict(zip(arguments, _shardings_in(operation.attributes['arg_attrs'], mesh), strict=True))
+            return [known.get(name) for name in names], list(
+                _shardings_in(operation.attributes['res_attrs'], mesh)
+            )
+    return [None] * len(names), []
+
+
+def _argument_name(argument: Any) -> str:
+    """``loc("params['w']")`` -> ``params['w']``."""
+    return str(argument.location)[len('loc("') : -len('")')]
+
+
+def _shardings_in(attributes: Iterable[Any], mesh: Mesh) -> Iterable[NamedSharding | None]:
+    for attribute in attributes:
+        spec = written_spec(str(attribute))
+        yield None if spec is None else NamedSharding(mesh, spec)
+
+
+def written_spec(text: str) -> PartitionSpec | None:
+    """The spec in the attributes of an argument; None if there is none, or the compiler may add to it.
+
+    Example:
+        >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{}, {"data", "model"}]>}')
+        P(None, ('data', 'model'))
+        >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{"data", ?}]>}') is None
+        True
+    """
+    found = _SHARDING.search(text)
+    if found is None:
+        return None
+    dimensions = _DIMENSION.findall(found[1])
+    if not all(_CLOSED_AXES.match(dimension) for dimension in dimensions):
+        return None
+    entries = [tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in dimensions]
+    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))

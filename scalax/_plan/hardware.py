@@ -1,7 +1,7 @@
-"""What can a chip do, and what joins it to others? The numbers of rooflines, each with its source.
+"""Hardware: the numbers of chips and their networks that rooflines need, each with its source.
 
-Nothing is shipped that was not published or measured: a number that nobody has is None, and a roofline that
-needs it says so. For other hardware, or with better numbers, make a `Hardware` of your own.
+Every number was published or measured. An unknown one is None, and a roofline that needs it raises an error.
+For other hardware, or with better numbers, make a `Hardware` of your own.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Hardware:
     """One kind of chip and its networks. A number that is not known is None.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         flops_per_second: the peak of one chip in bfloat16.
         hbm_bytes_per_second: between the memory of one chip and its cores.
-        hbm_bytes: what a program can use of the memory of one device.
+        hbm_bytes: the memory of one device that a program can use.
         ici_bytes_per_second: one way, over one link between neighbouring chips.
-        torus_axes: the dimensions of the torus that chips lie in; 0 where a switch joins all chips of a
-            slice, with `ici_bytes_per_second` into and out of each.
+        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice, with
+            `ici_bytes_per_second` into and out of each.
         ring_multiple: an axis of the torus closes to a ring if its length is a multiple of this; 0: never.
-        ring_needs_all: whether that has to be so on every axis of the slice for any to close.
-        devices_per_chip: into how many devices JAX divides a chip, where devices do not tell.
+        ring_needs_all: whether an axis closes only if all axes of the slice have such lengths.
+        devices_per_chip: the number of devices that JAX makes of a chip, if devices do not say so.
         dcn_bytes_per_second: one way, between one host and others.
-        chips_per_host: how many chips share that.
+        chips_per_host: the number of chips that share that.
         hop_seconds: the least time from one chip to the next, however few the bytes.
         device_kinds: what JAX calls such devices (``device.device_kind``).
-        sources: field -> where its number is from.
+        sources: field -> the source of its number.
 
     Raises:
-        PlanError: a number that cannot be.
+        PlanError: a number is invalid.
 
     Example:
         >>> mine = Hardware('mine', flops_per_second=1e14, hbm_bytes_per_second=1e12)
@@ -91,14 +91,14 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
             raise PlanError(f'the hardware {self.name!r} cannot be: {"; ".join(wrong)}')
 
     def need(self, *names: str, for_: str) -> None:
-        """Makes sure that some numbers are known.
+        """Checks that some numbers are known.
 
         Args:
             *names: fields.
             for_: what needs them, for the message.
 
         Raises:
-            PlanError: some are not; names all of them.
+            PlanError: some are unknown; names all of them.
         """
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
@@ -112,7 +112,7 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
 
 
 def _book(**more: str) -> dict[str, str]:
-    """Where most numbers of a chip of the book are from."""
+    """The sources of most numbers of a chip in the book."""
     return {
         **dict.fromkeys(('flops_per_second', 'hbm_bytes_per_second'), _SPECS),
         'ici_bytes_per_second': f'{_SPECS}, the table of interconnects',
@@ -140,7 +140,7 @@ _V3 = Hardware(
     device_kinds=('TPU v3',),
     sources=_book(ring_multiple=f'{_SPECS}: a pod is 32x32; smaller ones are taken not to close'),
 )
-# What joins the chips of two kinds: cubes of v4 and v5p, squares of v5e and v6e.
+# The networks of two kinds of chips: cubes (v4, v5p) and squares (v5e, v6e).
 _CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': True, 'chips_per_host': 4}
 _SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
 _V4 = Hardware(
@@ -192,7 +192,7 @@ _TPU7X = Hardware(
 
 
 def _with_sources(entry: Hardware) -> Hardware:
-    """Without sources of numbers that it does not have."""
+    """The entry without sources for numbers that it does not have."""
     kept = {name: source for name, source in entry.sources.items() if getattr(entry, name) is not None}
     return dataclasses.replace(entry, sources=kept)
 
@@ -204,10 +204,10 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
-    """The hardware that a caller means: an entry, the name of one, or None for that of the devices.
+    """The hardware for the argument of `Plan.roofline`.
 
     Args:
-        wanted: what the caller gave.
+        wanted: a `Hardware`, the name of one, or None for that of the devices.
         device_kind: what JAX calls the devices of the plan.
 
     Raises:
@@ -237,5 +237,5 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The hardware whose devices JAX calls so; None where nobody has its numbers."""
+    """The hardware with this kind of device; None if its numbers are not known."""
     return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)

@@ -1,7 +1,7 @@
-"""What does a compiled program say? The text of an HLO module as computations and instructions.
+"""Parser of HLO modules: computations and instructions of a compiled program.
 
-Read are only the parts that plans need: who calls whom, shapes, operands, attributes as text, and the lines
-of the user's program. https://openxla.org/xla/operation_semantics says what the operations mean.
+Only the parts that plans need are read: calls, shapes, operands, attributes as text, and the lines of the
+user's program. https://openxla.org/xla/operation_semantics describes the operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
 _SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\]')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
-# A program that no pass has seen is written without the types of computations.
+# A program before any pass is printed without the types of computations.
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
@@ -55,7 +55,7 @@ class Instruction:
         opcode: what it does, such as ``all-gather``.
         arrays: the type of its result; several for a tuple.
         operands: the names of its operands (``name#2`` is an element of a tuple), or the text of a constant.
-        attributes: everything behind the operands.
+        attributes: the text after the operands.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from: ``jit(step)/jvp()/dot_general``."""
+        """Its place in the traced program: ``jit(step)/jvp()/dot_general``."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ''
 
@@ -124,9 +124,9 @@ class Module:
 
     Attributes:
         computations: by name.
-        entry: the name of the one that is run.
-        partitions: on how many devices it runs.
-        stacks: stack frame number -> the frames, innermost first.
+        entry: the name of the one that runs first.
+        partitions: the number of devices that it runs on.
+        frames: stack frame number -> the frame, and the number of its parent.
     """
 
     computations: Mapping[str, Computation]
@@ -145,12 +145,12 @@ def parse(text: str) -> Module:
     """Reads an HLO module.
 
     Raises:
-        PlanError: the text is no HLO module.
+        PlanError: the text is not an HLO module.
     """
     lines = iter(text.splitlines())
     head = next(lines, '')
     if not head.startswith('HloModule '):
-        raise PlanError(f'this is no HLO module: it begins with {head[:60]!r}')
+        raise PlanError(f'this is not an HLO module: it begins with {head[:60]!r}')
     tables: dict[str, list[str]] = {}
     computations: dict[str, Computation] = {}
     entry, table = '', None
@@ -178,7 +178,7 @@ def _computation(name: str, lines: Iterator[str]) -> Computation:
             return Computation(name, instructions, root)
         found = _INSTRUCTION.match(line)
         if not found:
-            raise PlanError(f'this line of an HLO module is no instruction: {line.strip()[:200]!r}')
+            raise PlanError(f'this line of an HLO module is not an instruction: {line.strip()[:200]!r}')
         instruction = _instruction(found[2], _COMMENT.sub('', line[found.end() :]))
         instructions[instruction.name] = instruction
         root = instruction.name if found[1] else root
@@ -202,23 +202,23 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _operand(text: str) -> str:
-    """The name of an operand, which its type may precede."""
+    """The name of an operand, possibly after its type."""
     found = _NAME.search(text.strip())
     return found[1] if found else text.strip()
 
 
 def _end_of_type(text: str) -> int:
-    """Where a type ends: at its closing bracket for a tuple, else at the first blank."""
+    """The end of a type: after its closing bracket for a tuple, else at the first blank."""
     if text.startswith('('):
         return _closing(text, 0) + 1
     return text.index(' ')
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the bracket that closes the one at *start*; quoted text does not count."""
+    """The index of the bracket that closes the one at *start*; quoted text does not count."""
     near = text.find(_CLOSING[text[start]], start)
     if not any(char in text[start + 1 : near] for char in '([{"'):
-        return near  # nearly always, and much faster
+        return near  # the usual case, and much faster
     depth, quoted, place = 0, False, start
     while place < len(text):
         char = text[place]
@@ -235,7 +235,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that lie in no bracket."""
+    """The parts between commas outside of brackets."""
     parts, start, depth = [], 0, 0
     for place, char in enumerate(text):
         depth += (char in _CLOSING) - (char in _CLOSING.values())
@@ -259,7 +259,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
         places[number] = Frame(file, function, fields['line'])
-    # A frame's parent is written one too high, so that 0 can stand for itself.
+    # The number of the parent is written one too high, so that 0 can mean none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
         for number, fields in _records(tables.get('StackFrames', []))

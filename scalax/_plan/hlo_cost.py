@@ -1,11 +1,12 @@
-"""How much does one device compute, and move through its memory? Counted in the program after partitioning.
+"""Work of one device: its flops and the bytes it moves, counted in the program after partitioning.
 
-The flops of a whole step (`_flops`), divided by the devices, are what each would do if nothing were done
-twice. What is not divided, every device does: that shows only here, where shapes are those of one device.
+The flops of a whole step (`flops`), divided by the devices, are the work of each only if nothing is computed
+twice. Work that is not divided is repeated by every device: that shows only here, where shapes are those of
+one device.
 
-Bytes are those of the book's model of a matrix product (https://jax-ml.github.io/scaling-book/roofline,
-"Matrix multiplication"): both operands are read from the memory and the result is written to it. A
-collective reads its operand and writes its result. All else is taken to be fused into these.
+Bytes follow the book's model of a matrix product (https://jax-ml.github.io/scaling-book/roofline, "Matrix
+multiplication"): both operands are read from memory and the result is written to it. A collective reads its
+operand and writes its result. Everything else is assumed to be fused into these.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import re
 from collections.abc import Callable
 
 from scalax._plan.collectives import KINDS, distinct
+from scalax._plan.flops import Counted, fft_flops, window_overlaps
 from scalax._plan.hlo import Array, Computation, Instruction, Module
-from scalax._plan.hlo_loops import Counted, visits
-from scalax._plan.primitive_flops import fft_flops, overlaps
+from scalax._plan.hlo_loops import visits
 
 _DIGITS = re.compile(r'\d+')
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one device does in one call.
+    """The work of one device in one call.
 
     Attributes:
         flops: the floating-point operations of its matrix products, convolutions and FFTs.
-        bytes: the bytes that those and its collectives read from its memory and write to it.
+        bytes: the bytes that these and its collectives read from its memory and write to it.
         counted: how well both are known.
     """
 
@@ -39,7 +40,7 @@ class Work:
 
 
 def work_of(module: Module) -> Work:
-    """What one device does when it runs a program."""
+    """The work of one device when it runs a program."""
     flops = moved = 0
     counted = Counted.EXACTLY
     for visit in visits(module):
@@ -63,12 +64,12 @@ def _operands(computation: Computation, instruction: Instruction) -> list[Array]
     return arrays
 
 
-def _product(instruction: Instruction, operands: list[Array]) -> int:
-    contracted = _numbers(instruction.attribute('lhs_contracting_dims'))
+def _dot(instruction: Instruction, operands: list[Array]) -> int:
+    contracted = _integers(instruction.attribute('lhs_contracting_dims'))
     if not contracted:
         return 0  # an elementwise product
     inner = math.prod(operands[0].dims[i] for i in contracted)
-    return _pairs(math.prod(instruction.arrays[0].dims) * inner, operands)
+    return _multiply_adds(math.prod(instruction.arrays[0].dims) * inner, operands)
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> int:
@@ -87,28 +88,28 @@ def _convolution(instruction: Instruction, operands: list[Array]) -> int:
             for key in ('stride', 'lhs_dilate', 'rhs_dilate')
         )
         low = int(window['pad'].split('x')[place].partition('_')[0]) if 'pad' in window else 0
-        taken *= overlaps(size, width, out, stride, low, hole, gap)
+        taken *= window_overlaps(size, width, out, stride, low, hole, gap)
     outputs = sizes[2][result.index('b')] * sizes[2][result.index('f')]
-    return _pairs(outputs * sizes[1][kernel.index('i')] * taken, operands)
+    return _multiply_adds(outputs * sizes[1][kernel.index('i')] * taken, operands)
 
 
 def _fft(instruction: Instruction, operands: list[Array]) -> int:
-    lengths = _numbers(instruction.attribute('fft_length'))
+    lengths = _integers(instruction.attribute('fft_length'))
     complex_ = operands[0].dtype.startswith('c') and instruction.arrays[0].dtype.startswith('c')
     return fft_flops(operands[0].dims, lengths, complex_)
 
 
-def _numbers(text: str | None) -> list[int]:
+def _integers(text: str | None) -> list[int]:
     return [int(number) for number in _DIGITS.findall(text or '')]
 
 
-def _pairs(count: int, operands: list[Array]) -> int:
+def _multiply_adds(count: int, operands: list[Array]) -> int:
     """The operations of that many multiplications and additions; a complex one takes eight."""
     return count * (8 if all(array.dtype.startswith('c') for array in operands[:2]) else 2)
 
 
 _COUNTS: dict[str, Callable[[Instruction, list[Array]], int]] = {
-    'dot': _product,
+    'dot': _dot,
     'convolution': _convolution,
     'fft': _fft,
 }

@@ -1,35 +1,17 @@
-"""How often does each computation of a program run? Trip counts of loops, multiplied along the calls."""
+"""Executions of each computation of an HLO program: trip counts of loops, multiplied along the calls."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Iterator
 
+from scalax._plan.flops import Counted, loop_rounds
 from scalax._plan.hlo import Computation, Instruction, Module
-
-
-class Counted(enum.Enum):
-    """How well a number of executions is known.
-
-    EXACTLY; AT_LEAST: inside a loop whose length depends on data, counted as one round; AT_MOST: inside
-    one branch of several.
-    """
-
-    EXACTLY = 'exactly'
-    AT_LEAST = 'at least'
-    AT_MOST = 'at most'
-    UNKNOWN = 'about'
-
-    def along(self, other: Counted) -> Counted:
-        """How well a product is known."""
-        known = {self, other} - {Counted.EXACTLY}
-        return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One computation in one place of the call tree."""
+    """One computation at one place of the call tree, and how often it runs there."""
 
     computation: Computation
     count: int
@@ -37,7 +19,7 @@ class Visit:
 
 
 def visits(module: Module) -> Iterator[Visit]:
-    """Every computation that is run, where and as often as it is; one called twice comes twice."""
+    """Every computation that runs, with its number of executions; one that is called twice comes twice."""
     todo = [Visit(module.computations[module.entry], 1, Counted.EXACTLY)]
     while todo:
         visit = todo.pop()
@@ -53,13 +35,13 @@ def visits(module: Module) -> Iterator[Visit]:
 def _calls(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[str, int, Counted]]:
-    """What an instruction runs besides itself: (computation, how often, how well that is known)."""
+    """The computations that an instruction calls: (name, how often, how well that is known)."""
     if instruction.opcode == 'while':
         trips = trip_count(module, computation, instruction)
         known = Counted.AT_LEAST if trips is None else Counted.EXACTLY
         rounds = 1 if trips is None else trips
         yield from ((name, rounds, known) for name in instruction.called('body'))
-        # The condition is asked once more than the body is run.
+        # The condition runs once more than the body.
         yield from ((name, rounds + 1, known) for name in instruction.called('condition'))
     elif instruction.opcode == 'conditional':
         for attribute in ('branch_computations', 'true_computation', 'false_computation'):
@@ -72,9 +54,9 @@ def _calls(
 
 
 def trip_count(module: Module, outside: Computation, loop: Instruction) -> int | None:
-    """How many rounds a loop makes: ``for (i = start; i < stop; i += step)``; None if that is not known.
+    """The rounds of a loop ``for (i = start; i < stop; i += step)``; None if they are not known.
 
-    XLA writes it down (``known_trip_count``) late, and not on every platform.
+    XLA writes them down (``known_trip_count``) late, and not on every platform.
     """
     if 'known_trip_count' in loop.attributes:
         text = loop.attributes.partition('known_trip_count')[2]
@@ -87,31 +69,28 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> int |
     if test.opcode != 'compare' or test.attribute('direction') != 'LT':
         return None
     index, bound = (_element(condition, operand) for operand in test.operands)
-    if not isinstance(index, _Carried):
+    if not isinstance(index, _StateElement):
         return None
     start, stop = _initial(outside, loop, index), None
     if isinstance(bound, int):
         stop = bound
-    elif isinstance(bound, _Carried) and _returned(body, bound) == bound:
+    elif isinstance(bound, _StateElement) and _returned(body, bound) == bound:
         stop = _initial(outside, loop, bound)
-    step = _step(body, index)
-    if start is None or stop is None or step is None or step <= 0:
-        return None
-    return max(0, -(-(stop - start) // step))
+    return loop_rounds(start, stop, _increment(body, index))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Carried:
-    """An element of what a loop carries."""
+class _StateElement:
+    """An element of the state of a loop."""
 
     index: int
 
 
-_SAME = ('copy', 'convert', 'bitcast', 'reshape')
+_FORWARDING = ('copy', 'convert', 'bitcast', 'reshape')
 
 
-def _element(computation: Computation, operand: str) -> int | _Carried | None:
-    """What an operand is: a constant, an element of the computation's tuple, or neither."""
+def _element(computation: Computation, operand: str) -> int | _StateElement | None:
+    """An operand as a constant, or an element of the computation's tuple; None for neither."""
     name, _, element = operand.partition('#')
     instruction = computation.instructions.get(name)
     if instruction is None:
@@ -119,44 +98,44 @@ def _element(computation: Computation, operand: str) -> int | _Carried | None:
     if instruction.opcode == 'constant':
         return _integer(instruction.operands[0])
     if instruction.opcode == 'parameter':
-        return _Carried(int(element or 0))
+        return _StateElement(int(element or 0))
     if instruction.opcode == 'get-tuple-element':
         inner = computation.instructions.get(instruction.operands[0])
         if inner is not None and inner.opcode == 'parameter':
-            return _Carried(int(instruction.attribute('index') or 0))
+            return _StateElement(int(instruction.attribute('index') or 0))
         return _element(computation, f'{instruction.operands[0]}#{instruction.attribute("index")}')
     if instruction.opcode == 'tuple' and element:
         return _element(computation, instruction.operands[int(element)])
-    if instruction.opcode in _SAME and not element:
+    if instruction.opcode in _FORWARDING and not element:
         return _element(computation, instruction.operands[0])
     return None
 
 
-def _initial(outside: Computation, loop: Instruction, carried: _Carried) -> int | None:
-    """The value with which a loop starts."""
+def _initial(outside: Computation, loop: Instruction, element: _StateElement) -> int | None:
+    """The value of an element when the loop starts."""
     tuple_ = len(loop.arrays) > 1
-    operand = f'{loop.operands[0]}#{carried.index}' if tuple_ else loop.operands[0]
+    operand = f'{loop.operands[0]}#{element.index}' if tuple_ else loop.operands[0]
     found = _element(outside, operand)
     return found if isinstance(found, int) else None
 
 
-def _returned(body: Computation, carried: _Carried) -> int | _Carried | None:
+def _returned(body: Computation, element: _StateElement) -> int | _StateElement | None:
     root = body.instructions[body.root]
-    return _element(body, root.operands[carried.index] if root.opcode == 'tuple' else root.name)
+    return _element(body, root.operands[element.index] if root.opcode == 'tuple' else root.name)
 
 
-def _step(body: Computation, carried: _Carried) -> int | None:
-    """What one round adds to an element."""
+def _increment(body: Computation, element: _StateElement) -> int | None:
+    """The constant that a round adds to an element; None if it does not."""
     root = body.instructions[body.root]
-    name = root.operands[carried.index] if root.opcode == 'tuple' else root.name
+    name = root.operands[element.index] if root.opcode == 'tuple' else root.name
     instruction = body.instructions.get(name)
-    while instruction is not None and instruction.opcode in _SAME:
+    while instruction is not None and instruction.opcode in _FORWARDING:
         instruction = body.instructions.get(instruction.operands[0])
     if instruction is None or instruction.opcode != 'add':
         return None
     parts = [_element(body, operand) for operand in instruction.operands]
     steps = [part for part in parts if isinstance(part, int)]
-    return steps[0] if carried in parts and len(steps) == 1 else None
+    return steps[0] if element in parts and len(steps) == 1 else None
 
 
 def _integer(text: str) -> int | None:

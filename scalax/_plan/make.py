@@ -1,4 +1,4 @@
-"""How does a function become a plan? Compiled for the mesh of a helper, and read; nothing is run."""
+"""Making of plans: a function is compiled for the mesh of a helper, and the program read; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._mesh.meshes import require_devices
 from scalax._plan.collectives import collectives
-from scalax._plan.compilation import Compiled, compile_lowered
-from scalax._plan.device_coords import places_of
+from scalax._plan.compilation import Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops
 from scalax._plan.hardware import hardware_of
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
-from scalax._plan.lowered_shardings import lowered_shardings
-from scalax._plan.memory import constants
+from scalax._plan.memory import constant_bytes
 from scalax._plan.plan import Plan
+from scalax._plan.torus import places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, names_of_arguments, sjit
 from scalax._tree.paths import join
@@ -39,19 +38,19 @@ def make_plan(
     *,
     quick: bool = False,
 ) -> Plan:
-    """What `MeshShardingHelper.plan` calls, with the arguments of the function as they are.
+    """Makes a plan, as `MeshShardingHelper.plan` does; options cannot clash with arguments of the function.
 
     Args:
-        helper: whose mesh it is for.
+        helper: the helper of the mesh.
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        quick: as there.
+        quick: as for `MeshShardingHelper.plan`.
 
     Raises:
-        PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+        PlanError: the compiler failed, or the compiled program is written in an unknown form.
         MeshError: the helper was made from an AbstractMesh.
-        ArgumentError: *fun* is no function, or nothing says that it runs on devices that are not here.
+        ArgumentError: *fun* is not a function, or nothing says that it runs on devices that are not here.
     """
     if not callable(fun):
         raise ArgumentError(
@@ -61,7 +60,7 @@ def make_plan(
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
-        # Attributes of a bound method are those of the function: they know nothing of what it is bound to.
+        # Attributes of a bound method are those of the function, which do not know the bound object.
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
@@ -81,29 +80,29 @@ def make_plan(
     try:
         compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
     except jax.errors.JaxRuntimeError as error:
-        # JAX asked the compiler of the devices at hand, which does not know the options of the other.
+        # JAX asked the compiler of the local devices, which does not know the options of the other one.
         if device.platform == 'tpu' and 'No such compile option' in str(error):
             raise ArgumentError(
-                f'nothing says that {name!r} runs on this mesh, whose devices are not here: say where '
-                'its arguments or outputs lie: helper.sjit(fun, in_shardings=...), or '
+                f'nothing says that {name!r} runs on this mesh, whose devices are not here: give '
+                'its arguments or outputs shardings: helper.sjit(fun, in_shardings=...), or '
                 'helper.abstract(tree, rules)'
             ) from error
         raise PlanError(
             f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
             f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
         ) from error
-    # Where nothing is partitioned, the program is that of one device as it is. (``lowered.as_text`` would
-    # write out every constant.)
+    # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
+    # every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     memory = dataclasses.replace(compiled.memory, limit=limit)
     if memory.estimated:
-        # XLA for CPUs keeps them with its code, and counts them nowhere.
-        baked = constants(module)
+        # XLA for CPUs keeps constants with its code, and does not count them.
+        baked = constant_bytes(module)
         memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
-    given, returned = _laid(compiled, lowered, traced, mesh)
+    given, returned = _shardings(compiled, lowered, traced, mesh)
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args)
     if names is None:
@@ -114,7 +113,9 @@ def make_plan(
         devices=compiled.devices,
         platform=device.platform,
         memory=memory,
-        inputs=_renamed(_report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]),
+        inputs=_with_argument_names(
+            _report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]
+        ),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=collectives(module, sizes, places) if compiled.text else (),
         flops=flops.count,
@@ -129,7 +130,7 @@ def make_plan(
 
 
 def reject_own_argument(fun: Any, name: str) -> None:
-    """Refuses an option that is also an argument of the user's function: whose would it be?"""
+    """Raises ArgumentError for an option that is also an argument of the user's function."""
     if any(name == own for own, _ in _parameters(fun)):
         raise ArgumentError(
             f'{name!r} is an option of plan, and an argument of {name_of(fun)!r}: '
@@ -137,8 +138,8 @@ def reject_own_argument(fun: Any, name: str) -> None:
         )
 
 
-def _laid(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """The shardings of arguments and outputs; those that a refused program was asked to have."""
+def _shardings(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """The shardings of arguments and outputs; for a refused program those that were asked for."""
     if compiled.executable is not None:
         positional, by_name = compiled.executable.input_shardings
         inputs: Any = jax.tree.structure(lowered.args_info)
@@ -154,7 +155,7 @@ def _is_jitted(fun: Any) -> bool:
 
 
 def _positions(function: Any, given: int, count: int) -> list[str]:
-    """What the positional arguments of a jitted function are called; static ones are not among *count*."""
+    """The names of the positional arguments of a jitted function; static ones are not among *count*."""
     names = [name for name, kind in _parameters(function) if kind in _POSITIONAL]
     return names[:count] if given == count <= len(names) else [f'args[{i}]' for i in range(count)]
 
@@ -162,7 +163,7 @@ def _positions(function: Any, given: int, count: int) -> list[str]:
 def _parameters(function: Any) -> list[tuple[str, Any]]:
     try:
         return [(name, parameter.kind) for name, parameter in inspect.signature(function).parameters.items()]
-    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+    except (TypeError, ValueError):  # some built-ins have no signature
         return []
 
 
@@ -170,11 +171,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
-    """What lies how, leaf by leaf. Shardings that are none of this mesh are shown as the compiler's own."""
+    """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own."""
     laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
     leaves, treedef = laid_flat
     structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    known = treedef.unflatten([_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)])
+    known = treedef.unflatten(
+        [_sharding_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)]
+    )
     resolution = resolve(known, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
     report = make_report(known, resolution, dict(mesh.shape))
     return dataclasses.replace(
@@ -182,18 +185,18 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     )
 
 
-def _of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
+def _sharding_of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
     """The sharding of a leaf, if it is one of the mesh."""
     if not isinstance(own, NamedSharding):
         return None
     if len(own.spec) <= len(leaf.shape):
         return own
-    # To the compiler a typed key has a dimension more: the numbers that it is made of.
+    # For the compiler a typed key has one more dimension: that of its data.
     return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
 
 
-def _renamed(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
-    """The arguments by name: the first key of each path is a position."""
+def _with_argument_names(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
+    """The report with names of arguments in place of positions, which are the first keys of paths."""
     rows = []
     for row in report.rows:
         position, below, path = row.path.partition('/')

@@ -1,4 +1,4 @@
-"""How much memory does a program take, and what takes most of it? As the compiler writes down."""
+"""Memory of a program, and its largest buffers, as the compiler reports them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Memory:
     Attributes:
         arguments: the arguments.
         outputs: the outputs, without those that take over the buffers of donated arguments.
-        temporaries: all else.
+        temporaries: everything else.
         donated: the bytes of arguments whose buffers outputs take over.
-        estimated: whether it is the count of a compiler for other hardware than the one that is meant: that
-            of XLA for CPUs is a guide, no more.
-        peak: the most that is held at a time, as the compiler counts it; on TPUs with what lies in the
-            vector memory of a chip. `total` where the compiler has no such number.
-        limit: what a program can use of the memory of the device; None where that is not known.
+        estimated: whether the count is only a guide, because it is that of XLA for CPUs, which stand in for
+            other hardware.
+        peak: the most that is held at a time, as the compiler counts it; on TPUs this includes the vector
+            memory of a chip. `total` if the compiler gives no such number.
+        limit: the memory of the device that a program can use; None if unknown.
     """
 
     arguments: int
@@ -51,12 +51,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them together, as if nothing were freed."""
+        """Arguments, outputs and temporaries together, as if nothing were freed."""
         return self.arguments + self.outputs + self.temporaries
 
 
 class Buffer(NamedTuple):
-    """One array that a device holds when it holds most.
+    """One array that a device holds at the peak of its memory.
 
     Attributes:
         bytes: its bytes.
@@ -69,13 +69,13 @@ class Buffer(NamedTuple):
     source: Source
 
 
-class Tables(NamedTuple):
-    """What the compiler writes down about memory, as it stands in its files.
+class MemoryTables(NamedTuple):
+    """The tables that the compiler writes about memory.
 
     Attributes:
-        report: how much is used of each memory (``memory-usage-report``).
-        assignment: which values lie where (``buffer-assignment``).
-        live: what is held when most is held (``live-range``).
+        report: the use of each memory (``memory-usage-report``).
+        assignment: the positions of values (``buffer-assignment``).
+        live: the values that are live at the peak (``live-range``).
     """
 
     report: str
@@ -83,16 +83,16 @@ class Tables(NamedTuple):
     live: str
 
 
-def assigned_memory(tables: Tables) -> Memory:
+def assigned_memory(tables: MemoryTables) -> Memory:
     """The memory of a program that the compiler laid out, but refused.
 
     Raises:
-        PlanError: it is written in a way that is not known.
+        PlanError: the tables are written in an unknown form.
     """
     found = _MAIN.search(tables.report)
     allocations = list(_allocations(tables.assignment))
     if found is None or not allocations:
-        raise PlanError('the compiler wrote down the memory of the program in a way that is not known')
+        raise PlanError('the compiler wrote the memory of the program in an unknown form')
     peak = int(found[1])
     sizes = {'parameter': 0, 'donated': 0, 'output': 0}
     for line, size in allocations:
@@ -114,8 +114,8 @@ def _allocations(assignment: str) -> Iterator[tuple[str, int]]:
             yield line, int(found[1])
 
 
-def constants(module: Module) -> int:
-    """The bytes of arrays that are written into a program."""
+def constant_bytes(module: Module) -> int:
+    """The bytes of array constants in a program."""
     return sum(
         instruction.bytes
         for computation in module.computations.values()
@@ -124,32 +124,32 @@ def constants(module: Module) -> int:
     )
 
 
-def largest_buffers(tables: Tables, module: Module) -> tuple[Buffer, ...]:
-    """What takes most of the main memory when most of it is taken, the largest first.
+def largest_buffers(tables: MemoryTables, module: Module) -> tuple[Buffer, ...]:
+    """The largest arrays in main memory at its peak, the largest first.
 
     Args:
-        tables: what the compiler wrote down.
+        tables: the tables that the compiler wrote.
         module: the program that it laid out.
     """
-    places = _places(tables.assignment)
+    places = _positions(tables.assignment)
     owners = {
         name: (computation, instruction)
         for computation in module.computations.values()
         for name, instruction in computation.instructions.items()
     }
     held: dict[tuple[int, int], Buffer] = {}
-    for name, index, size in _held(tables.live):
+    for name, index, size in _live_values(tables.live):
         place = places.get((name, index))
-        # Values that share a place (a loop's state and what it is made of) are one buffer.
+        # Values that share a position (such as a loop's state and its initial values) are one buffer.
         if place is None or name not in owners or (place in held and held[place].bytes >= size):
             continue
         computation, instruction = owners[name]
-        held[place] = Buffer(size, _array(instruction, index), _source(module, computation, instruction))
+        held[place] = Buffer(size, _array_text(instruction, index), _source(module, computation, instruction))
     buffers = sorted(held.values(), key=lambda buffer: -buffer.bytes)[:_SHOWN]
     return tuple(buffer for buffer in buffers if buffer.bytes * _SMALL >= buffers[0].bytes)
 
 
-def _held(live: str) -> Iterator[tuple[str, str, int]]:
+def _live_values(live: str) -> Iterator[tuple[str, str, int]]:
     """The values at the peak: (instruction, index into its tuple, bytes)."""
     for line in live.splitlines():
         found = _LIVE.match(line)
@@ -157,8 +157,8 @@ def _held(live: str) -> Iterator[tuple[str, str, int]]:
             yield found[1], found[2], int(found[3])
 
 
-def _places(assignment: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """(instruction, index) -> (allocation, offset), of all that lies in the main memory."""
+def _positions(assignment: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """(instruction, index) -> (allocation, offset), of all values in main memory."""
     places: dict[tuple[str, str], tuple[int, int]] = {}
     allocation, main = 0, False
     for line in assignment.splitlines():
@@ -169,7 +169,7 @@ def _places(assignment: str) -> dict[tuple[str, str], tuple[int, int]]:
     return places
 
 
-def _array(instruction: Instruction, index: str) -> str:
+def _array_text(instruction: Instruction, index: str) -> str:
     arrays = instruction.arrays
     place = int(index) if index.isdigit() else 0
     array: Array = arrays[place] if place < len(arrays) else arrays[0]

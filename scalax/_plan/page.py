@@ -1,34 +1,29 @@
-"""How does a plan look as HTML? Bars of memory and seconds, the collectives, and the torus; no script."""
+"""Plans as HTML without scripts: bars of memory and seconds, the collectives, and the torus."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scalax._plan.bars import Bar, memory_bars, time_bars
-from scalax._plan.text import HEADS, MOST_BUFFERS, cells_of, head, verdict
-from scalax._plan.torus_pictures import NOBODY, Chips, chips_of
+from scalax._plan.figures import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
+from scalax._plan.text import HEADS, MOST_BUFFERS, PlanView, cells_of, head, verdict
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes
 from scalax.errors import PlanError
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
-
 MOST_ROWS = 100
 _MOST_LAYERS = 32
 _MOST_SQUARES = 8  # in a row
-_PANEL = 132  # pixels that a layer of chips takes at most
+_PANEL = 132  # pixels: the largest width of a layer of chips
 _TRACK = 'background: rgba(128, 128, 128, 0.22); border-radius: 4px; overflow: hidden; display: flex'
 _HEADING = 'font-size: 15px; font-weight: 650; margin: 26px 0 8px'
 _NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums'
 
 
-def render_fragment(plan: Plan) -> str:
+def render_fragment(plan: PlanView) -> str:
     """A plan as HTML to put into a page; it takes the colours and the fonts of that page."""
     parts = [
         _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
@@ -40,7 +35,7 @@ def render_fragment(plan: Plan) -> str:
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
 
 
-def render_page(plan: Plan, title: str) -> str:
+def render_page(plan: PlanView, title: str) -> str:
     """A plan as a page of HTML that loads nothing and runs no script."""
     return still_page(title, f'<h1 style="font-size: 21px">{escape(title)}</h1>{render_fragment(plan)}')
 
@@ -53,8 +48,8 @@ def _texts(lines: Sequence[str]) -> str:
     return f'<div style="overflow-wrap: anywhere">{paragraphs(lines)}</div>'
 
 
-def _memory(plan: Plan) -> str:
-    whole, bars = memory_bars(plan)
+def _memory(plan: PlanView) -> str:
+    whole, bars = memory_bars(plan.memory)
     parts = ''.join(
         f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
         f'background: {bar.color}"></div>'
@@ -79,8 +74,8 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def _limit(plan: Plan, whole: float) -> str:
-    """A line where the memory ends, if the program is larger."""
+def _limit(plan: PlanView, whole: float) -> str:
+    """A line at the limit of the memory, if the program is larger."""
     limit = plan.memory.limit
     if limit is None or limit >= whole:
         return ''
@@ -90,7 +85,7 @@ def _limit(plan: Plan, whole: float) -> str:
     )
 
 
-def _times(plan: Plan) -> str:
+def _times(plan: PlanView) -> str:
     try:
         roofline = plan.roofline()
     except PlanError as error:
@@ -98,10 +93,9 @@ def _times(plan: Plan) -> str:
     bars = time_bars(roofline)
     longest = max(bar.value for bar in bars) or 1
     rows = ''.join(_time_row(bar, longest) for bar in bars)
-    # The summary of the roofline, without its table, which the bars are.
-    said = str(roofline).splitlines()[:2]
+    summary = str(roofline).splitlines()[:2]  # without its table, which the bars show
     return (
-        f'{_texts(said)}<div style="display: grid; grid-template-columns: max-content 1fr max-content; '
+        f'{_texts(summary)}<div style="display: grid; grid-template-columns: max-content 1fr max-content; '
         f'gap: 5px 12px; align-items: center">{rows}</div>'
     )
 
@@ -115,7 +109,7 @@ def _time_row(bar: Bar, longest: float) -> str:
     )
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: PlanView) -> str:
     if not plan.collectives:
         return _texts(['none'])
     shown = table(HEADS, map(cells_of, plan.collectives[:MOST_ROWS]), right=[2, 3])
@@ -126,22 +120,22 @@ def _collectives(plan: Plan) -> str:
 
 
 def _wide(body: str) -> str:
-    """What may be wider than a narrow screen."""
+    """A part that scrolls on a narrow screen."""
     return f'<div style="overflow-x: auto">{body}</div>'
 
 
-def _torus(plan: Plan) -> str:
-    shown = chips_of(plan)
+def _torus(plan: PlanView) -> str:
+    shown = axes_on_torus(plan.mesh, plan.places)
     if not shown:
         return ''
     slices = shown[0].slices
-    notes = ['Devices as they lie: columns along x, rows along y, a panel for each z.']
+    notes = ['Devices on the torus: columns along x, rows along y, a panel for each z.']
     if slices > 1:
         notes.append(f'This is the first of {slices} slices.')
     return _texts(notes) + ''.join(map(_axis, shown))
 
 
-def _axis(chips: Chips) -> str:
+def _axis(chips: AxisOnTorus) -> str:
     label = f'{chips.axis}={chips.size}: a colour for each place along it'
     if chips.across:
         return _texts([f'{chips.axis}={chips.size}: from slice to slice'])
@@ -162,14 +156,14 @@ def _axis(chips: Chips) -> str:
 
 
 def _layer(layer: np.ndarray, cell: float, colors: Sequence[str]) -> Drawn:
-    """A square for each device; of thousands, neighbours of one colour are one rectangle."""
+    """A square for each device; in wide layers, neighbours of one colour form one rectangle."""
     body = []
     high, wide = layer.shape
     for y, row in enumerate(layer):
         joins = wide > _MOST_SQUARES
         starts = [0, *(np.flatnonzero(np.diff(row)) + 1 if joins else range(1, wide)), wide]
         for start, end in itertools.pairwise(starts):
-            if row[start] != NOBODY:
+            if row[start] != NO_DEVICE:
                 body.append(
                     f'<rect x="{start * cell:.1f}" y="{y * cell:.1f}" width="{(end - start) * cell - 1:.1f}" '
                     f'height="{cell - 1:.1f}" fill="{colors[row[start]]}"/>'

@@ -1,4 +1,4 @@
-"""What does a compiled step hold, move and take? A plan: the answers as one value."""
+"""Plans: what a compiled step holds, moves and takes, as one value; and the difference of two."""
 
 from __future__ import annotations
 
@@ -6,53 +6,57 @@ import collections
 import dataclasses
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scalax._plan import plan_json
 from scalax._plan.collectives import KINDS, Collective
-from scalax._plan.device_coords import NETWORKS, Network, Place, places_on_torus
-from scalax._plan.diff import PlanDiff
+from scalax._plan.flops import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of
 from scalax._plan.hlo_cost import Work
-from scalax._plan.hlo_loops import Counted
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.page import render_fragment, render_page
-from scalax._plan.png import save_png
-from scalax._plan.roofline import Roofline, Seconds, make_roofline
+from scalax._plan.roofline import Roofline, Seconds, communication_of, devices_per_chip
 from scalax._plan.text import render
+from scalax._plan.torus import NETWORKS, Network, Place, places_on_torus
+from scalax._report.pages import visible
+from scalax._report.tables import human_bytes
+from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError, did_you_mean
-from scalax.explain import ShardingReport
+from scalax.explain import ReportDiff, ShardingReport
 
 _NO_WORK = Work()
+_CollectiveKey = tuple[str, tuple[str, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `MeshShardingHelper.plan` returns; ``str()`` of it is a page of text.
+    """What a compiled step holds, moves and takes; ``str()`` of it is a page of text.
+
+    `MeshShardingHelper.plan` makes one.
 
     Attributes:
         name: the name of the function.
         mesh: mesh axis name -> size.
-        devices: on how many devices it runs: on one, if nothing says where arguments or outputs lie.
+        devices: the number of devices that it runs on: one, if neither arguments nor outputs have shardings.
         platform: the hardware that it was compiled for, such as ``'cpu'``.
         memory: bytes on each device.
         inputs: the arguments with their shardings.
         outputs: the outputs with theirs.
-        collectives: what the devices send one another in one call, the largest first.
+        collectives: the collectives of one call, the largest first.
         flops: the floating-point operations of one call, on all devices together, as the function is written:
-            those of its matrix products, convolutions and FFTs; forward, backward, and computed again.
+            those of its matrix products, convolutions and FFTs; forward, backward, and recomputed.
         flops_counted: how well that is known.
-        work: what each device computes and moves, as the compiler has divided it; also what several do alike.
-        model_flops: the operations that the model needs in one call, where the caller has said so.
+        work: what each device computes and moves, as the compiler has partitioned it; work that several
+            devices repeat counts for each.
+        model_flops: the operations that the model needs in one call, if the caller has given them.
         device_kind: what JAX calls the devices.
-        places: where the devices of the mesh lie, in the order of the mesh.
-        quick: whether the compiler laid the program out but made no code of it. Memory is then what it laid
-            out, which is near what it counts in the end, and shardings are those that were asked for.
-        refusal: what the compiler says of a program that does not fit into the memory of a device; empty
+        places: the positions of the devices of the mesh, in the order of the mesh.
+        quick: whether the compiler only laid the program out, without making code. Memory is then that of the
+            layout, which is close to the final one, and shardings are those that were asked for.
+        refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
             for one that it made, and for quick plans.
-        buffers: what takes most of the memory when most is taken, the largest first; of TPUs only.
+        buffers: what takes most of the memory at the peak, the largest first; for TPUs only.
     """
 
     name: str
@@ -75,10 +79,10 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory of each device; None where nobody knows how much there is.
+        """Whether it fits into the memory of each device; None if the size of that memory is not known.
 
-        Compilers for accelerators refuse what does not fit, and so they have the last word; of a quick plan
-        it is the memory that is compared.
+        A compiler for accelerators refuses a program that does not fit, and its word is final. For a quick
+        plan the memory is compared with the limit.
         """
         if self.refusal:
             return False
@@ -88,7 +92,7 @@ class Plan:
 
     @property
     def known_roofline(self) -> Roofline | None:
-        """`roofline` of the devices that the plan is for; None where numbers are missing for it."""
+        """The `roofline` of the devices that the plan is for; None if numbers are missing for it."""
         try:
             return self.roofline() if hardware_of(self.device_kind) else None
         except PlanError:
@@ -96,7 +100,7 @@ class Plan:
 
     @property
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
-        """Along which mesh axes how much is moved: axes -> kind -> bytes of all executions.
+        """The bytes moved along mesh axes: axes -> kind of collective -> bytes of all executions.
 
         Bytes are those of whole arrays, as in `Collective.bytes`.
         """
@@ -107,18 +111,18 @@ class Plan:
 
     @property
     def networks(self) -> dict[tuple[str, ...], tuple[Network, ...]]:
-        """What carries that: axes as in `totals` -> the `Collective.networks` of all that run along them."""
+        """The networks that carry `totals`: axes -> the `Collective.networks` of all that run along them."""
         used: dict[tuple[str, ...], set[Network]] = {}
         for row in self.collectives:
             used.setdefault(row.axes, set()).update(row.networks)
         return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
 
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
-        """How often collectives of a kind are executed in one call.
+        """How often collectives of a kind run in one call.
 
         Args:
             kind: such as ``'all-gather'``.
-            axes: count only those along these mesh axes (or this one).
+            axes: count only those along exactly these mesh axes (or this one).
 
         Raises:
             ArgumentError: an unknown kind, or an axis that the mesh does not have.
@@ -136,11 +140,11 @@ class Plan:
         )
 
     def with_model_flops(self, model_flops: float) -> Plan:
-        """The same plan, knowing how many operations the model needs: what `Roofline.mfu` is measured by.
+        """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.
 
         Args:
             model_flops: operations of one call, such as 6 x parameters x tokens for training a dense decoder
-                (https://jax-ml.github.io/scaling-book/transformers). What is computed again does not count.
+                (https://jax-ml.github.io/scaling-book/transformers). Recomputation does not count.
 
         Raises:
             PlanError: it is not positive.
@@ -155,17 +159,17 @@ class Plan:
         *,
         torus: Mapping[str, int | Sequence[int]] | None = None,
     ) -> Roofline:
-        """How long one call takes at least, and what bounds it.
+        """The least time of one call, and what bounds it.
 
         Args:
-            hardware: whose numbers to use: a `Hardware`, or the name of one in `HARDWARE`. By default those
-                of the devices that the plan is for.
-            torus: for devices that do not lie in a torus, such as simulated ones: along which of its axes
-                each mesh axis is to lie, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands for a chip.
-                Mesh axes that are not named lie across slices.
+            hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the
+                plan is for.
+            torus: for devices that are not in a torus, such as simulated ones: the lengths of the axes of the
+                torus that each mesh axis runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands
+                for a chip. Mesh axes that are not named run across slices.
 
         Raises:
-            PlanError: a number that is needed is not known, or devices lie in a way that is not understood.
+            PlanError: a number that is needed is not known, or the positions of devices are not understood.
 
         Example:
             >>> import jax
@@ -178,11 +182,26 @@ class Plan:
             >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
             'ici:fsdp'
         """
-        found = find_hardware(hardware, self.device_kind)
-        if torus is None:
-            return make_roofline(self, found, self.places)
-        places = places_on_torus(torus, self.mesh, found)
-        return make_roofline(self, found, places)
+        hardware = find_hardware(hardware, self.device_kind)
+        places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
+        hardware.need('flops_per_second', 'hbm_bytes_per_second', for_='a roofline')
+        per_chip = devices_per_chip(places, hardware)
+        flops = max(self.flops / self.devices, self.work.flops)
+        memory = self.memory
+        moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
+        communication, counted = communication_of(
+            self.collectives, self.mesh, places, self.device_kind, hardware
+        )
+        return Roofline(
+            hardware=hardware,
+            devices=self.devices,
+            peak=self.devices * (hardware.flops_per_second or 1) / per_chip,
+            compute=flops * per_chip / (hardware.flops_per_second or 1),
+            hbm=moved * per_chip / (hardware.hbm_bytes_per_second or 1),
+            communication=communication,
+            model_flops=self.model_flops,
+            counted=self.flops_counted.along(self.work.counted).along(counted),
+        )
 
     @property
     def step_seconds(self) -> Seconds:
@@ -206,11 +225,13 @@ class Plan:
         """The plan as text.
 
         Args:
-            width: the columns that it may take; those of the terminal by default.
+            width: the columns to use; those of the terminal by default.
         """
         return render(self, width)
 
     def _repr_html_(self) -> str:
+        from scalax._plan.page import render_fragment  # here, because few programs show pages or pictures
+
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
@@ -220,10 +241,12 @@ class Plan:
             path: the file to write.
             title: the title of the page; `name` by default.
         """
+        from scalax._plan.page import render_page
+
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the plan: memory, seconds, and where mesh axes lie.
+        """Draws the plan: memory, seconds, and mesh axes on the torus.
 
         Args:
             path: the file to write.
@@ -231,6 +254,8 @@ class Plan:
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
+        from scalax._plan.png import save_png
+
         save_png(self, path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -271,8 +296,8 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """The plan as JSON: `to_dict` and a version; to keep beside a test, and compare."""
-        return plan_json.write(self)
+        """The plan as JSON: `to_dict` and a version; keep it beside a test, and compare."""
+        return plan_json.write(self.to_dict(), {'inputs': self.inputs, 'outputs': self.outputs})
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> Plan:
@@ -282,7 +307,7 @@ class Plan:
             text_or_path: the JSON itself, or the path of a file of it.
 
         Raises:
-            DataError: this is no plan, or one of another version, or the file cannot be read.
+            DataError: this is not a plan, or one of another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
             OSError: there is no such file, or it cannot be read.
@@ -290,14 +315,95 @@ class Plan:
         return plan_json.read(cls, text_or_path)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What is not the same in *other*, a later plan; false when nothing changed.
+        """The changes in *other*, a later plan; false when nothing changed.
 
         Args:
             other: the plan to compare with.
 
         Raises:
-            ArgumentError: it is no plan.
+            ArgumentError: it is not a plan.
         """
         if not isinstance(other, Plan):
             raise ArgumentError(f'diff takes another plan, got {type(other).__name__}: Plan.load reads one')
         return PlanDiff(self, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanDiff:
+    """The difference of two plans: false when nothing changed; ``str()`` of it lists the changes.
+
+    Attributes:
+        before: the first plan.
+        after: the second one.
+    """
+
+    before: Plan
+    after: Plan
+
+    @property
+    def collectives(self) -> dict[_CollectiveKey, tuple[int, int]]:
+        """The collectives that changed: (kind, mesh axes, bytes) -> how often before, and after.
+
+        Their lines in the program are not compared, because lines move.
+        """
+        before, after = _counts(self.before), _counts(self.after)
+        return {
+            key: (before[key], after[key])
+            for key in sorted({*before, *after}, key=lambda key: (-key[2], key))
+            if before[key] != after[key]
+        }
+
+    @property
+    def inputs(self) -> ReportDiff:
+        """The arguments whose shardings changed."""
+        return self.before.inputs.diff(self.after.inputs)
+
+    @property
+    def outputs(self) -> ReportDiff:
+        """The outputs whose shardings changed."""
+        return self.before.outputs.diff(self.after.outputs)
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers() or self.collectives or self.inputs or self.outputs)
+
+    def __str__(self) -> str:
+        if not self:
+            return visible(f'{self.after.name}: nothing changed')
+        meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
+        lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
+        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._numbers()]
+        if self.collectives:
+            lines += ['', 'collectives (times before -> after):']
+            lines += [
+                f'  {kind}  {" x ".join(axes)}  {human_bytes(size)}  {old} -> {new}'
+                for (kind, axes, size), (old, new) in self.collectives.items()
+            ]
+        lines = [visible(line) for line in lines]
+        for name, report in (('arguments', self.inputs), ('outputs', self.outputs)):
+            lines += ['', f'{name}:', str(report)] if report else []
+        return '\n'.join(lines)
+
+    def _numbers(self) -> list[tuple[str, str, str]]:
+        """The numbers that changed, as text."""
+        pairs = zip(_numbers(self.before), _numbers(self.after), strict=True)
+        return [(name, old, new) for (name, old), (_, new) in pairs if old != new]
+
+
+def _counts(plan: Plan) -> collections.Counter[_CollectiveKey]:
+    counts: collections.Counter[_CollectiveKey] = collections.Counter()
+    for row in plan.collectives:
+        counts[row.kind, row.axes, row.bytes] += row.count
+    return counts
+
+
+def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
+    memory = plan.memory
+    yield 'devices', f'{plan.devices} {plan.device_kind}'
+    yield 'peak', human_bytes(memory.peak)
+    for name in ('arguments', 'outputs', 'temporaries'):
+        yield name, human_bytes(getattr(memory, name))
+    yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
+    yield 'flops', f'{plan.flops:.4g}'
+    roofline = plan.known_roofline
+    yield 'step', 'not known' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.3f} ms'
+    yield 'bound by', 'not known' if roofline is None else roofline.bound

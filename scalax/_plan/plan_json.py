@@ -1,4 +1,4 @@
-"""How does a plan become text, and come back?"""
+"""Plans as JSON: written with a line for each row, and read into values of the types of their fields."""
 
 from __future__ import annotations
 
@@ -10,69 +10,70 @@ import math
 import os
 import types
 import typing
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-from scalax._plan.device_coords import Place
+from scalax._plan.collectives import Collective
+from scalax._plan.torus import Place
 from scalax._report.saved import loaded, of
 from scalax._util import strict_json
 from scalax.errors import DataError
 from scalax.explain import ShardingReport
 from scalax.explain._json import fields
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
+T = TypeVar('T')
 
 VERSION = 1
-_REPORTS = ('inputs', 'outputs')
 _DERIVED = {'version', 'fits', 'total'}  # written for people, and not read
-_MOST = 1 << 128  # what is counted in plans is less: flops, bytes
+_MOST = 1 << 128  # flops and bytes of plans are fewer
 _MOST_DEVICES = 1 << 24
 _MOST_AXES = 32
 
 
-def write(plan: Plan) -> str:
-    """A plan as JSON: what it says of itself, a version, and its reports as they write themselves."""
-    reports = {name: json.loads(getattr(plan, name).to_json()) for name in _REPORTS}
-    items = {'version': VERSION, **plan.to_dict(), **reports}
+def write(values: Mapping[str, Any], reports: Mapping[str, ShardingReport]) -> str:
+    """A plan as JSON: its plain values, a version, and its reports as they write themselves."""
+    written = {name: json.loads(report.to_json()) for name, report in reports.items()}
+    items = {'version': VERSION, **values, **written}
     lines = [f'{json.dumps(key)}: {_lines(value)}' for key, value in items.items()]
     return '{\n' + ',\n'.join(lines) + '\n}\n'
 
 
 def _lines(value: Any) -> str:
-    """A list of dicts with a line for each."""
+    """A list of dicts, one a line."""
     if isinstance(value, list) and value and isinstance(value[0], dict) and 'source' in value[0]:
         return '[\n' + ',\n'.join(f'  {json.dumps(item)}' for item in value) + '\n]'
     return json.dumps(value)
 
 
-def read(kind: type[Plan], text_or_path: str | os.PathLike[str]) -> Plan:
-    """The plan that was written.
+def read(kind: type[T], text_or_path: str | os.PathLike[str]) -> T:
+    """Reads the plan that `write` wrote; *kind* is the class of plans.
 
     Raises:
-        DataError: this is no plan, or one of another version, or the file cannot be read.
+        DataError: this is not a plan, or one of another version, or the file cannot be read.
         FileNotFoundError: there is no such file.
         ArgumentError: it is neither text nor a path.
     """
     values, name = loaded(text_or_path, 'plan', 'Plan', VERSION)
     try:
         plan = _built(kind, values, 'it')
-        _require_devices(plan)
-        return plan
+        _require_devices(plan.mesh, plan.devices, plan.places, plan.collectives)
+        return typing.cast(T, plan)
     except ValueError as error:
         raise DataError(f'{name} is not a whole plan: {error}') from error
 
 
-def _require_devices(plan: Plan) -> None:
-    """Raises ValueError where a plan speaks of devices that its mesh does not have, or of too many."""
-    size = math.prod(plan.mesh.values())
-    if not 0 < size <= _MOST_DEVICES or len(plan.mesh) > _MOST_AXES:
-        raise ValueError(f'mesh has {strict_json.brief(size)} devices along {len(plan.mesh)} axes')
-    if not 0 < plan.devices <= size:
-        raise ValueError(f'devices are {plan.devices}, and the mesh has {size}')
-    _require_places(plan.places, size)
-    for row in plan.collectives:
-        if not plan.mesh.keys() >= set(row.axes) or not all(device < size for device in row.part):
+def _require_devices(
+    mesh: Mapping[str, int], devices: int, places: Sequence[Place], collectives: Sequence[Collective]
+) -> None:
+    """Raises ValueError if a plan names devices that its mesh does not have, or too many."""
+    size = math.prod(mesh.values())
+    if not 0 < size <= _MOST_DEVICES or len(mesh) > _MOST_AXES:
+        raise ValueError(f'mesh has {strict_json.brief(size)} devices along {len(mesh)} axes')
+    if not 0 < devices <= size:
+        raise ValueError(f'devices are {devices}, and the mesh has {size}')
+    _require_places(places, size)
+    for row in collectives:
+        if not mesh.keys() >= set(row.axes) or not all(device < size for device in row.part):
             raise ValueError(
                 f'a collective is of devices that the mesh does not have: {strict_json.brief(row)}'
             )
@@ -106,7 +107,7 @@ def _built(kind: Any, values: object, what: str) -> Any:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Name -> its type, and whether it has to be given."""
+    """The fields of a class: name -> its type, and whether it has to be given."""
     hints = typing.get_type_hints(kind)
     parameters = inspect.signature(kind).parameters.values()
     return {one.name: (hints[one.name], one.default is inspect.Parameter.empty) for one in parameters}

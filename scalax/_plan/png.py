@@ -1,29 +1,25 @@
-"""How does a plan look as a picture? The bars and the torus of its page, drawn by matplotlib."""
+"""Plans as pictures: the bars and the torus of the page, drawn by matplotlib."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from scalax._plan.bars import memory_bars, time_bars
-from scalax._plan.text import head, verdict
-from scalax._plan.torus_pictures import NOBODY, Chips, chips_of
+from scalax._plan.figures import NO_DEVICE, AxisOnTorus, axes_on_torus, memory_bars, time_bars
+from scalax._plan.text import PlanView, head, verdict
 from scalax._report.pages import visible
 from scalax._report.svg import told_apart
 from scalax._report.tables import human_bytes
 from scalax.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
 
 _MOST_LAYERS = 8
 _WIDTH = 10.0  # inches
 _GIB = 2**30
 
 
-def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save_png(plan: PlanView, path: str | os.PathLike[str]) -> None:
     """Draws a plan into a file.
 
     Raises:
@@ -36,9 +32,9 @@ def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
         raise MissingDependencyError('pictures of plans need matplotlib: pip install matplotlib') from error
     roofline = plan.known_roofline
     bars = [] if roofline is None else time_bars(roofline)
-    torus = [chips for chips in chips_of(plan) if not chips.across]
+    torus = [chips for chips in axes_on_torus(plan.mesh, plan.places) if not chips.across]
     heights = [1.9, *([0.9 + 0.32 * len(bars)] if bars else []), *[0.7 + _WIDTH / _MOST_LAYERS] * len(torus)]
-    # A figure of its own: the windows and settings of the user's pyplot are left alone.
+    # Not by pyplot, whose windows and settings are the user's.
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout='constrained')
     FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
@@ -51,9 +47,9 @@ def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, format='png', dpi=150)
 
 
-def _draw_memory(part: Any, plan: Plan) -> None:
+def _draw_memory(part: Any, plan: PlanView) -> None:
     axes = part.subplots()
-    whole, bars = memory_bars(plan)
+    whole, bars = memory_bars(plan.memory)
     left = 0.0
     for bar in bars:
         label = _plain(f'{bar.label}, {human_bytes(round(bar.value))}')
@@ -79,7 +75,7 @@ def _draw_times(part: Any, bars: list[Any]) -> None:
     axes.set_title('milliseconds of one call', fontsize=10, loc='left')
 
 
-def _draw_torus(part: Any, chips: Chips) -> None:
+def _draw_torus(part: Any, chips: AxisOnTorus) -> None:
     from matplotlib.colors import ListedColormap
 
     layers = chips.layers[:_MOST_LAYERS]
@@ -98,7 +94,7 @@ def _draw_torus(part: Any, chips: Chips) -> None:
     for z, axes in enumerate(np.atleast_1d(part.subplots(1, _MOST_LAYERS))):
         axes.set_axis_off()
         if z < len(layers):
-            layer = np.ma.masked_equal(layers[z], NOBODY)
+            layer = np.ma.masked_equal(layers[z], NO_DEVICE)
             axes.pcolormesh(
                 layer, cmap=colors, vmin=-0.5, vmax=chips.size - 0.5, edgecolors='w', linewidth=0.5
             )
@@ -109,7 +105,7 @@ def _draw_torus(part: Any, chips: Chips) -> None:
 
 
 def _plain(text: str) -> str:
-    r"""The text as it is, for matplotlib, to which what is between two dollars is a formula.
+    r"""The text escaped for matplotlib, which takes what is between two dollars for a formula.
 
     Example:
         >>> _plain('$x$')

@@ -1,4 +1,4 @@
-"""What in the user's program caused an instruction? Its annotation, and its line of Python."""
+"""Provenance of instructions: the annotation and the line of Python in the user's program."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from scalax._plan.hlo import Computation, Frame, Instruction, Module
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
-# What only carries a value on to where it is used.
-_CARRIES = {
+# Instructions that only forward a value.
+_FORWARDS = {
     *('bitcast', 'bitcast-convert', 'broadcast', 'convert', 'copy', 'dynamic-slice', 'get-tuple-element'),
     *('reshape', 'slice', 'transpose', 'tuple'),
 }
@@ -29,7 +29,7 @@ class Source(NamedTuple):
         file: the path of the file.
         line: the line, from 1.
         function: the function.
-        operand: the argument that is moved before anything is computed with it.
+        operand: the argument, if it is moved before anything is computed with it.
     """
 
     annotation: str = ''
@@ -47,11 +47,11 @@ class Source(NamedTuple):
 
 
 def source_of(module: Module, computation: Computation, instruction: Instruction) -> Source:
-    """Where an instruction comes from.
+    """The place in the user's program that an instruction comes from.
 
-    The partitioner puts a collective where a value is made or where it is used. An annotation is looked for
-    in both. The line is that of the instruction itself, or, of a value that the partitioner moves for those
-    who use it, that of the first of them; else of the nearest one that has any.
+    The partitioner puts a collective where a value is made or where it is used; an annotation is looked for
+    in both. The line is that of the instruction itself, or, if the partitioner moves a value for its users,
+    that of the first user; otherwise that of the nearest instruction that has one.
     """
     users = list(_users(computation, instruction))
     near = [instruction, *users, *_operands(computation, instruction)]
@@ -62,13 +62,13 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
         frame = _users_own(module.stack(item.frame))
         if frame is not None:
             return Source(annotation, frame.file, frame.line, frame.function)
-    # An argument has no line; its name stands where other instructions have their place in the trace.
+    # An argument has no line; its op_name is its name.
     given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
     return Source(annotation, operand=given.replace("\\'", "'"))
 
 
 def _users_own(stack: Iterable[Frame]) -> Frame | None:
-    """The innermost frame that is neither ours nor made up, and of no installed library if there is one."""
+    """The innermost frame of the user: neither ours nor generated, and outside of libraries if possible."""
     frames = [frame for frame in stack if not frame.file.startswith(('<', _OWN))]
     for frame in frames:
         if not any(part in ('site-packages', 'dist-packages') for part in frame.file.split(os.sep)):
@@ -77,19 +77,19 @@ def _users_own(stack: Iterable[Frame]) -> Frame | None:
 
 
 def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """What uses a value, and what uses what merely carries it on."""
+    """The users of a value, also through instructions that only forward it."""
     level = [instruction]
     for _ in range(_FAR):
         level = [user for item in level for user in computation.users.get(item.name, [])]
         yield from level
-        level = [user for user in level if user.opcode in _CARRIES]
+        level = [user for user in level if user.opcode in _FORWARDS]
 
 
 def _operands(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """What a value is made of."""
+    """The operands of an instruction, also through instructions that only forward them."""
     level = [instruction]
     for _ in range(_FAR):
         names = [operand.partition('#')[0] for item in level for operand in item.operands]
         level = [computation.instructions[name] for name in names if name in computation.instructions]
         yield from level
-        level = [item for item in level if item.opcode in _CARRIES]
+        level = [item for item in level if item.opcode in _FORWARDS]

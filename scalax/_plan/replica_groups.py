@@ -1,6 +1,6 @@
-"""Which devices talk to one another? The replica groups of a collective, in each of their notations.
+"""Replica groups of collectives: parsed from each of their notations, and matched against mesh axes.
 
-Groups are an integer array with one row a group; the numbers are positions in the order of the program's
+Groups are an integer array with one row a group. The numbers are positions in the order of the program's
 devices, which is that of ``mesh.devices.flat``. The notations:
 
 - ``{{0,1},{2,3}}``: listed; ``{}`` is one group of all;
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ _WRITTEN = re.compile(
 
 
 def written_groups(attributes: str) -> str | None:
-    """What stands for the groups among the attributes of an instruction; None for nothing."""
+    """The text of the groups among the attributes of an instruction; None if there is none."""
     found = _WRITTEN.search(attributes)
     return found[1] if found else None
 
@@ -54,7 +55,7 @@ def replica_groups(text: str, devices: int) -> Groups:
         devices: how many devices the program runs on.
 
     Raises:
-        PlanError: the notation is not known, or the groups are of several sizes.
+        PlanError: the notation is unknown, or the groups have different sizes.
 
     Example:
         >>> replica_groups('[2,4]<=[4,2]T(1,0)', 8).tolist()
@@ -63,21 +64,21 @@ def replica_groups(text: str, devices: int) -> Groups:
         [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     if found := _LISTED.match(text):
-        rows = [_numbers(row) for row in re.findall(r'\{([^{}]*)\}', found[1] or '')]
+        rows = [_integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1] or '')]
         rows = [row for row in rows if row] or [list(range(devices))]
         if len({len(row) for row in rows}) > 1:
-            raise PlanError(f'the groups of a collective are of several sizes: {text}')
+            raise PlanError(f'the groups of a collective have different sizes: {text}')
         return np.array(rows, np.int64)
     if found := _IOTA.match(text):
-        shape, size = _numbers(found[1]), _numbers(found[2])
-        order = _numbers(found[3] or '') or [*range(len(size))]
+        shape, size = _integers(found[1]), _integers(found[2])
+        order = _integers(found[3] or '') or [*range(len(size))]
         if len(shape) == 2 and math.prod(shape) == math.prod(size) and sorted(order) == [*range(len(size))]:
             return _order(size, found[3]).reshape(shape)
     if found := _MESH.match(text):
-        # An axis that the mesh lacks, or sizes that do not go into one another, which numpy refuses.
+        # KeyError: no such axis in the mesh. ValueError: sizes that do not divide.
         with contextlib.suppress(KeyError, ValueError):
             return _along_axes(found[1], found[2], found[3])
-    raise PlanError(f'the groups of a collective are written in a way that is not known: {text}')
+    raise PlanError(f'the groups of a collective are written in an unknown notation: {text}')
 
 
 def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
@@ -85,11 +86,11 @@ def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
     ids = np.arange(math.prod(mesh.values()))
     if order is not None:
         found = _ORDER.match(order)
-        ids = np.array(_numbers(order)) if found is None else _order(_numbers(found[1]), found[2])
+        ids = np.array(_integers(order)) if found is None else _order(_integers(found[1]), found[2])
     wanted: list[tuple[str, int, int]] = []  # (axis, size before it, size) of each axis or part of one
     for name, _, before, size in _AXIS.findall(named):
         wanted.append((name, int(before or 1), int(size or mesh[name])))
-    # Every axis as three: what lies before the part that is named, that part, and what lies behind.
+    # Split every axis into what is before the named part, that part, and what is after it.
     parts: list[int] = []
     places: list[int] = []
     for name, size in mesh.items():
@@ -112,17 +113,40 @@ def source_target_pairs(text: str) -> npt.NDArray[np.int64]:
     """The pairs (from, to) of a permutation, one a row; there may be none.
 
     Raises:
-        PlanError: this is no list of pairs.
+        PlanError: the text is not a list of pairs.
     """
     if not _PAIRS.match(text):
-        raise PlanError(f'the pairs of a collective-permute are written in a way that is not known: {text}')
-    return np.array(_numbers(text), np.int64).reshape(-1, 2)
+        raise PlanError(f'the pairs of a collective-permute are written in an unknown notation: {text}')
+    return np.array(_integers(text), np.int64).reshape(-1, 2)
 
 
 def _order(shape: list[int], transposed: str | None) -> Groups:
     ids = np.arange(math.prod(shape)).reshape(shape)
-    return (ids.transpose(_numbers(transposed)) if transposed else ids).reshape(-1)
+    return (ids.transpose(_integers(transposed)) if transposed else ids).reshape(-1)
 
 
-def _numbers(text: str) -> list[int]:
+def _integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r'\d+', text)]
+
+
+def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The fewest mesh axes along which the members of every group differ.
+
+    A group may hold only some of the devices along these axes.
+
+    Args:
+        groups: one row a group, of positions in ``mesh.devices.flat``.
+        sizes: mesh axis name -> size.
+
+    Example:
+        >>> axes_of_groups(np.array([[0, 2], [1, 3]]), {'data': 2, 'tp': 2})
+        ('data',)
+    """
+    places = np.stack(np.unravel_index(groups, tuple(sizes.values())))
+    varies = (places != places[:, :, :1]).any(axis=(1, 2))
+    return tuple(name for name, differs in zip(sizes, varies, strict=True) if differs)
+
+
+def devices_along(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """The number of devices along several mesh axes together."""
+    return math.prod(sizes[axis] for axis in axes)

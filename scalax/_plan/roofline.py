@@ -1,37 +1,55 @@
-"""What bounds a step? Seconds of computing, of memory and of each network, by the numbers of a hardware.
+"""The roofline of a step: seconds of computing, of memory and of each network, on some hardware.
 
-Of every number it says what cannot be beaten if all else overlaps (the *bound*), and what it takes if
-nothing overlaps (the *estimate*): https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
+Every time has a *bound*, which cannot be beaten even if everything overlaps, and an *estimate* of what it
+takes if nothing overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
+
+The time of a collective: V is the bytes of the whole (gathered) array of one group, N its devices, w the
+one-way bandwidth of a link, and hop the least time from one chip to the next
+(https://jax-ml.github.io/scaling-book/sharding).
+
+- all-gather and reduce-scatter: V / (w * ways), where *ways* is 2 for each ring and 1 for each line, at least
+  hop * (half of each ring + the whole of each line). Where nothing is a ring, a chip receives only what it
+  lacks: V (N - 1) / N. See the book's problems "AllGather time" and "AllGather latency".
+- all-reduce: twice that.
+- all-to-all: what has to cross the middle of the longest axis: a quarter of V each way. On one ring that is
+  a quarter of an all-gather.
+- collective-permute: each device sends its part to a neighbour, over one link.
+
+Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
+Between slices each device has its share of the bandwidth of its host, and receives what it lacks; the
+members of a group that are in one slice share that work, and exchange it there
+(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). Devices joined by a switch
+(``torus_axes=0``) receive what they lack (https://jax-ml.github.io/scaling-book/gpus).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from scalax._plan.collective_cost import seconds_of
-from scalax._plan.collectives import Collective
-from scalax._plan.device_coords import NETWORKS, Network, Place
+from scalax._plan.collectives import Collective, Kind
+from scalax._plan.flops import Counted
 from scalax._plan.hardware import Hardware
-from scalax._plan.hlo_loops import Counted
-from scalax._plan.mesh_axes import devices_along
-from scalax._plan.torus import Line, Route, Torus, route_of, torus_of
+from scalax._plan.replica_groups import devices_along
+from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
 from scalax.errors import PlanError
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
+_TWICE: tuple[Kind, ...] = ('all-reduce',)
+_EXCHANGES: tuple[Kind, ...] = ('all-to-all', 'ragged-all-to-all')
+_FOR = 'a roofline of communication'
 
 
 class Seconds(NamedTuple):
     """The time of a step.
 
     Attributes:
-        bound: if computing, memory and all networks work at once: the longest of them.
-        estimate: if they wait for one another: the sum.
+        bound: the longest of computing, memory and each network, if all of them overlap.
+        estimate: their sum, if nothing overlaps.
     """
 
     bound: float
@@ -40,13 +58,13 @@ class Seconds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """What devices send one another along mesh axes, over one network, in one call.
+    """The communication along mesh axes over one network, in one call.
 
     Attributes:
         network: ``'ici'`` inside a slice, ``'dcn'`` between slices, ``'chip'`` between the devices of a chip.
         axes: the mesh axes.
-        lines: the axes of the torus that these lie along: which, how long, whether closed.
-        seconds: how long all of it takes.
+        lines: the axes of the torus that these run along: which, how long, whether closed.
+        seconds: the time of all of it.
     """
 
     network: Network
@@ -62,17 +80,17 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """How long a step takes at least on some hardware, and why; ``str()`` of it is a table.
+    """The least time of a step on some hardware, and what bounds it; ``str()`` of it is a table.
 
     Attributes:
-        hardware: whose numbers it is made of.
-        devices: how many devices run the step.
+        hardware: the hardware whose numbers are used.
+        devices: the number of devices that run the step.
         peak: the operations a second of all of them.
         compute: seconds of computing.
         hbm: seconds of moving bytes between the memory and the cores of each device.
         communication: seconds of each network along each set of mesh axes, the longest first.
-        model_flops: the operations that the model needs, as the plan was told; None if it was not.
-        counted: how well the counts behind all this are known.
+        model_flops: the operations that the model needs, if the plan was told; else None.
+        counted: how well the counts behind these numbers are known.
     """
 
     hardware: Hardware
@@ -86,7 +104,7 @@ class Roofline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What takes how long: ``'compute'``, ``'hbm'``, ``'ici:tp'`` ... -> seconds."""
+        """The time of each part: ``'compute'``, ``'hbm'``, ``'ici:tp'`` ... -> seconds."""
         parts = {'compute': self.compute, 'hbm': self.hbm}
         for row in self.communication:
             parts[row.name] = parts.get(row.name, 0.0) + row.seconds
@@ -101,13 +119,13 @@ class Roofline:
     def bound(self) -> str:
         """What takes longest: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
-        Mesh axes may share links. Of those that share the busiest ones, it is the one that uses them most.
+        Mesh axes may share links. Of the axes on the busiest links, it is the one that uses them most.
         """
         return max(self._busy(), key=lambda pair: pair[1])[0]
 
     @property
     def mfu(self) -> float | None:
-        """The part of the peak that the model's own operations are, if the step takes no more than its bound.
+        """The model's own operations as a part of the peak, if the step takes no more than its bound.
 
         None unless the plan was told them (`Plan.with_model_flops`), and for a step that takes no time.
         """
@@ -115,7 +133,7 @@ class Roofline:
         return None if self.model_flops is None or not bound else self.model_flops / (self.peak * bound)
 
     def _busy(self) -> list[tuple[str, float]]:
-        """How long each unit and each set of links is busy, by the name of what uses it most."""
+        """The seconds that each unit and each set of links is busy, under the name of its largest user."""
         users: dict[tuple[str, int], list[Communication]] = collections.defaultdict(list)
         for row in self.communication:  # the longest first
             for link in [line.axis for line in row.lines] or [0]:
@@ -125,7 +143,7 @@ class Roofline:
 
     def __str__(self) -> str:
         step = self.step_seconds
-        lines = {row.name: row.lines for row in reversed(self.communication)}  # those that take longest
+        lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
             (name, f'{1e3 * seconds:,.3f} ms', ' x '.join(map(_line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
@@ -151,54 +169,44 @@ def _line_text(line: Line) -> str:
     return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
-def make_roofline(plan: Plan, hardware: Hardware, places: Sequence[Place]) -> Roofline:
-    """See `Plan.roofline`, which is documented for users.
-
-    Args:
-        plan: the plan.
-        hardware: whose numbers to use.
-        places: where the devices of the mesh lie, in the order of the mesh.
-    """
-    hardware.need('flops_per_second', 'hbm_bytes_per_second', for_='a roofline')
-    per_chip = _devices_per_chip(places, hardware)
-    flops = max(plan.flops / plan.devices, plan.work.flops)
-    memory = plan.memory
-    moved = memory.arguments + memory.outputs + memory.donated + plan.work.bytes
-    communication, counted = _communication(plan, hardware, places)
-    return Roofline(
-        hardware=hardware,
-        devices=plan.devices,
-        peak=plan.devices * (hardware.flops_per_second or 1) / per_chip,
-        compute=flops * per_chip / (hardware.flops_per_second or 1),
-        hbm=moved * per_chip / (hardware.hbm_bytes_per_second or 1),
-        communication=communication,
-        model_flops=plan.model_flops,
-        counted=plan.flops_counted.along(plan.work.counted).along(counted),
-    )
-
-
-def _devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
-    """As devices say, else as the hardware has it, else one."""
+def devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
+    """The number that the devices report, else that of the hardware, else one."""
     if any(place.coords for place in places):
         return max(collections.Counter((place.slice, place.coords) for place in places).values())
     return hardware.devices_per_chip or 1
 
 
-def _communication(
-    plan: Plan, hardware: Hardware, places: Sequence[Place]
+def communication_of(
+    collectives: Sequence[Collective],
+    mesh: Mapping[str, int],
+    places: Sequence[Place],
+    device_kind: str,
+    hardware: Hardware,
 ) -> tuple[tuple[Communication, ...], Counted]:
-    if not plan.collectives:
+    """The communication of a step, the longest first, and how well its collectives are counted.
+
+    Args:
+        collectives: those of the step.
+        mesh: mesh axis name -> size.
+        places: the positions of the devices, in the order of the mesh.
+        device_kind: what JAX calls the devices, for messages.
+        hardware: the hardware whose numbers are used.
+
+    Raises:
+        PlanError: a number of the hardware is unknown, or the devices are not in a torus.
+    """
+    if not collectives:
         return (), Counted.EXACTLY
-    _require_places(hardware, places, plan.device_kind)
+    _require_torus(hardware, places, device_kind)
     torus = torus_of(places, hardware)
-    per_chip = _devices_per_chip(places, hardware)
+    per_chip = devices_per_chip(places, hardware)
     routes: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
     total: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = {}
     counted = Counted.EXACTLY
-    for row in plan.collectives:
+    for row in collectives:
         counted = counted.along(row.counted)
         if (row.axes, row.part) not in routes:
-            routes[row.axes, row.part] = set(_routes(row, plan.mesh, places, torus))
+            routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
         for network, lines, seconds in _slowest(row, routes[row.axes, row.part], hardware, per_chip):
             key = network, row.axes, lines
             total[key] = total.get(key, 0.0) + row.count * seconds
@@ -206,19 +214,19 @@ def _communication(
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), counted
 
 
-def _require_places(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
+def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
     hardware.need('torus_axes', for_='a roofline of communication')
     if not places or (hardware.torus_axes and not all(place.coords for place in places)):
         raise PlanError(
-            f'{device_kind!r} devices do not lie in a torus, as chips of {hardware.name!r} do: say along '
-            "which of its axes each mesh axis is to lie: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
+            f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
+            "which of its axes each mesh axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
         )
 
 
 def _routes(
     row: Collective, mesh: Mapping[str, int], places: Sequence[Place], torus: Torus
 ) -> Iterable[Route]:
-    """What joins each group of devices along the axes of a collective."""
+    """The route of each group of devices of a collective."""
     along = ' x '.join(row.axes)
     if row.part:
         yield route_of([places[i] for i in row.part], torus, f'a part of {along}')
@@ -235,8 +243,95 @@ def _slowest(
 ) -> Iterable[tuple[Network, tuple[Line, ...], float]]:
     """The time of the slowest group on each network."""
     kind = 'reduce-scatter' if row.scattered else row.kind
-    times = [(seconds_of(kind, row.bytes, route, hardware, per_chip), route) for route in routes]
+    times = [(collective_seconds(kind, row.bytes, route, hardware, per_chip), route) for route in routes]
     for place, network in enumerate(NETWORKS):
         seconds, lines = max((time[place], route.lines if network == 'ici' else ()) for time, route in times)
         if seconds:
             yield network, lines, seconds
+
+
+class NetworkSeconds(NamedTuple):
+    """The seconds of one collective on each network."""
+
+    ici: float = 0.0
+    dcn: float = 0.0
+    chip: float = 0.0
+
+
+def collective_seconds(
+    kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int
+) -> NetworkSeconds:
+    """The time of one collective.
+
+    Args:
+        kind: the kind of the collective.
+        whole: the bytes of the whole array of one group.
+        route: the links that join the devices of the group.
+        hardware: the hardware that has these links.
+        per_chip: how many devices share a chip.
+
+    Raises:
+        PlanError: a number of the hardware is unknown.
+
+    Example:
+        >>> from scalax._plan.hardware import HARDWARE
+        >>> from scalax._plan.torus import Line
+        >>> ring = Route(1, 4, 4, (Line(0, 4, True),))
+        >>> round(1e6 * collective_seconds('all-gather', 2 * 1024 * 4096 / 4, ring, HARDWARE['v4'], 1).ici, 1)
+        23.3
+    """
+    times = 2 if kind in _TWICE else 1
+    inside = whole / route.slices if kind in _EXCHANGES else whole
+    ici = chip = dcn = 0.0
+    if route.chips > 1:
+        join = _on_torus if route.lines else _on_switch
+        ici = times * join(kind, inside, route, hardware)
+    elif route.devices > 1:
+        hardware.need('hbm_bytes_per_second', for_=_FOR)
+        chip = times * inside / (hardware.hbm_bytes_per_second or 1)
+    if route.slices > 1:
+        dcn = times * _between_slices(kind, whole, route, hardware, per_chip)
+    return NetworkSeconds(ici, dcn, chip)
+
+
+def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
+    hardware.need('ici_bytes_per_second', for_=_FOR)
+    link = (hardware.ici_bytes_per_second or 1) / route.crowd
+    hop = hardware.hop_seconds
+    if kind == 'collective-permute':
+        way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
+        return max(hop * min(line.stride for line in route.lines), whole / _group_size(route) / (link * way))
+    least = hop * sum(line.hops for line in route.lines)
+    if kind in _EXCHANGES:
+        box = math.prod(line.length for line in route.lines)
+        middles = (link * line.ways * box / line.length for line in route.lines)
+        return max(least, max(whole / 4 / middle for middle in middles))
+    ring = any(line.ring for line in route.lines)
+    lacking = whole if ring else whole * (route.chips - 1) / route.chips
+    return max(least, lacking / (link * sum(line.ways for line in route.lines)))
+
+
+def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
+    hardware.need('ici_bytes_per_second', for_=_FOR)
+    moved = _lacking(kind, whole, route.devices, _group_size(route))
+    return max(hardware.hop_seconds, moved / (hardware.ici_bytes_per_second or 1))
+
+
+def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int) -> float:
+    hardware.need('dcn_bytes_per_second', 'chips_per_host', for_='a roofline of communication between slices')
+    share = (hardware.dcn_bytes_per_second or 1) / ((hardware.chips_per_host or 1) * per_chip)
+    part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
+    return _lacking(kind, part, route.slices, _group_size(route)) / share
+
+
+def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
+    """The bytes that one device has to receive of *whole* bytes that are spread over *parts* places."""
+    if kind == 'collective-permute':
+        return whole / devices
+    lacking = whole * (parts - 1) / parts
+    return lacking / devices if kind in _EXCHANGES else lacking
+
+
+def _group_size(route: Route) -> int:
+    """The number of devices of a group."""
+    return route.slices * route.devices

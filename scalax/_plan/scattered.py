@@ -1,9 +1,10 @@
-"""Of which all-reduces does each device keep its own part only? Such are reduce-scatters to a compiler.
+"""Recognition of reduce-scatters: all-reduces of which each device keeps only its own part.
 
-The partitioner writes them as an all-reduce and a slice of it that begins where a device's part does. Where
-that is, is computed from the device's number: here for all devices at once. A slice that is chosen otherwise,
-such as by the place along another mesh axis, makes no reduce-scatter. Long tables of the partitioner are not
-written out (``constant({...})``): a slice that begins where one of them says is taken to be a device's part.
+The partitioner writes a reduce-scatter as an all-reduce and a slice that begins at the part of the device.
+The program computes that start from the number of the device; here it is computed for all devices at once. A
+slice chosen otherwise, such as by the index along another mesh axis, is no reduce-scatter. XLA does not print
+long tables (``constant({...})``): a slice that starts where such a table says is assumed to be the device's
+part.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from scalax._plan.replica_groups import Groups
 Values = npt.NDArray[np.int64]
 """A number, or a list of them, for each device."""
 
-_DEEP = 30  # the steps from a device's number to where its part begins
-_SAME = ('bitcast', 'convert', 'copy', 'reshape')
+_DEEP = 30  # instructions from the number of a device to the start of its part
+_FORWARDING = ('bitcast', 'convert', 'copy', 'reshape')
 _COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
     'add': operator.add,
     'and': operator.and_,
@@ -41,23 +42,23 @@ _COMPARED: dict[str | None, Callable[[Any, Any], Any]] = {
 }
 
 
-class _NotWrittenOut(Exception):
-    """A table is too long to be written."""
+class _ElidedConstant(Exception):
+    """A constant is not printed, because it is too long."""
 
 
-def keeps_a_part(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
-    """Whether every use of an all-reduce takes another part of it on each device of a group.
+def is_reduce_scatter(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
+    """Whether every use of an all-reduce takes a different part of it on each device of a group.
 
     Args:
-        computation: where it stands.
+        computation: the computation that holds it.
         instruction: the all-reduce.
         groups: one row a group, of device numbers.
     """
     users = computation.users.get(instruction.name, [])
-    return bool(users) and all(_is_own_part(computation, instruction, user, groups) for user in users)
+    return bool(users) and all(_takes_own_part(computation, instruction, user, groups) for user in users)
 
 
-def _is_own_part(
+def _takes_own_part(
     computation: Computation, instruction: Instruction, user: Instruction, groups: Groups
 ) -> bool:
     count = groups.shape[1]
@@ -69,7 +70,7 @@ def _is_own_part(
         if taken < size:
             try:
                 start = evaluation.value(user.operands[1 + dimension])
-            except _NotWrittenOut:
+            except _ElidedConstant:
                 return True
             if start is None or start.ndim != 1 or (start % taken).any():
                 return False
@@ -78,14 +79,14 @@ def _is_own_part(
 
 
 class _Evaluation:
-    """What instructions of a computation give on each device, as far as that depends on its number alone."""
+    """The values of instructions on each device, as far as they depend on its number alone."""
 
     def __init__(self, computation: Computation, devices: int) -> None:
         self.computation, self.devices = computation, devices
         self.known: dict[str, Values | None] = {}
 
     def value(self, name: str, depth: int = 0) -> Values | None:
-        """What an instruction gives; None if that depends on more, or on too much."""
+        """The value of an instruction; None if it depends on more, or is computed in too many steps."""
         if name not in self.known:
             instruction = self.computation.instructions.get(name)
             number = instruction is not None and [array.dtype[0] in 'sup' for array in instruction.arrays]
@@ -104,7 +105,7 @@ class _Evaluation:
             if value is None:
                 return None
             values.append(value)
-        if opcode in _SAME and values:
+        if opcode in _FORWARDING and values:
             return values[0].reshape(self.devices, *dims)
         if opcode == 'dynamic-slice' and dims == (1,) and [value.ndim for value in values] == [2, 1]:
             table, start = values
@@ -119,7 +120,7 @@ class _Evaluation:
 
     def _constant(self, text: str, dims: tuple[int, ...]) -> Values | None:
         if '...' in text:
-            raise _NotWrittenOut
+            raise _ElidedConstant
         numbers = [int(number) for number in re.findall(r'-?\d+', text)]
         if len(dims) > 1 or len(numbers) != math.prod(dims):
             return None

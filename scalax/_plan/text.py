@@ -1,57 +1,95 @@
-"""How does a plan print? On one screen: memory, then what is sent, along which mesh axes and why."""
+"""Plans as text, on one screen: memory, seconds, and the collectives with their mesh axes and sources."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from scalax._plan.collectives import Collective
-from scalax._plan.hlo_loops import Counted
+from scalax._plan.flops import Counted
+from scalax._plan.memory import Buffer, Memory
+from scalax._plan.roofline import Roofline
+from scalax._plan.torus import Network, Place
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
-
 HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
-_LITTLE = 2**31  # bytes: of smaller programs quick plans were more than 8 % off, such as a product of 1.5 GiB
+_LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, were over 8 % off
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
-def render(plan: Plan, width: int | None) -> str:
+class PlanView(Protocol):
+    """The parts of a `Plan` that text, pages and pictures show."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def platform(self) -> str: ...
+    @property
+    def places(self) -> tuple[Place, ...]: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def buffers(self) -> tuple[Buffer, ...]: ...
+    @property
+    def fits(self) -> bool | None: ...
+    @property
+    def quick(self) -> bool: ...
+    @property
+    def refusal(self) -> str: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def flops_counted(self) -> Counted: ...
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    @property
+    def totals(self) -> Mapping[tuple[str, ...], Mapping[str, int]]: ...
+    @property
+    def networks(self) -> Mapping[tuple[str, ...], tuple[Network, ...]]: ...
+    @property
+    def known_roofline(self) -> Roofline | None: ...
+    def roofline(self) -> Roofline: ...
+
+
+def render(plan: PlanView, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
     lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
     return '\n'.join(map(visible, lines))
 
 
-def head(plan: Plan) -> str:
-    """What the plan is of."""
+def head(plan: PlanView) -> str:
+    """The name of the step, and what it runs on."""
     size = math.prod(plan.mesh.values())
     on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
     return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
 
 
-def verdict(plan: Plan) -> str:
-    """How much memory is taken of how much, whether that fits, and how well it is known."""
+def verdict(plan: PlanView) -> str:
+    """The memory that is taken and that there is, whether it fits, and how well that is known."""
     return f'{_taken(plan)}{_how_known(plan)}'
 
 
-def _flops(plan: Plan) -> str:
-    """One line; a blank one where there is nothing to say."""
+def _flops(plan: PlanView) -> str:
+    """One line; blank without any flops."""
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
     return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
 
 
-def _times(plan: Plan) -> Iterable[str]:
-    """The roofline, or why there is none; of simulated devices nobody expects one."""
+def _times(plan: PlanView) -> Iterable[str]:
+    """The roofline, or why there is none; nothing for simulated devices."""
     if plan.platform != 'cpu':
         try:
             yield from str(plan.roofline()).splitlines()
@@ -60,7 +98,7 @@ def _times(plan: Plan) -> Iterable[str]:
         yield ''
 
 
-def _memory(plan: Plan) -> Iterable[str]:
+def _memory(plan: PlanView) -> Iterable[str]:
     memory = plan.memory
     yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
@@ -78,22 +116,22 @@ def _memory(plan: Plan) -> Iterable[str]:
         )
 
 
-def _how_known(plan: Plan) -> str:
+def _how_known(plan: PlanView) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
     if not plan.quick:
         return ''
-    guide = '; of so little a guide only' if plan.memory.peak < _LITTLE else ''
+    guide = '; only a guide for so little' if plan.memory.peak < _LITTLE else ''
     return f' (quick, as laid out before code is made{guide})'
 
 
-def _taken(plan: Plan) -> str:
+def _taken(plan: PlanView) -> str:
     peak, limit = human_bytes(plan.memory.peak), plan.memory.limit
     of = '' if limit is None else f' of {human_bytes(limit)}'
     return f'{peak}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
 
 
-def _collectives(plan: Plan, width: int) -> Iterable[str]:
+def _collectives(plan: PlanView, width: int) -> Iterable[str]:
     if not plan.collectives:
         yield 'collectives in one call: none'
         return
@@ -112,7 +150,7 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:
-    """What a row of the table of collectives says in each column."""
+    """The row of a collective in a table."""
     return (
         f'{row.kind}, scattered' if row.scattered else row.kind,
         _along(row.axes, row.networks),

@@ -1,10 +1,10 @@
-"""What joins the devices of a group? Rings and lines of the torus of chips, and the data centre's network.
+"""Positions of devices in the torus of chips, and the links that join the devices of a group.
 
-A group of devices is read off their coordinates. In each slice its chips form a box whose members are evenly
-spaced along each axis of the torus: that is what most meshes give, also where one axis of the torus serves
-several mesh axes (its groups are then segments of it, or are interleaved on it), or a mesh axis takes several
+A group of devices is known by their coordinates. In each slice its chips form a box whose members are evenly
+spaced along each axis of the torus. Most meshes give such groups, also where one axis of the torus serves
+several mesh axes (the groups are then segments of it, or are interleaved on it), or a mesh axis takes several
 axes of the torus. A group of another form, such as every other chip of a path that winds through the torus,
-is taken to use the links of the smallest box around it, and to share them with the other groups in there.
+is assumed to use the links of the smallest box around it, and to share them with the other groups in the box.
 """
 
 from __future__ import annotations
@@ -13,11 +13,133 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
-from scalax._plan.device_coords import Place
+import numpy as np
+
 from scalax._plan.hardware import Hardware
-from scalax.errors import PlanError
+from scalax._plan.replica_groups import Groups
+from scalax.errors import PlanError, did_you_mean
+
+Network = Literal['ici', 'dcn', 'chip']
+NETWORKS: tuple[Network, ...] = get_args(Network)
+
+
+class Place(NamedTuple):
+    """The position of one device.
+
+    Attributes:
+        slice: the slice, which it reaches without the data centre's network; its host if JAX names no slice.
+        coords: the coordinates of its chip in the torus; empty if there is no torus.
+        core: its number among the devices of its chip.
+    """
+
+    slice: int
+    coords: tuple[int, ...] = ()
+    core: int = 0
+
+
+def places_of(devices: Iterable[Any]) -> tuple[Place, ...]:
+    """The positions that devices report, in their order."""
+    return tuple(map(_place, devices))
+
+
+def _place(device: Any) -> Place:
+    coords = tuple(getattr(device, 'coords', None) or ())
+    # TPUs of a single slice may have no index; GPUs and CPUs have none, and count as one slice a host.
+    index = getattr(device, 'slice_index', None)
+    if index is None:
+        index = 0 if coords else device.process_index
+    return Place(int(index), coords, int(getattr(device, 'core_on_chip', None) or 0))
+
+
+def networks_of(groups: Groups, places: Sequence[Place]) -> tuple[Network, ...]:
+    """The networks that groups need: 'ici' between chips, 'dcn' between slices, 'chip' inside a chip.
+
+    Args:
+        groups: one row a group, of indices into *places*.
+        places: the positions of the devices of the mesh, in the order of the mesh.
+
+    Returns:
+        Every network that some group needs; none if the devices are not in a torus.
+
+    Example:
+        >>> places = [Place(slice, (x,)) for slice in range(2) for x in range(2)]
+        >>> networks_of(np.array([[0, 2], [1, 3]]), places), networks_of(np.array([[0, 1, 2, 3]]), places)
+        (('dcn',), ('ici', 'dcn'))
+    """
+    if not places or not all(place.coords for place in places):
+        return ()
+    used: set[Network] = set()
+    for group in groups.tolist():
+        slices: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
+        for device in group:
+            slices[places[device].slice].append(places[device].coords)
+        used |= {'dcn'} if len(slices) > 1 else set()
+        used |= {'ici' if len({*chips}) > 1 else 'chip' for chips in slices.values() if len(chips) > 1}
+    return tuple(network for network in NETWORKS if network in used)
+
+
+def places_on_torus(
+    torus: Mapping[str, int | Sequence[int]], mesh: Mapping[str, int], hardware: Hardware
+) -> tuple[Place, ...]:
+    """The positions of devices if each mesh axis has axes of the torus to itself, and each device is a chip.
+
+    Args:
+        torus: mesh axis -> the lengths of the axes of the torus that it runs along. Mesh axes that are not
+            named run across slices.
+        mesh: mesh axis -> size.
+        hardware: the hardware that has the torus.
+
+    Raises:
+        PlanError: it does not fit the mesh or the torus.
+
+    Example:
+        >>> from scalax._plan.hardware import HARDWARE
+        >>> places_on_torus({'tp': 2}, {'data': 2, 'tp': 2}, HARDWARE['v5e'])[1:3]
+        (Place(slice=0, coords=(1, 0), core=0), Place(slice=1, coords=(0, 0), core=0))
+    """
+    hardware.need('torus_axes', for_='torus=')
+    dimensions = hardware.torus_axes or 0
+    lengths = _checked_lengths(torus)
+    for name, wanted in lengths.items():
+        if name not in mesh:
+            raise PlanError(
+                f'torus= names {name!r}, which is no axis of the mesh ({did_you_mean(name, mesh)})'
+            )
+        if math.prod(wanted) != mesh[name]:
+            raise PlanError(
+                f'torus={{{name!r}: {wanted}}} has {math.prod(wanted)} chips, '
+                f'but the mesh axis {name!r} has {mesh[name]}'
+            )
+    used = sum(map(len, lengths.values()))
+    if used > dimensions:
+        raise PlanError(f'torus= uses {used} axes, but the torus of {hardware.name!r} has {dimensions}')
+    slices = {name: size for name, size in mesh.items() if name not in lengths}
+    places = []
+    for index in np.ndindex(tuple(mesh.values())):
+        at = dict(zip(mesh, index, strict=True))
+        coords = [int(i) for name, wanted in lengths.items() for i in np.unravel_index(at[name], wanted)]
+        across = 0
+        for name, size in slices.items():
+            across = across * size + at[name]
+        places.append(Place(across, (*coords, *(0,) * (dimensions - used))))
+    return tuple(places)
+
+
+def _checked_lengths(torus: Any) -> dict[str, tuple[int, ...]]:
+    """The argument as a tuple for each mesh axis."""
+    if isinstance(torus, Mapping):
+        given = {name: (value,) if isinstance(value, int) else value for name, value in torus.items()}
+        if all(isinstance(value, Sequence) for value in given.values()):
+            lengths = {name: tuple(value) for name, value in given.items()}
+            if all(isinstance(length, int) for value in lengths.values() for length in value):
+                return lengths
+    raise PlanError(
+        'torus= gives the lengths of the axes of the torus that each mesh axis runs along, such as '
+        f"{{'fsdp': (4, 4), 'tp': 4}}, got {torus!r}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -26,9 +148,10 @@ class Line:
 
     Attributes:
         axis: which axis.
-        length: how many chips of the group lie along it.
-        ring: whether the last is joined to the first.
-        stride: the links between one and the next. So many groups lie interleaved, and share every link.
+        length: how many chips of the group there are along it.
+        ring: whether the last chip is joined to the first.
+        stride: the links between one chip and the next; also the number of interleaved groups, which share
+            every link.
     """
 
     axis: int
@@ -43,20 +166,20 @@ class Line:
 
     @property
     def hops(self) -> float:
-        """The links to the farthest chip; on average of both directions in a ring, as the book counts."""
+        """The links to the farthest chip; in a ring the average of both directions, as the book counts."""
         return self.stride * (self.length / 2 if self.ring else self.length - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """What joins the devices of one group.
+    """The links that join the devices of one group.
 
     Attributes:
-        slices: over how many slices it extends.
-        devices: how many of its devices lie in each slice.
-        chips: on how many chips these are.
-        lines: the axes of the torus along which these chips lie.
-        crowd: how many groups share the links: through the devices of a chip, or the box that they lie in.
+        slices: the number of slices.
+        devices: the number of its devices in each slice.
+        chips: the number of chips that these are on.
+        lines: the axes of the torus along which these chips are.
+        crowd: the number of groups that share the links, because they share chips or a box of the torus.
     """
 
     slices: int
@@ -68,10 +191,10 @@ class Route:
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """The slices in which the devices of a mesh lie.
+    """The torus of the slices of a mesh.
 
     Attributes:
-        extents: how long each axis of the torus is.
+        extents: the length of each axis of the torus.
         devices_per_chip: how many devices share a chip.
         rings: which axes of the torus are closed.
     """
@@ -85,7 +208,7 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
     """The torus of the slices that devices fill.
 
     Raises:
-        PlanError: it has more axes than that of the hardware, or a number of that is not known.
+        PlanError: it has more axes than the torus of the hardware, or a number of the hardware is unknown.
     """
     coords = [place.coords for place in places]
     chips = collections.Counter((place.slice, place.coords) for place in places)
@@ -93,7 +216,7 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
     long = sum(extent > 1 for extent in extents)
     if hardware.torus_axes is not None and long > hardware.torus_axes:
         raise PlanError(
-            f'the devices lie along {long} axes of a torus ({"x".join(map(str, extents))}), '
+            f'the devices are along {long} axes of a torus ({"x".join(map(str, extents))}), '
             f'but that of {hardware.name!r} has {hardware.torus_axes}'
         )
     if long:
@@ -109,15 +232,15 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
 
 
 def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
-    """What joins the devices of one group.
+    """The links that join the devices of one group.
 
     Args:
-        group: where they lie.
+        group: the positions of the devices.
         torus: the torus of their slices.
-        along: what to call the group in messages.
+        along: the mesh axes, for messages.
 
     Raises:
-        PlanError: they lie in a way that is not understood.
+        PlanError: the positions differ from slice to slice, or some chips have more devices than others.
 
     Example:
         >>> places = [Place(0, (x, y)) for x in range(16) for y in range(4)]
@@ -127,29 +250,29 @@ def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
     slices: dict[int, list[Place]] = {}
     for place in group:
         slices.setdefault(place.slice, []).append(place)
-    routes = {_inside(members, torus, along) for members in slices.values()}
+    routes = {_route_in_slice(members, torus, along) for members in slices.values()}
     if len(routes) > 1:
-        raise PlanError(f'the devices along {along} lie otherwise in one slice than in another')
+        raise PlanError(f'the devices along {along} are placed differently in one slice than in another')
     return dataclasses.replace(routes.pop(), slices=len(slices))
 
 
-def _inside(members: Sequence[Place], torus: Torus, along: str) -> Route:
-    """What joins those members of a group that lie in one slice."""
+def _route_in_slice(members: Sequence[Place], torus: Torus, along: str) -> Route:
+    """The links that join the members of a group in one slice."""
     if not torus.extents:
         return Route(1, len(members), len(members), ())
     chips = {place.coords for place in members}
     cores, rest = divmod(len(members), len(chips))
     if rest:
         raise PlanError(
-            f'of some chips one device lies along {along}, of others {cores + 1}: '
-            'what they send one another cannot be timed'
+            f'some chips have one device along {along}, others {cores + 1}: '
+            'the time of their collectives is not known'
         )
     crowd = torus.devices_per_chip // cores
     along_each: list[Sequence[int]] = [sorted(set(places)) for places in zip(*chips, strict=True)]
     strides = [{after - before for before, after in itertools.pairwise(places)} for places in along_each]
     even = all(len(steps) <= 1 for steps in strides)
     if not even or math.prod(map(len, along_each)) != len(chips):
-        # The others that lie in this box use its links as well.
+        # Other groups in this box use its links as well.
         along_each = [range(places[0], places[-1] + 1) for places in along_each]
         strides = [{1}] * len(along_each)
         crowd *= -(-math.prod(map(len, along_each)) // len(chips))

@@ -1,11 +1,9 @@
-"""Which mesh is best for a step? Every one that a topology can hold is planned, the best of them in full.
+"""The search of the best mesh for a step, which makes a helper for each candidate and plans the step on it.
 
-``_meshes`` lists the meshes, ``_search`` plans and ranks them, ``_found`` is the outcome, ``_progress`` says
-how far it is. `scalax.plan` has the public names; the code is up here as a search makes helpers, which make
-plans.
+`search` plans and ranks the candidates, and returns a `Search`. Users import it from `scalax.plan`.
 """
 
-from scalax._search.found import Candidate, Search
-from scalax._search.ranking import search
+from scalax._search.mesh_search import search
+from scalax._search.outcome import Candidate, Search
 
 __all__ = ['Candidate', 'Search', 'search']

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved behind the steps, restored for other meshes."""
+"""The checkpointer of a training run: saves in the background, and restores for any mesh."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ import jax
 
 from scalax._mesh import meshes
 from scalax._tree.paths import NamedTree
-from scalax.checkpoint import _agreed, _data_state, _rename
-from scalax.checkpoint._compare import require_fit, with_keys
-from scalax.checkpoint._describe import Description, described
-from scalax.checkpoint._orbax import path_of
-from scalax.checkpoint._savable import as_orbax_takes_it, savable
-from scalax.checkpoint._saved import Saved, choose, complete_steps, found
-from scalax.checkpoint._target import target_of
+from scalax.checkpoint import _agreement
+from scalax.checkpoint._description import Description, describe_leaves, require_fit, with_typed_keys
+from scalax.checkpoint._files import as_path
+from scalax.checkpoint._saved_step import SavedStep, complete_steps, encode_data, find_step, latest_undamaged
+from scalax.checkpoint._target import checked_pairs, renamed_paths, target_of
 from scalax.checkpoint._writer import Writer
 from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax.checkpoint._save import Save
+    from scalax.checkpoint._save import SaveThread
     from scalax.rules._prefix import RuleLike
 
 
@@ -35,8 +33,8 @@ Given = ParamSpec('Given')
 Result = TypeVar('Result')
 
 
-def _one_at_a_time(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method that waits until no other thread is in one of these of the same checkpointer."""
+def _synchronized(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method during which no other thread runs such a method of the same checkpointer."""
 
     @functools.wraps(method)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -49,22 +47,23 @@ def _one_at_a_time(method: Callable[Given, Result]) -> Callable[Given, Result]:
 class Checkpointer:
     """Saves and restores the state of a training run; every process has one, for the same directory.
 
-    A save copies the arrays to the host and returns; they are written behind the following steps. What went
-    wrong there is raised by the next `save`, `wait` or `close`. Threads may share it; they take turns.
+    A save copies the arrays to the host and returns. They are written to the disk in the background, and
+    errors of the write are raised by the next `save`, `wait` or `close`. Threads may share a checkpointer;
+    they take turns.
 
-    A directory has one writer: a checkpointer takes it with its first save, and the next write of the one
-    that had it before, in this process or in another, is an error. Readers are free.
+    A directory has one writer: a checkpointer takes it over with its first save, and the next write of the
+    previous writer, in this process or another, is an error. Any number of readers may read.
 
     Args:
-        directory: where; made by the first save. All processes have to see the same files there.
-        keep: how many steps to keep, the latest ones; None keeps all.
-        save_every: `save` does nothing at steps that are no multiple of this.
+        directory: created by the first save. All processes have to see the same files there.
+        keep: how many of the latest steps to keep; None keeps all.
+        save_every: `save` does nothing at steps that are not a multiple of this.
         checksums: whether to write checksums of all files, which ``restore(verify=True)`` compares.
-        timeout: after how many seconds a save fails that has not ended, and a save or restore that waits for
-            another process to make the same call.
+        timeout: the seconds after which an unfinished save fails, and so does a save or restore that waits
+            for another process to make the same call.
 
     Raises:
-        ArgumentError: *directory* is no path, or one of the others no positive number.
+        ArgumentError: *directory* is not a path, or another argument is not a positive number.
         MissingDependencyError: Orbax is not installed.
 
     Example:
@@ -94,17 +93,17 @@ class Checkpointer:
             if name == 'keep' and number is None:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(f'Checkpointer: {name} is a positive number, got {number!r}')
+                raise ArgumentError(f'Checkpointer: {name} has to be a positive number, got {number!r}')
         checked_flag('Checkpointer: checksums', checksums)
-        self._directory = path_of(directory)
+        self._directory = as_path(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
         self._writer = Writer(self._directory)
-        self._running: Save | None = None
-        self._reached: int | None = None  # the last step that was saved or restored
+        self._running: SaveThread | None = None
+        self._reached: int | None = None  # the last step that this checkpointer saved or restored
         self._restored: int | None = None
         self._damaged: set[int] = set()
-        self._known: set[int] | None = None  # the steps that there were at the last look
+        self._known: set[int] | None = None  # the steps that existed at the last look
         self._lock = threading.RLock()
 
     @property
@@ -112,9 +111,9 @@ class Checkpointer:
         """The step of the last `restore`; None before the first."""
         return self._restored
 
-    @_one_at_a_time
+    @_synchronized
     def save(self, step: int, state: Any, *, data: Any = None, force: bool = False) -> bool:
-        """Saves a tree behind the following steps; its arrays may be donated as soon as this returns.
+        """Saves a tree in the background; its arrays may be donated as soon as this returns.
 
         Every process has to call it.
 
@@ -123,64 +122,65 @@ class Checkpointer:
             state: any pytree of arrays, typed keys and Python numbers.
             data: this process's data iterator (anything with ``get_state`` and ``set_state``), bytes, or a
                 value that JSON knows.
-            force: save also where `save_every` says not to, as before a shutdown.
+            force: save even at a step that `save_every` skips, such as before a shutdown.
 
         Returns:
-            Whether it saves: not between multiples of `save_every`, nor a step that this checkpointer
-            has just saved or restored.
+            Whether it saves. It does not between multiples of `save_every`, nor at a step that this
+            checkpointer has just saved or restored.
 
         Raises:
-            ArgumentError: *step* is no number of a step.
-            CheckpointError: the last save failed; some leaves cannot be saved; the directory holds
-                later steps of another run; another writer has taken it; processes save different things.
+            ArgumentError: *step* is invalid.
+            CheckpointError: the last save failed; some leaves cannot be saved; the directory holds later
+                steps of another run; another writer has taken it; processes save different things.
         """
-        from scalax.checkpoint._save import Content, Save, begin
+        # Here, because it imports Orbax, which `import scalax.checkpoint` does without.
+        from scalax.checkpoint._save import Content, SaveThread, make_room, restorable_tree, validate_state
 
         error: Exception | None = None
         tree, encoded = None, None
         try:
-            step = _number(step)
+            step = _checked_step(step)
             checked_flag('save: force', force)
         except ArgumentError as fault:
             if self._save_every > 1 and not force:
-                raise  # the others may not be saving: nobody would come
+                raise  # the other processes may not save at this step, and would not come
             error = fault
         if error is None and ((step % self._save_every and not force) or step == self._reached):
             return False
-        _agreed.meet('call', self._timeout)  # of any kind: who makes another is found by what they say
+        _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
         begun, name = False, self._writer.name()
         try:
             if error is not None:
                 raise error
             given = NamedTree.of(state)
-            tree = savable(given)
+            tree = validate_state(given)
             if tree is not given:
                 state = tree.treedef.unflatten(tree.leaves)
-            encoded = None if data is None else _data_state.encode(data)
+            encoded = None if data is None else encode_data(data)
             self.wait()
             if jax.process_index() == 0:
-                with _failures(step, self._directory):
-                    begin(self._writer, step, name, self._known, self._damaged)
+                with _as_checkpoint_error(step, self._directory):
+                    make_room(self._writer, step, name, self._known, self._damaged)
                 begun = True
-        except Exception as fault:  # raised once all have been told
+        except Exception as fault:  # raised once all processes know
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-            name = _agreed.saved_alike(call, name, tree, error)
+            name = _agreement.agree_on_save(call, name, tree, error)
         except BaseException:
             if begun:
                 self._writer.discard(self._writer.staging(step, name))
             raise
         assert tree is not None
         self._damaged.clear()
-        content = Content(as_orbax_takes_it(state), described(tree), encoded, self._checksums)
-        self._running = Save(self._writer, step, name, content, self._keep, self._timeout)
-        with _failures(step, self._directory):
+        content = Content(restorable_tree(state), describe_leaves(tree), encoded, self._checksums)
+        self._running = SaveThread(self._writer, step, name, content, self._keep, self._timeout)
+        with _as_checkpoint_error(step, self._directory):
             self._running.copy()
         self._reached = step
         return True
 
-    @_one_at_a_time
+    @_synchronized
     def restore(
         self,
         helper: MeshShardingHelper,
@@ -199,91 +199,94 @@ class Checkpointer:
         No host ever holds more of an array than its devices do. Every process has to call it.
 
         Args:
-            helper: the mesh; any, whatever the tree was saved on.
-            rules: as for `MeshShardingHelper.shard`, for the tree that *like* is.
-            like: the tree to restore: a function without arguments that makes it (it is not run, only looked
-                at; bind arguments with ``functools.partial``), or a tree of arrays, or of
-                ``jax.ShapeDtypeStruct``.
-            step: which; None takes the latest, and passes over damaged ones with a warning.
-            only: a regex: leaves are restored whose path it is found in; the others are left as *like* has
-                them. What else the checkpoint holds does not matter.
-            rename: (regex, replacement) pairs; the first whose regex is found in the path of a leaf in the
-                checkpoint is applied to it, as by ``re.sub``, to give the path in *like*.
+            helper: any mesh, whatever mesh the tree was saved on.
+            rules: as for `MeshShardingHelper.shard`, for the tree that *like* describes.
+            like: the tree to restore: a function without arguments that makes it (it is traced, not run;
+                bind arguments with ``functools.partial``), or a tree of arrays or ``jax.ShapeDtypeStruct``.
+            step: the step to restore; None takes the latest, and skips damaged ones with a warning.
+            only: a regex: only leaves in whose path it is found are restored; the others stay as they are
+                in *like*. Other leaves of the checkpoint do not matter.
+            rename: (regex, replacement) pairs. The first whose regex is found in the path of a leaf in the
+                checkpoint is applied to that path, as by ``re.sub``, and gives the path in *like*.
             cast: convert leaves that were saved in another dtype; otherwise they are an error.
             data: the data iterator to set to the state that this process saved.
-            verify: read all files first, and compare their checksums.
+            verify: first read all files, and compare their checksums.
 
         Returns:
             The tree, with the structure of *like*. Python numbers are Python numbers again.
 
         Raises:
-            ArgumentError: *step*, *only*, *rename* or *data* is none; *like* is a function with arguments.
-            CheckpointError: no such checkpoint; it is damaged; leaves are missing, extra, or of another shape
-                or dtype, all of which are named; processes ask for different steps or trees.
+            ArgumentError: *step*, *only*, *rename* or *data* is invalid; *like* is a function with arguments.
+            CheckpointError: there is no such checkpoint; it is damaged; leaves are missing, extra, or of
+                another shape or dtype (all are named); processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
         """
         meshes.require_devices(helper.mesh, 'restore')
-        _agreed.meet('call', self._timeout, helper.mesh)
+        _agreement.barrier('call', self._timeout, helper.mesh)
         error: Exception | None = None
         target, here = None, []
         try:
-            step = None if step is None else _number(step)
+            step = None if step is None else _checked_step(step)
             checked_flag('restore: cast', cast)
             checked_flag('restore: verify', verify)
-            rename = _rename.checked_pairs('rename', rename)
-            _data_state.require_settable(data)
+            rename = checked_pairs('rename', rename)
+            if data is not None and not hasattr(data, 'set_state'):
+                raise ArgumentError(
+                    'restore: data is the iterator to set to what was saved, with set_state(), got '
+                    f'{data!r}. What was saved as bytes or as a value, Checkpointer.data() returns'
+                )
             self.wait()
             target = target_of(helper, rules, like, only)
             here = complete_steps(self._directory)
-        except Exception as fault:  # also of `like` itself; raised once all have been told
+        except Exception as fault:  # including errors of `like`; raised once all processes know
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
-        _agreed.same(helper.mesh, call, target.wanted if target else {}, error)
+        _agreement.agree_on_restore(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
         saved = self._choose(helper, here, step, verify, data is not None)
         try:
             description = saved.description()
-            names = _rename.renamed([leaf.path for leaf in description.leaves], rename, saved.where)
+            names = renamed_paths([leaf.path for leaf in description.leaves], rename, saved.where)
             leaves = {names[leaf.path]: leaf for leaf in description.leaves}
             if not description.processes:
-                leaves = with_keys(target.wanted, leaves)
+                leaves = with_typed_keys(target.wanted, leaves)
             require_fit(target.wanted, leaves, cast, bool(only), saved.where)
-            state = None if data is None else _data_state.restored(saved, description.processes)
-        except Exception as fault:  # such as a data state that other processes have saved, and this one not
+            state = None if data is None else saved.data()
+        except Exception as fault:  # such as a data state that is missing on this process only
             error = fault
-        _agreed.same(helper.mesh, call, {}, error)
+        _agreement.agree_on_restore(helper.mesh, call, {}, error)
         values: dict[str, Any] = {}
         try:
             values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
         except Exception as fault:
             error = fault
-        _agreed.same(helper.mesh, call, {}, error)
+        _agreement.agree_on_restore(helper.mesh, call, {}, error)
         if data is not None:
             try:
                 data.set_state(state)
             except Exception as fault:
                 error = fault
-            _agreed.same(helper.mesh, call, {}, error)
+            _agreement.agree_on_restore(helper.mesh, call, {}, error)
         self._restored = self._reached = saved.step
-        return target.filled({name: values[leaves[name].path] for name in target.wanted})
+        return target.fill({name: values[leaves[name].path] for name in target.wanted})
 
     def latest_step(self) -> int | None:
-        """The latest step that is complete, and whose files have the sizes they were written with; or None.
+        """The latest complete step whose files have the sizes they were written with; None without one.
 
-        A save that has not ended does not count: `wait` for it first.
+        An unfinished save does not count: `wait` for it first.
         """
         here = complete_steps(self._directory)
         if not self._writer.taken:
             self._known = set(here)
-        saved, _ = choose(self._directory, here, lambda one: one.damage(False))
+        saved, _ = latest_undamaged(self._directory, here, lambda one: one.damage(False))
         return None if saved is None else saved.step
 
     def describe(self, step: int | None = None) -> Description:
         """What a checkpoint holds (paths, shapes, dtypes, specs), without loading it.
 
         Args:
-            step: which; the latest by default.
+            step: the latest by default.
         """
         return self._saved(step).description()
 
@@ -291,14 +294,13 @@ class Checkpointer:
         """The data state that this process saved with a step.
 
         Args:
-            step: which; by default the one that was restored last, or else the latest.
+            step: by default the one that was restored last, or else the latest.
         """
-        saved = self._saved(self._restored if step is None else step)
-        return _data_state.restored(saved, saved.description().processes)
+        return self._saved(self._restored if step is None else step).data()
 
-    @_one_at_a_time
+    @_synchronized
     def wait(self) -> None:
-        """Waits until what `save` was given is on the disk.
+        """Waits until the last `save` is on the disk.
 
         Raises:
             CheckpointError: it could not be written.
@@ -306,16 +308,16 @@ class Checkpointer:
         save = self._running
         if save is None:
             return
-        save.join()  # where Ctrl-C ends it, the save goes on, and the next call waits for it
+        save.join()  # if Ctrl-C ends this, the save goes on, and the next call waits for it
         self._running = None
         if save.error is not None:
             self._reached = None
-            with _failures(save.step, self._directory):
+            with _as_checkpoint_error(save.step, self._directory):
                 raise save.error
         if save.warning is not None:
             warn(save.warning, CheckpointWarning)
 
-    @_one_at_a_time
+    @_synchronized
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
         self.wait()
@@ -333,34 +335,34 @@ class Checkpointer:
                 raise
             error.add_note(str(failure))
 
-    def _saved(self, step: int | None) -> Saved:
-        latest = self.latest_step() if step is None else _number(step)
+    def _saved(self, step: int | None) -> SavedStep:
+        latest = self.latest_step() if step is None else _checked_step(step)
         if latest is None:
             raise CheckpointError(f'{self._directory} has no checkpoint')
-        return found(self._directory, latest, complete_steps(self._directory))
+        return find_step(self._directory, latest, complete_steps(self._directory))
 
     def _choose(
         self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
-    ) -> Saved:
-        """The step to restore, the same on every process, of those that are *here*."""
-        steps = _agreed.steps(helper.mesh, here)
-        self._known = set(steps)  # what one alone has seen came while the others looked
+    ) -> SavedStep:
+        """The step to restore, the same on every process, among those that this process sees (*here*)."""
+        steps = _agreement.common_steps(helper.mesh, here)
+        self._known = set(steps)  # a step that only some see was saved while the others looked
         if step is not None and step in here and step not in steps:
             raise CheckpointError(
                 f'step {step} is in {self._directory} as this process sees it, and other processes do not '
                 'see it there: all have to see the same files'
             )
         if step is not None:
-            steps = [found(self._directory, step, here).step]
+            steps = [find_step(self._directory, step, here).step]
 
-        def damage(saved: Saved) -> list[str]:
+        def damage(saved: SavedStep) -> list[str]:
             def look(share: tuple[int, int]) -> list[str]:
-                wrong = saved.damage(verify, share) or saved.unreadable()
-                return wrong or (_data_state.damage(saved) if data else [])
+                wrong = saved.damage(verify, share) or saved.metadata_damage()
+                return wrong or (saved.data_damage() if data else [])
 
-            return _agreed.damage(helper.mesh, look)
+            return _agreement.common_damage(helper.mesh, look)
 
-        saved, passed = choose(self._directory, steps, damage)
+        saved, passed = latest_undamaged(self._directory, steps, damage)
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
         if saved is None and not passed:
             raise CheckpointError(f'{self._directory} has no checkpoint')
@@ -378,8 +380,8 @@ class Checkpointer:
 
 
 @contextlib.contextmanager
-def _failures(step: int, directory: Any) -> Iterator[None]:
-    """Says which step it was that could not be saved."""
+def _as_checkpoint_error(step: int, directory: Any) -> Iterator[None]:
+    """Raises CheckpointError that says which step could not be saved."""
     try:
         yield
     except CheckpointError:
@@ -391,10 +393,10 @@ def _failures(step: int, directory: Any) -> Iterator[None]:
         ) from error
 
 
-def _number(step: Any) -> int:
-    """A step, also of numpy or JAX, as a Python number: what folders are called by."""
+def _checked_step(step: Any) -> int:
+    """A step as a Python number, which folders are named by; it may be a number of numpy or JAX."""
     with contextlib.suppress(TypeError):
         number = operator.index(step)
         if number >= 0 and not isinstance(step, bool):
             return number
-    raise ArgumentError(f'step is a whole number, at least 0, got {step!r}')
+    raise ArgumentError(f'step has to be a whole number, at least 0, got {step!r}')

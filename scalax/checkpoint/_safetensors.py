@@ -1,4 +1,4 @@
-"""Hugging Face's safetensors files, straight into the shards of this mesh."""
+"""Loading of Hugging Face's safetensors files, straight into the shards of a mesh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ import jax
 from scalax._mesh import meshes
 from scalax._tree.paths import canonical_dtype
 from scalax._util import strict_json
-from scalax.checkpoint._safetensors_file import Box, bytes_of, read_ahead, read_boxes
-from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
-from scalax.checkpoint._safetensors_names import Mapped, goals
+from scalax.checkpoint._safetensors_file import (
+    Box,
+    Tensor,
+    box_bytes,
+    in_message,
+    read_ahead,
+    read_blocks,
+    tensors_of,
+)
+from scalax.checkpoint._safetensors_mapping import NameMapping, destinations
 from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
@@ -30,24 +37,24 @@ Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def load_safetensors(
-    helper: MeshShardingHelper, files: Files, rules: RuleLike, mapping: Mapped = None
+    helper: MeshShardingHelper, files: Files, rules: RuleLike, mapping: NameMapping = None
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads the bytes that its devices need, block by block and small ones together, so that the
-    host never holds more than the largest block.
+    Each process reads the bytes that its devices need, block by block and small ones together. The host never
+    holds more than the largest block.
 
     Args:
         helper: the mesh.
         files: a folder, an index (``model.safetensors.index.json``), a file, or several files.
         rules: as for `MeshShardingHelper.shard`, for the tree that results.
         mapping: where the tensors go. None keeps their names, split at the dots:
-            ``tree['model']['norm']['weight']``. Else a dict from names to leaf paths (``'norm/scale'``); or
-            a function from a name to a path; or pairs (regex, replacement), of which the first whose regex is
-            found in a name is applied to it, as by ``re.sub``, and dots that are left become slashes. In
-            place of a path, None leaves the tensor out, and (path, axes) transposes it, as does
-            ``numpy.transpose``; in pairs (regex, replacement, axes). Linear layers of PyTorch hold their
-            weights as (out, in): the axes ``(1, 0)`` make a kernel of them.
+            ``tree['model']['norm']['weight']``. Otherwise a dict from names to leaf paths (``'norm/scale'``);
+            or a function from a name to a path; or pairs (regex, replacement): the first whose regex is found
+            in a name is applied to it, as by ``re.sub``, and remaining dots become slashes. In place of a
+            path, None leaves the tensor out, and (path, axes) transposes it, as ``numpy.transpose`` does; in
+            pairs: (regex, replacement, axes). Linear layers of PyTorch store weights as (out, in): the axes
+            ``(1, 0)`` turn them into a kernel.
 
     Returns:
         Nested dicts of arrays, in the dtypes of the files.
@@ -55,8 +62,8 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or holds what is no regex, no replacement or no path;
-            *files* are no paths.
+        ArgumentError: the mapping is none of these, or a regex, replacement or path in it is invalid;
+            *files* are not paths.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -72,49 +79,51 @@ def load_safetensors(
         (4, 8)
     """
     meshes.require_devices(helper.mesh, 'load_safetensors')
-    listed = _listed(files)
+    listed = _list_files(files)
     with contextlib.ExitStack() as stack:
-        opened = _opened(stack, listed)
-        return _load(helper, _all_tensors(listed.places, opened), rules, mapping, opened)
+        opened = _open_files(stack, listed)
+        return _load(helper, _all_tensors(listed.tensors, opened), rules, mapping, opened)
 
 
 def _load(
     helper: MeshShardingHelper,
     tensors: Sequence[Tensor],
     rules: RuleLike,
-    mapping: Mapped,
+    mapping: NameMapping,
     opened: Mapping[Path, BinaryIO],
 ) -> Any:
-    wanted = goals([tensor.name for tensor in tensors], mapping)
+    wanted = destinations([tensor.name for tensor in tensors], mapping)
     tree: dict[str, Any] = {}
     tensors = [tensor for tensor in tensors if tensor.name in wanted]
     _require_dtypes(tensors)
     for tensor in tensors:
         path, axes = wanted[tensor.name]
-        _put(tree, path, jax.ShapeDtypeStruct(_transposed(tensor, axes), tensor.dtype))
+        _set_leaf(tree, path, jax.ShapeDtypeStruct(_transposed_shape(tensor, axes), tensor.dtype))
     shardings = helper.match_sharding_rule(rules, tree)
     loads = []
     for tensor in tensors:
         path, axes = wanted[tensor.name]
-        loads.append(_Load(opened[tensor.file].fileno(), tensor, path, axes, _get(shardings, path)))
+        loads.append(
+            _TensorLoad(opened[tensor.file].fileno(), tensor, path, axes, _get_leaf(shardings, path))
+        )
     largest = max((load.largest for load in loads), default=0)
     for i, load in enumerate(loads):
         for coming in loads[i : i + 2]:
             coming.read_ahead()
-        _put(tree, load.path, load.array(largest))
+        _set_leaf(tree, load.path, load.array(largest))
     return tree
 
 
 @dataclasses.dataclass(frozen=True)
-class _Load:
-    """How one tensor gets onto the devices of this process.
+class _TensorLoad:
+    """The load of one tensor onto the devices of this process.
 
     Attributes:
-        descriptor: of its file.
-        tensor: where it lies.
+        descriptor: the descriptor of its file.
+        tensor: the tensor in the file.
         path: its leaf path.
-        axes: how it is transposed, if it is.
-        sharding: of the transposed array.
+        axes: the order of its axes in the array; empty if it is not transposed.
+        sharding: the sharding of the transposed array.
     """
 
     descriptor: int
@@ -126,11 +135,11 @@ class _Load:
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return _transposed(self.tensor, self.axes)
+        return _transposed_shape(self.tensor, self.axes)
 
     @functools.cached_property
     def blocks(self) -> list[tuple[Box, list[Any]]]:
-        """The parts of the tensor that devices of this process hold, in the order of the file."""
+        """The blocks that devices of this process hold, with these devices, in the order of the file."""
         holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
             bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
@@ -140,26 +149,26 @@ class _Load:
         return [([slice(*part) for part in bounds], holders[bounds]) for bounds in sorted(holders)]
 
     def read_ahead(self) -> None:
-        """Has the system read what is wanted next."""
+        """Asks the system to read the blocks from the disk."""
         read_ahead(self.descriptor, self.tensor, [box for box, _ in self.blocks])
 
     @property
     def largest(self) -> int:
         """The bytes of its largest block."""
-        return max((bytes_of(self.tensor, box) for box, _ in self.blocks), default=0)
+        return max((box_bytes(self.tensor, box) for box, _ in self.blocks), default=0)
 
     def groups(self, most: int) -> list[list[tuple[Box, list[Any]]]]:
-        """The blocks, as they are read together.
+        """The blocks in groups that are read together.
 
         Args:
-            most: the bytes of host memory for it, if they are more than one block takes.
+            most: how many bytes of host memory a group may take; a single block may take more.
         """
-        # On CPU the array takes a block's memory as it is, so that no block is held besides.
+        # On CPU the memory of a block becomes that of the array, so blocks take no memory besides.
         taken = bool(self.blocks) and self.blocks[0][1][0].platform == 'cpu' and not self.axes
         found: list[list[tuple[Box, list[Any]]]] = []
         size = 0
         for block in self.blocks:
-            more = 0 if taken else bytes_of(self.tensor, block[0])
+            more = 0 if taken else box_bytes(self.tensor, block[0])
             if found and size + more <= most:
                 found[-1].append(block)
                 size += more
@@ -169,10 +178,10 @@ class _Load:
         return found
 
     def array(self, most: int) -> jax.Array:
-        """The array: the next blocks are read when the last lie on their devices; see `groups`."""
+        """The array. Blocks are read once the previous group is on its devices; see `groups`."""
         parts = []
         for group in self.groups(most):
-            blocks = read_boxes(self.descriptor, self.tensor, [box for box, _ in group])
+            blocks = read_blocks(self.descriptor, self.tensor, [box for box, _ in group])
             for block, (_, devices) in zip(blocks, group, strict=True):
                 for device in devices:
                     place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
@@ -184,7 +193,7 @@ class _Load:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=dtype)
 
 
-def _transposed(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
+def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
     if not axes:
         return tensor.shape
     if sorted(axes) != list(range(len(tensor.shape))):
@@ -209,29 +218,31 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Listed:
+class _FileList:
     """The files to load.
 
     Attributes:
-        places: each file with the tensors that an index says are in it.
-        index: the name of that index; empty where there is none.
+        tensors: by file, the tensors that an index says are in it.
+        index: the name of the index; empty if there is none.
     """
 
-    places: Mapping[Path, Sequence[str]]
+    tensors: Mapping[Path, Sequence[str]]
     index: str = ''
 
 
-def _listed(files: Files) -> _Listed:
+def _list_files(files: Files) -> _FileList:
     if not isinstance(files, str | os.PathLike):
         if isinstance(files, bytes) or not isinstance(files, Iterable):
-            raise ArgumentError(f'load_safetensors: files is a path, or a list of paths, got {files!r}')
+            raise ArgumentError(f'load_safetensors: files has to be a path or a list of paths, got {files!r}')
         given = list(files)
         for file in given:
             if not isinstance(file, str | os.PathLike):
-                raise ArgumentError(f'load_safetensors: files is a list of paths, and {file!r} in it is none')
+                raise ArgumentError(
+                    f'load_safetensors: files has to be a list of paths, and {file!r} in it is not a path'
+                )
         if not given:
             raise CheckpointError('load_safetensors: the list of files is empty')
-        return _Listed(dict.fromkeys(map(Path, given), ()))
+        return _FileList(dict.fromkeys(map(Path, given), ()))
     path = Path(files)
     if os.path.isdir(path):
         indices = sorted(path.glob(f'*{_SUFFIX}{_INDEX}'))
@@ -239,12 +250,12 @@ def _listed(files: Files) -> _Listed:
         if len(indices) > 1 or not (indices or found):
             what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
             raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        return _indexed(indices[0]) if indices else _Listed(dict.fromkeys(found, ()))
-    return _indexed(path) if path.name.endswith(_INDEX) else _Listed({path: ()})
+        return _list_indexed(indices[0]) if indices else _FileList(dict.fromkeys(found, ()))
+    return _list_indexed(path) if path.name.endswith(_INDEX) else _FileList({path: ()})
 
 
-def _indexed(index: Path) -> _Listed:
-    """The files that an index names: in its folder or below it, and nowhere else."""
+def _list_indexed(index: Path) -> _FileList:
+    """The files that an index names, all of which have to be in its folder or below it."""
     try:
         values = strict_json.parse(strict_json.read(index))
     except (OSError, ValueError) as error:
@@ -267,7 +278,7 @@ def _indexed(index: Path) -> _Listed:
     listed: dict[Path, list[str]] = {}
     for name, file in places.items():
         listed.setdefault(index.parent / file, []).append(name)
-    return _Listed(listed, index.name)
+    return _FileList(listed, index.name)
 
 
 def _is_outside(file: str) -> bool:
@@ -275,11 +286,11 @@ def _is_outside(file: str) -> bool:
     return bool(path.anchor) or '..' in path.parts
 
 
-def _opened(stack: contextlib.ExitStack, listed: _Listed) -> dict[Path, BinaryIO]:
-    """All files. Their headers and their tensors are read from the same ones, whatever the paths become."""
+def _open_files(stack: contextlib.ExitStack, listed: _FileList) -> dict[Path, BinaryIO]:
+    """All files, opened once: header and tensors are read from one file, even if its path changes."""
     opened: dict[Path, BinaryIO] = {}
     problems = []
-    for file in listed.places:
+    for file in listed.tensors:
         try:
             opened[file] = stack.enter_context(strict_json.opened(file))
         except (OSError, ValueError) as error:
@@ -291,7 +302,7 @@ def _opened(stack: contextlib.ExitStack, listed: _Listed) -> dict[Path, BinaryIO
 
 
 def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
-    """The tensors of all files, in the order in which they are best read."""
+    """The tensors of all files, in the order of the files."""
     found: list[Tensor] = []
     where: dict[str, Path] = {}
     problems: list[str] = []
@@ -313,14 +324,14 @@ def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, Bina
     return found
 
 
-def _put(tree: dict[str, Any], path: str, leaf: Any) -> None:
+def _set_leaf(tree: dict[str, Any], path: str, leaf: Any) -> None:
     *above, last = path.split('/')
     for key in above:
         tree = tree.setdefault(key, {})
     tree[last] = leaf
 
 
-def _get(tree: Any, path: str) -> Any:
+def _get_leaf(tree: Any, path: str) -> Any:
     for key in path.split('/'):
         tree = tree[key]
     return tree

@@ -1,4 +1,4 @@
-"""What does a restore ask for? The leaves of `like`, each with the sharding that the rules give it here."""
+"""The target of a restore: the leaves of `like`, their shardings, and their paths in the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What is asked for.
+    """What a restore asks for.
 
     Attributes:
         wanted: by leaf path, a struct with a sharding, or the type of a Python number.
         rest: by leaf path, the leaves of `like` that are not to be restored.
-        tree: `like`, laid flat.
+        tree: `like`, flattened.
     """
 
     wanted: dict[str, Any]
     rest: dict[str, Any]
     tree: NamedTree
 
-    def filled(self, values: dict[str, Any]) -> Any:
-        """`like` with values in place of what was asked for."""
+    def fill(self, values: dict[str, Any]) -> Any:
+        """`like` with restored values, by path, in place of the leaves that were asked for."""
         return self.tree.treedef.unflatten(
             [values[path] if path in self.wanted else self.rest[path] for path in self.tree.paths]
         )
@@ -45,8 +45,8 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
     """Resolves rules for the tree that *like* is, or makes; nothing is computed.
 
     Raises:
-        CheckpointError: two leaves have one path, or *only* chooses none.
-        ArgumentError: *only* is no regex, or *like* a function with arguments.
+        CheckpointError: two leaves have the same path, or *only* matches no leaf.
+        ArgumentError: *only* is not a regex, or *like* is a function with arguments.
         ShardingError: some leaves cannot be sharded as asked.
     """
     made = is_function(like)
@@ -77,7 +77,7 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
 def _require_no_arguments(function: Any) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of something built in, nothing is known
+    except (TypeError, ValueError):  # some built-ins have no signature
         return
     try:
         signature.bind()
@@ -93,14 +93,14 @@ def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_function(like: Any) -> bool:
-    """Whether *like* makes a tree, rather than being one; modules of equinox are trees that can be called."""
+    """Whether *like* makes a tree, rather than being one: modules of equinox are trees that can be called."""
     return callable(like) and (
         isinstance(like, functools.partial) or jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
     )
 
 
 def require_distinct(paths: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if two leaves have one path: they could not be told apart on the disk."""
+    """Raises CheckpointError if two leaves have the same path: a checkpoint could not tell them apart."""
     if len(set(paths)) == len(paths):
         return
     twice = [path for path in dict.fromkeys(paths) if list(paths).count(path) > 1]
@@ -108,3 +108,55 @@ def require_distinct(paths: Sequence[str], what: str) -> None:
         f'{what} has several leaves with one path: {", ".join(map(repr, twice[:10]))}. Rename some of their '
         'keys: a checkpoint finds leaves by their paths'
     )
+
+
+def renamed_paths(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str) -> dict[str, str]:
+    """The new path of each leaf, by its old path. The first regex that is found in a path is applied to it.
+
+    Raises:
+        CheckpointError: two leaves get the same path.
+        ArgumentError: *rename* is not a list of pairs, or a regex or replacement in it is invalid.
+
+    Example:
+        >>> renamed_paths(['model/w', 'step'], [('^model/', 'params/')], '')
+        {'model/w': 'params/w', 'step': 'step'}
+    """
+    pairs = checked_pairs('rename', rename)
+    names: dict[str, str] = {}
+    old: dict[str, str] = {}
+    for path in paths:
+        new = next((substitute('rename', regex, to, path) for regex, to in pairs if regex.search(path)), path)
+        if new in old:
+            raise CheckpointError(
+                f'rename gives two leaves of {where} one path: {old[new]!r} and {path!r} are both {new!r}'
+            )
+        names[path] = new
+        old[new] = path
+    return names
+
+
+def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
+    """Compiles the regexes of tuples (regex, replacement, ...); messages begin with *where*.
+
+    Raises:
+        ArgumentError: one is not a tuple of two to *most* values, or its regex is invalid.
+    """
+    compiled = []
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+        raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pairs!r}')
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or not 2 <= len(pair) <= most:
+            raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
+        checked_regex(where, pair[0], ArgumentError)
+        compiled.append((re.compile(pair[0]), *pair[1:]))
+    return compiled
+
+
+def substitute(where: str, regex: re.Pattern[str], replacement: Any, text: str) -> str:
+    """``regex.sub``, with an error that says which replacement does not fit its regex."""
+    try:
+        return regex.sub(replacement, text)
+    except (re.error, IndexError, TypeError) as error:  # IndexError: no such group in the regex
+        raise ArgumentError(
+            f'{where}: the replacement {replacement!r} does not fit {regex.pattern!r}: {error}'
+        ) from None

@@ -1,19 +1,19 @@
-"""The one writer of a directory: a token in a file says who it is, and only who finds its own may write.
+"""The single writer of a checkpoint directory, identified by a token in a file.
 
-Nobody can know whether a job that is not heard of has died, so the newest writer takes the directory, with
-its first save, and the one before it is refused at its next write. A writer looks at the token before it
-begins a step, before it commits one, and before it deletes anything. Between that look and what follows
-another may take the directory, which does no harm where folders are renamed at once:
+Nothing tells whether a silent job has died, so the newest writer takes over the directory with its first
+save, and the previous one is refused at its next write. A writer checks the token before it begins a step,
+before it commits one, and before it deletes anything. Another writer may take over between such a check and
+what follows it. Where a rename is atomic, this does no harm:
 
-- A step is written in a folder whose name holds the token, and committed by a rename, which fails where the
-  step is there already.
-- Who takes the directory renames the unfinished folders of others away, and only then lists the steps: a
-  commit of theirs has come before that, and is in the list, or it fails. A folder that they begin later is
-  never committed, because they look at the token again before that.
-- What is deleted was listed before the token was looked at, so it is no step of who has come since.
+- A step is written in a folder whose name holds the token, and committed by a rename, which fails if the
+  step already exists.
+- A new writer first renames the unfinished folders of others away, and only then lists the steps: a commit of
+  theirs either came before and is in the list, or fails. A folder that they begin later is never committed,
+  because they check the token again before they commit.
+- Steps to delete are listed before the token is checked, so none of them belongs to a later writer.
 
-In object stores nothing can be renamed at once. There a step counts from when a last file is written, the
-token is all there is, and a save that its writer began before it was replaced may still write to its step.
+Object stores have no atomic rename. There a step is complete once its last file is written, the token is the
+only protection, and a save that a writer began before it was replaced may still write to its step.
 """
 
 from __future__ import annotations
@@ -28,63 +28,62 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from scalax._report.pages import visible
-from scalax.checkpoint._json_file import json_of, sync, write_bytes
-from scalax.checkpoint._orbax import Path, orbax
-from scalax.checkpoint._saved import ITEM, complete_steps
+from scalax.checkpoint._files import Path, orbax, read_json, sync, write_bytes
+from scalax.checkpoint._saved_step import ITEM, complete_steps
 from scalax.errors import CheckpointError, CheckpointWarning, warn
 
 FILE = 'writer.json'
-TOKEN = 16  # characters of a token, with which the name of a save begins
-_MOST = 1 << 12  # bytes of that file
-_COMMITTED = 'commit_success.txt'  # what Orbax looks for where folders are not renamed
+TOKEN = 16  # characters of a token; the name of a save begins with it
+_MOST_BYTES = 1 << 12  # of that file
+_COMMITTED = 'commit_success.txt'  # marks a complete step for Orbax where folders cannot be renamed
 
 
 class Writer:
     """One `Checkpointer` as the writer of its directory; the first process of a job acts for all.
 
     Attributes:
-        token: what nobody else has.
-        taken: whether this writer has taken the directory, and may have lost it since.
+        token: unique to this writer.
+        taken: whether this writer has taken the directory; it may have lost it since.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.token = secrets.token_hex(TOKEN // 2)
         self.taken = False
-        # The steps to make way for this writer's own; None until it has looked for them.
+        # The steps that this writer's own will replace; None until it has looked for them.
         self._replaced: list[int] | None = None
         self._saves = 0
 
     def require(self) -> None:
-        """Returns if this is the writer still.
+        """Returns if this is still the writer of the directory.
 
         Raises:
-            CheckpointError: another has taken the directory; the message says who.
+            CheckpointError: another one has taken the directory; the message says who.
         """
         owner = self._owner()
         if owner and owner['token'] != self.token:
-            raise self._taken(owner)
+            raise self._taken_over_error(owner)
 
     def reason(self, error: BaseException, name: str) -> BaseException:
-        """Why a save has failed: *error*, unless another has taken the directory, and deleted its files.
+        """Why a save failed: *error*, unless another writer has taken the directory and deleted its files.
 
         Args:
-            error: what came of it.
-            name: of the save; on processes other than the first it holds another token than theirs.
+            error: the error of the save.
+            name: the name of the save. It holds the token of process 0, which may differ from this writer's.
         """
-        with contextlib.suppress(CheckpointError):  # the file cannot be read either
+        with contextlib.suppress(CheckpointError):  # the file of the token cannot be read either
             owner = self._owner()
             if owner and owner['token'] != name[:TOKEN]:
-                return self._taken(owner)
+                return self._taken_over_error(owner)
         return error
 
     def prepare(self, step: int, known: Collection[int] | None, damaged: Collection[int]) -> None:
-        """Makes sure that this writer may save a step; takes the directory if it is its first.
+        """Checks that this writer may save a step; takes the directory at its first save.
 
         Args:
             step: its number.
-            known: the steps that were there when this writer last looked; None where it never did. Later
-                ones have come from the writer that it replaces, and make way when a step is committed.
+            known: the steps that existed when this writer last looked; None if it never did. Later ones come
+                from the writer that it replaces, and are set aside when a step is committed.
             damaged: the steps to delete.
 
         Raises:
@@ -109,22 +108,22 @@ class Writer:
             self.remove(self.directory / str(one))
 
     def name(self) -> str:
-        """Another name for each save: the token, and a number."""
+        """A new name for each save: the token, and a number."""
         self._saves += 1
         return f'{self.token}{self._saves % 16**8:08x}'
 
     def staging(self, step: int, name: str) -> Path:
-        """The folder in which a step is written until it is complete, by the name of its save."""
+        """The folder in which a save of this name writes a step until it is complete."""
         if not self._renames:
             return self.directory / str(step)
         return self.directory / f'{step}{_suffix()}-{name}'
 
     def commit(self, step: int, staging: Path) -> None:
-        """Makes a step complete that was written in the folder *staging*.
+        """Completes a step that was written in the folder *staging*.
 
         Raises:
             CheckpointError: another writer has taken the directory.
-            OSError: it cannot be done.
+            OSError: the folder cannot be renamed.
         """
         self.require()
         final = self.directory / str(step)
@@ -138,7 +137,7 @@ class Writer:
         try:
             staging.rename(final)
         except OSError:
-            if step in replaced:  # it is the latest that there is
+            if step in replaced:  # it is still the latest step
                 with contextlib.suppress(OSError):
                     self._aside(step).rename(final)
             raise
@@ -151,13 +150,13 @@ class Writer:
     def committed(self, step: int) -> bool:
         """Whether a step is complete, as this process sees it.
 
-        It is looked up and not listed: clients of network file systems keep lists of folders for a minute.
+        The path is looked up, not listed: clients of network file systems cache listings for a minute.
         """
         final = self.directory / str(step)
         return bool((final if self._renames else final / _COMMITTED).exists())
 
     def prune(self, keep: int | None) -> None:
-        """Deletes all but the latest steps; nothing where another writer has taken the directory."""
+        """Deletes all but the latest steps; deletes nothing if another writer has taken the directory."""
         old = complete_steps(self.directory)[:-keep] if keep else []
         if not old:
             return
@@ -169,14 +168,14 @@ class Writer:
     def discard(self, staging: Path) -> None:
         """Deletes the folder of a save that has failed."""
         with contextlib.suppress(OSError, CheckpointError):
-            if self._renames:  # nobody but this writer commits it, and a full disk may not rename
+            if self._renames:  # only this writer commits the folder, and a full disk may refuse to rename it
                 staging.rmtree()
-            else:  # it is that of the step, which another may be writing
+            else:  # the folder is the step itself, which another writer may be writing
                 self.require()
                 self.remove(staging)
 
     def remove(self, path: Path) -> None:
-        """Deletes a folder, all of it at once for those who read; what cannot be goes with the next save."""
+        """Deletes a folder, atomically for readers; what cannot be deleted now goes with the next save."""
         with contextlib.suppress(FileNotFoundError):
             if self._renames:
                 name = path.name.partition(_suffix())[0]
@@ -184,35 +183,35 @@ class Writer:
             else:
                 (path / _COMMITTED).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
-                if os.path.islink(path):  # a step that somebody has moved elsewhere
+                if os.path.islink(path):  # somebody has moved the step elsewhere
                     path.unlink()
                 else:
                     path.rmtree()
 
     @property
     def _renames(self) -> bool:
-        """Whether a step is committed by a rename, as Orbax has it for this kind of path."""
+        """Whether a step is committed by a rename, as Orbax does for this kind of path."""
         path = orbax().path
         kind = path.atomicity_defaults.get_default_temporary_path_class(self.directory)
         return bool(kind is path.atomicity.AtomicRenameTemporaryPath)
 
     def _owner(self) -> dict[str, Any] | None:
-        """Who has taken the directory, as the file says."""
+        """The writer of the directory, as the file says; None if there is none."""
         file = self.directory / FILE
         try:
-            owner = json_of(file, _MOST)
+            owner = read_json(file, _MOST_BYTES)
             if not isinstance(owner, dict) or not {'token', 'host', 'pid', 'since'} <= owner.keys():
                 raise ValueError('it does not say who the writer is')
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f'{file} cannot be read, so that nobody knows who writes to this directory: {error}. Delete '
-                'the file if no other job does'
+                f'{file} cannot be read, so the writer of this directory is not known: {error}. Delete the '
+                'file if no other job writes there'
             ) from error
         return owner
 
-    def _taken(self, owner: dict[str, Any]) -> CheckpointError:
+    def _taken_over_error(self, owner: dict[str, Any]) -> CheckpointError:
         pid, host, since = (str(owner[name])[:200] for name in ('pid', 'host', 'since'))
         return CheckpointError(
             f'{self.directory} has another writer now: process {visible(pid)} on host {host!r}, since '
@@ -246,7 +245,7 @@ class Writer:
             )
 
     def _unfinished(self) -> list[Path]:
-        """The folders of saves that have not ended, and of steps that were being deleted."""
+        """The folders of unfinished saves, and of steps that were being deleted."""
         paths = [path for path in self.directory.iterdir() if path.is_dir()]
         if self._renames:
             return [path for path in paths if _suffix() in path.name]
@@ -273,7 +272,7 @@ class Writer:
 
 
 def _suffix() -> str:
-    """What the names of Orbax's temporary folders hold, which is no step to any version of Orbax."""
+    """The mark of Orbax's temporary folders, which no version of Orbax takes for steps."""
     return str(orbax().path.atomicity.TMP_DIR_SUFFIX)
 
 

@@ -1,7 +1,6 @@
-"""What can be asked without writing a program? `python -m scalax plan`, `search`, `explain`
-and `topologies`.
+"""The command line of scalax: `python -m scalax plan`, `search`, `explain` and `topologies`.
 
-``_arguments`` reads the command line, ``_load`` the user's file, ``_commands`` answers.
+`main` parses the command line (`_arguments`), runs the command (`_commands`) and returns the exit code.
 """
 
 from scalax.cli._arguments import main

@@ -1,4 +1,4 @@
-"""What does a command line ask for? Parsed, answered, and turned into an exit code."""
+"""The command line: its parser, and the exit code of each outcome."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _MOST = 1 << 24  # devices, slices
 _LONGEST = 20  # characters of a number
 
 _EPILOG = """\
-exit codes: 0 it fits, 3 it does not, 2 the command asks for what cannot be, 1 anything else
+exit codes: 0 it fits, 3 it does not, 2 the command is invalid, 1 any other failure
 """
 _PLAN = """\
-Compiles a step for a mesh, without running it: what does each device hold, what do the devices
-send one another, and what bounds the step?
+Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
+send to one another, and what bounds the step.
 
-FILE.py:make_step names a function of a file. It is called with a MeshShardingHelper, and returns
-the step (such as helper.sjit makes) and the tuple of its arguments; jax.ShapeDtypeStruct will do.
+FILE.py:make_step names a function in a file. It is called with a MeshShardingHelper, and returns
+the step (such as helper.sjit makes) and the tuple of its arguments, which may be
+jax.ShapeDtypeStruct.
 """
 _SEARCH = """\
-Plans a step on every mesh that a slice can hold, quickly, and the best of them in full; ranks
-them, and says of each other one why it lost. Ctrl-C ranks what was planned until then.
+Plans a step on every mesh of a slice, quickly, and the best of them in full. Ranks the meshes, and
+says why each of the others lost. Ctrl-C ranks those that were planned so far.
 
 FILE.py:make_step as in `plan`.
 """
 _EXPLAIN = """\
-What does each leaf get, and which rule says so? Nothing is compiled.
+Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
 
-FILE.py:make_state names a function of a file. It is called with a MeshShardingHelper, and returns
-a tree (jax.ShapeDtypeStruct leaves will do) and the rules for it.
+FILE.py:make_state names a function in a file. It is called with a MeshShardingHelper, and returns
+a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
 """
 
 
@@ -51,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the process by default.
 
     Returns:
-        The exit code: 0; 3 if a step does not fit; 2 for what cannot be asked; 1 for other failures.
+        The exit code: 0; 3 if a step does not fit; 2 for an invalid command; 1 for other failures.
     """
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('scalax').setLevel(logging.INFO)
-    # Nothing is run: accelerators that are here are left alone, also by what the user's file does.
+    # Nothing is run, so even the user's file leaves local accelerators alone.
     jax.config.update('jax_platforms', 'cpu')
     try:
         fits = asked.answer(asked)
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         '--quick',
         action='store_true',
-        help='seconds instead of minutes: no code is made, and memory is what is laid out',
+        help='seconds instead of minutes: no code is made, and memory is that of the layout',
     )
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
     plan.add_argument('--html', type=_page, metavar='OUT.html', help='also write the plan as a page')
@@ -148,7 +149,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default={},
         metavar='NAME=N,...',
-        help='how many slices lie along which axes: data=4; one that --mesh does not name is only that',
+        help='how many slices are along which axes: data=4; an axis that --mesh does not name is only that',
     )
 
 
@@ -165,7 +166,7 @@ def _sizes(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f'{text!r} names {name.strip()!r} twice')
         sizes[name.strip()] = _checked(size)
     if math.prod(max(1, size) for size in sizes.values()) > _MOST:
-        raise argparse.ArgumentTypeError(f'{text!r} is of more than {_MOST:,} devices')
+        raise argparse.ArgumentTypeError(f'{text!r} has more than {_MOST:,} devices')
     return sizes
 
 
@@ -179,26 +180,28 @@ def _choice(text: str) -> tuple[str, tuple[int, ...]]:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or _checked(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} is no positive number')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
     return _checked(text)
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f'{text!r} is no number from 0 on')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number of at least 0')
     return _checked(text)
 
 
 def _checked(text: str) -> int:
-    """A whole number that something on this earth may have as its size."""
+    """A whole number that is not absurdly large."""
     if len(text) > _LONGEST or int(text) > _MOST:
         raise argparse.ArgumentTypeError(f'{text[:_LONGEST]} is more than {_MOST:,}')
     return int(text)
 
 
 def _page(text: str) -> Path:
-    """A file that can be written: to say that it cannot is too late after minutes of compiling."""
+    """The path of a file that can be written; checked here, before minutes of compiling."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f'{text!r} is no file in a folder that there is')
+        raise argparse.ArgumentTypeError(
+            f'{text!r} cannot be written: it is a folder, or its parent directory does not exist'
+        )
     return path

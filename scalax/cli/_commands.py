@@ -1,30 +1,34 @@
-"""What is the answer to each command? Printed; what is returned says whether a step fits."""
+"""Answers to the commands: they print, and return whether a step fits."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
-from scalax.cli._load import load_function, pair
-from scalax.cli._topologies import table
+from scalax._mesh.topologies import SIZES
+from scalax._report.tables import human_bytes
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
-from scalax.plan import make_plan
+from scalax.plan import HARDWARE, Hardware, make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
-_MOST_SIMULATED = 4096  # XLA for CPUs starts threads for each device
+_MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
+_MODULE_NAME = '__file_of_the_command__'
 
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
     helper = _helper(asked)
-    make_step = load_function(asked.function)
+    make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick)
     if asked.html:
@@ -36,7 +40,7 @@ def plan(asked: argparse.Namespace) -> bool | None:
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
-    make_step = load_function(asked.function)
+    make_step = _load_function(asked.function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
@@ -48,15 +52,15 @@ def search(asked: argparse.Namespace) -> bool:
     )
     print(json.dumps(found.to_dict()) if asked.json else found)
     if not any(candidate.plan for candidate in found.candidates):
-        raise PlanError('no mesh was planned: nobody knows whether the step fits')
+        raise PlanError('no mesh was planned: whether the step fits is not known')
     if found.fits and asked.html:
         found.best.to_html(asked.html)
     return found.fits
 
 
 def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
-    """What the user's function makes: the step and its arguments."""
-    step, arguments = pair(make_step(helper), named, 'the step and the tuple of its arguments')
+    """The step and its arguments, which the user's function returns."""
+    step, arguments = _pair(make_step(helper), named, 'the step and the tuple of its arguments')
     if not isinstance(arguments, tuple | list):
         raise ArgumentError(
             f'{named!r} has to return the step and the tuple of its arguments; '
@@ -66,18 +70,18 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 
 def explain(asked: argparse.Namespace) -> None:
-    """Prints what each leaf of a tree gets."""
+    """Prints the sharding of each leaf of a tree."""
     known = -1 not in asked.mesh.values()
     helper = _abstract_helper(asked) if known and not asked.topology else _helper(asked)
-    make_state = load_function(asked.function)
-    tree, rules = pair(make_state(helper), asked.function, 'a tree and the rules for it')
+    make_state = _load_function(asked.function)
+    tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     print(report.to_json() if asked.json else report)
 
 
 def topologies(asked: argparse.Namespace) -> None:
     """Prints which TPU slices are known."""
-    print(table())
+    print(_topologies_table())
 
 
 def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
@@ -87,7 +91,7 @@ def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
 
 
 def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
-    """A helper over the hardware that is asked for; made before the user's file may use any devices."""
+    """A helper over the hardware of the command; made before the user's file may use any devices."""
     sizes: dict[str, int] = asked.mesh
     if not asked.topology:
         return _simulated(asked, list(sizes.values()), list(sizes))
@@ -104,7 +108,7 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
         asked.topology,
         list(sizes.values()),
         list(sizes),
-        True,  # where whole axes of the torus do, they are taken all the same
+        True,  # splitting is allowed; whole axes of the torus are still preferred
         num_slices=asked.slices or math.prod(across.values()),
         dcn_axis_dims=[across.get(name, 1) for name in sizes] if across else None,
     )
@@ -113,7 +117,7 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
 def _require_dcn(asked: argparse.Namespace) -> None:
     if (asked.slices or 1) > 1 and not asked.dcn:
         raise ArgumentError(
-            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices lie'
+            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices are'
         )
 
 
@@ -126,12 +130,80 @@ def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> 
     _reject_slices(asked)
     if -1 in dims:
         raise ArgumentError(
-            'without --topology nothing says how many devices there are: give every axis of --mesh a size'
+            'without --topology the number of devices is not known: give every axis of --mesh a size'
         )
     count = math.prod(dims)
     if count > _MOST_SIMULATED:
         raise ArgumentError(
-            f'--mesh is of {count:,} devices, and {_MOST_SIMULATED:,} are simulated at most: give --topology'
+            f'--mesh has {count:,} devices, and at most {_MOST_SIMULATED:,} are simulated: give --topology'
         )
     jax.config.update('jax_num_cpu_devices', count)
     return MeshShardingHelper(dims, names)
+
+
+def _load_function(named: str) -> Callable[..., Any]:
+    """The function that ``FILE.py:name`` names. The file is run, and its errors are not caught.
+
+    Raises:
+        ArgumentError: there is no such file, or no such function in it.
+    """
+    file, colon, name = named.rpartition(':')
+    if not colon or not name.isidentifier():
+        raise ArgumentError(f'{named!r} does not name a function: write FILE.py:function')
+    path = Path(file).resolve()
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ArgumentError(f'{file!r} is not a Python file')
+    # As under `python FILE.py`, files beside it can be imported. Its own name hides no other module.
+    sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE_NAME] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
+        raise ArgumentError(f'{file!r} has no function {name!r} ({did_you_mean(name, own)})')
+    return function
+
+
+def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:
+    """Checks that a user's function returned two values.
+
+    Args:
+        returned: what it returned.
+        named: the function as the user named it.
+        second: a description of the two values, for the message.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ArgumentError(f'{named!r} has to return {second}; it returned {type(returned).__name__}')
+    return returned
+
+
+def _topologies_table() -> str:
+    """The kinds of chips with their numbers, and the slices of each."""
+    lines = []
+    for name, sizes in SIZES.items():
+        chip = HARDWARE[name]
+        listed = '  '.join(sizes.split())
+        lines += [f'{name:<6} {_chip_numbers(chip)}', f'       {listed}']
+    return '\n'.join(
+        [
+            'TPU slices, as --topology NAME:SIZE takes them:',
+            '',
+            *lines,
+            '',
+            'The chips of a slice are the product of its size; of several slices, times --slices.',
+            'Sources: scalax.plan.HARDWARE[name].sources',
+        ]
+    )
+
+
+def _chip_numbers(chip: Hardware) -> str:
+    devices = chip.devices_per_chip or 1
+    memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
+    flops = (chip.flops_per_second or 0) / devices
+    of_chip = '' if devices == 1 else f', {devices} of them a chip'
+    return f'a device{of_chip}: {memory} of usable HBM, {flops:.4g} flops/s (bfloat16)'

@@ -1,4 +1,4 @@
-"""What are the tensors of Hugging Face files called here? Names, paths, and transpositions."""
+"""Mappings of tensors in safetensors files to leaf paths and transpositions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from scalax.checkpoint._rename import checked_pairs, substituted
-from scalax.checkpoint._safetensors_header import in_message
+from scalax.checkpoint._safetensors_file import in_message
+from scalax.checkpoint._target import checked_pairs, substitute
 from scalax.errors import ArgumentError, CheckpointError, near_names, shown
 
-Goal = str | tuple[str, tuple[int, ...]] | None
-Mapped = Mapping[str, Goal] | Sequence[tuple[Any, ...]] | Callable[[str], Goal] | None
+Destination = str | tuple[str, tuple[int, ...]] | None
+NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
 
-_MOST_KEYS = 100  # of a path: deeper trees are none of a model, and JAX fails on very deep ones
+_MOST_KEYS = 100  # of a path: models are not deeper, and JAX fails on very deep trees
 
 
-def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[int, ...]]]:
+def destinations(names: Sequence[str], mapping: NameMapping) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Where each tensor goes: name -> (path, axes). Tensors that are left out are not in it.
 
     Args:
@@ -25,32 +25,32 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
         mapping: see `scalax.checkpoint.load_safetensors`.
 
     Raises:
-        CheckpointError: names that the mapping does not cover, or covers and which are not there; two tensors
-            of one path, or one whose path goes through that of another.
-        ArgumentError: the mapping is none, or what it gives for a name is no path.
+        CheckpointError: a tensor that the mapping does not cover, or a name in it that no tensor has; two
+            tensors with one path, or one whose path is inside that of another.
+        ArgumentError: the mapping is invalid, or gives something else than a path for a name.
     """
     problems: list[str] = []
     wrong: list[str] = []
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     if isinstance(mapping, Mapping):
-        problems.extend(_absent(mapping, dict.fromkeys(names)))
-    goal_of = _as_function(mapping)
+        problems.extend(_unknown_names(mapping, dict.fromkeys(names)))
+    destination_of = _as_function(mapping)
     for name in names:
         try:
-            goal = goal_of(name)
+            destination = destination_of(name)
         except KeyError:
             problems.append(f'{in_message(name)}: the mapping says nothing of it')
             continue
-        if goal is None:
+        if destination is None:
             continue
-        checked = _checked(goal)
+        checked = _checked_destination(destination)
         if checked is None:
-            wrong.append(f'{in_message(name)}: {goal!r}')
+            wrong.append(f'{in_message(name)}: {destination!r}')
         else:
             found[name] = checked
     if wrong:
         raise ArgumentError(
-            f'mapping: this is where tensors are to go, and is no path:\n{shown(wrong)}\n'
+            f'mapping: these destinations of tensors are not paths:\n{shown(wrong)}\n'
             "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
             'leave the tensor out.'
         )
@@ -63,16 +63,16 @@ def goals(names: Sequence[str], mapping: Mapped) -> dict[str, tuple[str, tuple[i
     return found
 
 
-def _checked(goal: Any) -> tuple[str, tuple[int, ...]] | None:
-    """A path and axes, or None where *goal* is neither a path nor both."""
-    path, axes = goal if isinstance(goal, tuple | list) and len(goal) == 2 else (goal, ())
+def _checked_destination(given: Any) -> tuple[str, tuple[int, ...]] | None:
+    """A path and axes; None if *given* is neither a path nor both."""
+    path, axes = given if isinstance(given, tuple | list) and len(given) == 2 else (given, ())
     whole = isinstance(axes, Sequence) and all(
         isinstance(axis, int | np.integer) and not isinstance(axis, bool) for axis in axes
     )
     return (path, tuple(map(int, axes))) if isinstance(path, str) and whole else None
 
 
-def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
+def _as_function(mapping: NameMapping) -> Callable[[str], Destination]:
     if mapping is None:
         return lambda name: name.replace('.', '/')
     if isinstance(mapping, Mapping):
@@ -81,22 +81,22 @@ def _as_function(mapping: Mapped) -> Callable[[str], Goal]:
         return mapping
     pairs = checked_pairs('mapping', mapping, most=3)
 
-    def by_regex(name: str) -> Goal:
+    def by_regex(name: str) -> Destination:
         for regex, replacement, *axes in pairs:
             if regex.search(name):
                 if replacement is None:
                     return None
-                path = substituted('mapping', regex, replacement, name).replace('.', '/')
+                path = substitute('mapping', regex, replacement, name).replace('.', '/')
                 return (path, axes[0]) if axes else path
         raise KeyError(name)
 
     return by_regex
 
 
-def _absent(mapping: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[str]:
+def _unknown_names(mapping: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[str]:
     absent = [name for name in mapping if name not in names]
     for i, name in enumerate(absent):
-        # Messages show ten; each search goes through all names.
+        # Messages show ten, and each search goes through all names.
         near = near_names(str(name), names) if i < 10 else []
         hint = f'; did you mean {in_message(near[0])}?' if near else ''
         yield f'{in_message(str(name))}: the files have no such tensor{hint}'

@@ -1,19 +1,23 @@
-"""How is the best mesh found? All are planned quickly; the best of those are compiled in full, and ranked."""
+"""The search of the best mesh: all are planned quickly; the best of them are compiled in full, and ranked."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
+import logging
+import numbers
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes, topologies
-from scalax._plan import Plan, make_plan
+from scalax._plan.make import make_plan
+from scalax._plan.plan import Plan
 from scalax._report.tables import human_bytes
-from scalax._search.factorizations import Constraints, possible_meshes
-from scalax._search.found import Candidate, Search
-from scalax._search.progress import Advance, progress
+from scalax._search.outcome import Candidate, Search
 from scalax.errors import (
     ArgumentError,
     IndivisibleWarning,
@@ -23,8 +27,14 @@ from scalax.errors import (
     did_you_mean,
 )
 
+_log = logging.getLogger('scalax.search')
+
+Sizes = dict[str, int]
+Constraints = Mapping[str, int | Collection[int]] | Callable[[Sizes], Any] | None
+Advance = Callable[[str], None]
+"""Called with what is done next, when the step before it is done."""
 _NEAR = 1.08
-"""A quick plan that is so near to the limit is compiled in full before it is said not to fit."""
+"""A quick plan within this factor of the limit is compiled in full before it is said not to fit."""
 
 
 def search(
@@ -39,21 +49,21 @@ def search(
     full: int = 2,
     show_progress: bool | None = None,
 ) -> Search:
-    """Plans a step on every mesh that a topology can hold, and ranks these.
+    """Plans a step on every mesh of a topology, and ranks the meshes.
 
     Each is planned quickly (`MeshShardingHelper.plan`), which takes seconds. Those that do not fit have lost;
-    the others are ranked by the time that their roofline says the step takes at least, and then by what it
-    takes if nothing overlaps. The best are compiled in full: what the compiler then says is what is ranked.
-    Meshes that something does not divide by, padded or not, have lost too.
+    the others are ranked by the least time of the step in their roofline, and then by its time if nothing
+    overlaps. The best are compiled in full, and ranked by what the compiler then says. Meshes that some
+    dimension does not divide by, padded or not, have lost too.
 
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
             `sjit` makes, and the tuple of its arguments.
         topology: the slice, such as ``'v5p:4x4x4'``.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
-        rules: name -> what *make_step* is to be called with, such as the rules for its parameters. Each is
-            tried on each mesh.
-        constraints: mesh axis -> its size, or those that it may have (``{'tp': [1, 2, 4, 8]}``); or a
+        rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
+            meshes.
+        constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that says whether they are wanted.
         num_slices: the number of slices.
         dcn_axis: the mesh axis that runs from slice to slice; needed with several.
@@ -66,9 +76,9 @@ def search(
 
     Raises:
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
-            none of its kind.
+            invalid.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
-        MeshError: the topology is unknown, or names of axes are none.
+        MeshError: the topology is unknown, or names of axes are invalid.
 
     Example:
         >>> from scalax.plan import search
@@ -154,8 +164,8 @@ class _Planner:
                 warnings.simplefilter('error', IndivisibleWarning)
                 step, arguments = self.make_step(helper, *given)
                 plan = make_plan(helper, step, arguments, {}, quick=quick)
-        # What does not divide, or does not lie on the torus; what the compiler says of a step that it fails
-        # on; whatever the user's own function cannot do with this mesh. The others are looked at anyway.
+        # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
+        # function on this mesh: the other meshes are planned anyway.
         except Exception as error:
             return dataclasses.replace(candidate, lost=_short(error))
         return dataclasses.replace(
@@ -164,7 +174,7 @@ class _Planner:
 
 
 def _in_full(planner: _Planner, done: dict[int, Candidate], most: int, advance: Advance) -> None:
-    """Compiles the best candidates in full, until so many of them fit or nobody is left."""
+    """Compiles the best candidates in full, until *most* of them fit or none is left."""
     fitting = 0
     for place in sorted(
         (place for place in done if _may_fit(done[place])), key=lambda place: _order(done[place])
@@ -184,7 +194,7 @@ def _may_fit(candidate: Candidate) -> bool:
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
-    """By what a step takes at least; nearly equal ones by what it takes if nothing overlaps."""
+    """Sorts by the least time of a step; nearly equal ones by its time if nothing overlaps."""
     roofline = candidate.plan.known_roofline if candidate.plan else None
     if roofline is None:
         return float('inf'), float('inf')
@@ -204,7 +214,7 @@ def _ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 def _slower(candidate: Candidate, best: Candidate) -> str:
     own, other = (c.plan.known_roofline if c.plan else None for c in (candidate, best))
     if own is None or other is None:
-        return 'nobody knows how long it takes: the numbers of the hardware are not known'
+        return 'no hardware numbers; time unknown'
     bound, estimate = (
         mine / theirs - 1 for mine, theirs in zip(own.step_seconds, other.step_seconds, strict=True)
     )
@@ -221,7 +231,7 @@ def _too_large(plan: Plan) -> str:
 
 
 def _short(error: Exception) -> str:
-    """What an error says of the first leaf that it is about, or else its first lines, in one."""
+    """An error on one line: its first problem with a leaf, or else its first two lines."""
     if isinstance(error, ShardingError) and error.problems:
         first, *others = error.problems
         more = f' (and {len(others)} more)' if others else ''
@@ -229,3 +239,98 @@ def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
     return kind + ' '.join(lines[:2])
+
+
+def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints = None) -> Iterator[Sizes]:
+    """The sizes of the mesh axes; the first axes are large first.
+
+    Args:
+        devices: how many devices there are; all are used.
+        names: the mesh axes.
+        constraints: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that
+            says whether they are wanted.
+
+    Raises:
+        ArgumentError: the constraints name an unknown axis, or are invalid.
+
+    Example:
+        >>> [*possible_meshes(8, ['fsdp', 'tp'], {'tp': range(2, 5)})]
+        [{'fsdp': 4, 'tp': 2}, {'fsdp': 2, 'tp': 4}]
+        >>> [*possible_meshes(4, ['fsdp', 'tp'], lambda sizes: sizes['fsdp'] >= sizes['tp'])]
+        [{'fsdp': 4, 'tp': 1}, {'fsdp': 2, 'tp': 2}]
+    """
+    allowed: dict[str, Collection[int]] = {}
+    if isinstance(constraints, Mapping):
+        for name, those in constraints.items():
+            if name not in names:
+                raise ArgumentError(
+                    f'constraints name {name!r}, which is no mesh axis ({did_you_mean(str(name), names)})'
+                )
+            allowed[name] = _sizes(name, those)
+    elif constraints is not None and not callable(constraints):
+        raise ArgumentError(
+            "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
+            f'got {constraints!r}'
+        )
+    for dims in _products(devices, len(names)):
+        sizes = dict(zip(names, dims, strict=True))
+        wanted = constraints(dict(sizes)) if callable(constraints) else True
+        if wanted and all(sizes[name] in few for name, few in allowed.items()):
+            yield sizes
+
+
+def _sizes(name: str, those: Any) -> Collection[int]:
+    sizes: Any = (those,) if isinstance(those, numbers.Integral) else those
+    if not isinstance(sizes, Collection) or not all(isinstance(size, numbers.Integral) for size in sizes):
+        raise ArgumentError(
+            f'constraints of {name!r} are a size or several, such as [1, 2, 4], got {those!r}'
+        )
+    return sizes
+
+
+def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    if factors == 1:
+        yield (number,)
+        return
+    for first in range(number, 0, -1):
+        if number % first == 0:
+            for rest in _products(number // first, factors - 1):
+                yield first, *rest
+
+
+@contextlib.contextmanager
+def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
+    """A progress bar in a terminal if rich is installed, else a log message for each step.
+
+    Args:
+        steps: how many there will be.
+        shown: whether to show it; by default if stderr is a terminal.
+    """
+    if shown is None:
+        shown = sys.stderr.isatty()
+    if not shown:
+        yield lambda text: None
+    elif importlib.util.find_spec('rich'):
+        with _rich(steps) as advance:
+            yield advance
+    else:
+        yield lambda text: _log.info('planning %s', text)
+
+
+@contextlib.contextmanager
+def _rich(steps: int) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    said = TextColumn('{task.description}', markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task('', total=steps)
+        started = False
+
+        def advance(text: str) -> None:
+            nonlocal started
+            bar.update(task, description=text, advance=int(started))
+            started = True
+
+        yield advance

@@ -1,4 +1,4 @@
-"""What did a search find? Candidates in their order, each loser with the reason why it lost."""
+"""The outcome of a search: candidates in their order, each loser with the reason why it lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from scalax._plan import Plan
+from scalax._plan.plan import Plan
 from scalax._report.pages import paragraphs
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, table, terminal_width, wrapped
@@ -19,12 +19,12 @@ _OUTCOME = 4
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, and perhaps a set of rules, that a search has looked at.
+    """A mesh, and possibly a set of rules, that a search has looked at.
 
     Attributes:
         mesh: mesh axis name -> size.
-        rules: the name of the set of rules; empty where the search was given none.
-        plan: what the step does on it; None where nobody knows.
+        rules: the name of the set of rules; empty if the search was given none.
+        plan: the plan of the step on it; None if it could not be planned.
         lost: why it is not the best; empty for the best.
     """
 
@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What its row of a table says: its name, seconds, memory, and the outcome."""
+        """Its row of a table: its name, seconds, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
         time = '' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.1f} ms'
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
@@ -54,7 +54,7 @@ class Search:
     """What `search` returns; ``str()`` of it is a table.
 
     Attributes:
-        candidates: the best first; behind those that fit are those that do not, or could not be planned.
+        candidates: the best first; after those that fit, those that do not, or could not be planned.
         topology: the hardware.
         interrupted: whether it was stopped before all candidates were looked at.
     """

@@ -1,0 +1,302 @@
+"""One saved step on the disk: its description, its arrays, its data state, and what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scalax._tree.paths import canonical_dtype, path_string
+from scalax.checkpoint import _files
+from scalax.checkpoint._description import Description, LeafDescription, parse_description
+from scalax.checkpoint._files import FOLDER, Path, orbax
+from scalax.errors import CheckpointError
+
+ITEM = 'state'
+LEAVES = 'leaves.json'
+FORMAT = 1
+_ITEM_OF_MANAGER = 'default'  # what Orbax's CheckpointManager calls the only item of a step
+_READ_BY_ORBAX = ('_METADATA', '_sharding')  # JSON files, which Orbax reads whole
+_MOST_DATA = 1 << 30  # bytes of a data state, which is read into memory
+_BYTES, _JSON = b'B', b'J'  # the first byte of a data state
+
+
+class _NewerFormat(Exception):
+    """A checkpoint has a format that this scalax does not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStep:
+    """One step on the disk.
+
+    Attributes:
+        directory: the directory of all steps.
+        step: its number.
+    """
+
+    directory: Path
+    step: int
+
+    @functools.cached_property
+    def root(self) -> Path:
+        """The folder of its arrays."""
+        folder = self.directory / str(self.step)
+        of_manager = folder / _ITEM_OF_MANAGER
+        return of_manager if of_manager.exists() else folder / ITEM
+
+    @property
+    def where(self) -> str:
+        """The step, as messages call it."""
+        return f'the checkpoint of step {self.step} in {self.directory}'
+
+    def damage(self, checksums: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+        """What is wrong with its files, as far as one of several processes looks at them.
+
+        Args:
+            checksums: read all files, and compare their checksums.
+            share: the number of this process, and how many there are: each of n takes every nth file.
+
+        Raises:
+            CheckpointError: there are no checksums to compare.
+        """
+        if not self.root.is_dir():
+            return [f'{self.root.name} is missing']
+        manifest = _files.manifest_path(self.root)
+        if not manifest.exists():
+            if (self.root / FOLDER).exists():
+                return [f'{FOLDER}/{manifest.name} is missing']
+            self._require_checksums(not checksums, 'Orbax saved it without scalax')
+            return []
+        try:
+            files = _files.read_manifest(manifest)
+            if f'{FOLDER}/{LEAVES}' not in files:
+                raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
+        except (OSError, ValueError) as error:
+            return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
+        known = all(file.crc32 is not None for file in files.values())
+        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
+        first, count = share
+        if wrong := _files.differences(self.root, dict([*files.items()][first::count]), checksums):
+            return wrong
+        try:
+            self._own_description()
+        except _NewerFormat:
+            pass  # as far as this scalax can tell, nothing is wrong
+        except (OSError, ValueError) as error:
+            return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
+        return []
+
+    def _require_checksums(self, there: bool, why: str) -> None:
+        if not there:
+            raise CheckpointError(
+                f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
+            )
+
+    def metadata_damage(self) -> list[str]:
+        """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
+        try:
+            self._orbax_tree  # noqa: B018
+        except CheckpointError as error:
+            return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
+        return []
+
+    def description(self) -> Description:
+        """What it holds, read without loading an array.
+
+        Raises:
+            CheckpointError: its description is missing or cannot be read.
+        """
+        try:
+            own = self._own_description()
+        except _NewerFormat:
+            raise CheckpointError(
+                f'{self.where} was saved by a later scalax, and this one cannot read it'
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f'{self.where} cannot be read: {FOLDER}/{LEAVES}: {error}') from error
+        if own is not None:
+            return own
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
+        leaves = [_describe_orbax_leaf(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
+        return Description(self.step, leaves, 0)
+
+    @functools.cached_property
+    def _leaves_json(self) -> Any:
+        return _files.read_json(self.root / FOLDER / LEAVES)
+
+    def _own_description(self) -> Description | None:
+        """The description that scalax wrote; None if Orbax saved the step without scalax.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is not a description.
+            _NewerFormat: it was written by a later scalax.
+        """
+        if not (self.root / FOLDER / LEAVES).exists():
+            return None
+        values = self._leaves_json
+        if isinstance(values, dict) and isinstance(values.get('format'), int) and values['format'] > FORMAT:
+            raise _NewerFormat
+        return parse_description(self.step, values)
+
+    def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads leaves, each straight into its sharding.
+
+        Args:
+            targets: by path, structs with shardings, or the types of Python numbers.
+        """
+        ocp = orbax()
+
+        def target(path: Any, leaf: Any) -> Any:
+            wanted = targets.get(path_string(path), ocp.PLACEHOLDER)
+            return wanted() if isinstance(wanted, type) else wanted
+
+        item = jax.tree_util.tree_map_with_path(target, self._orbax_tree, is_leaf=_is_metadata)
+        arguments = ocp.args.PyTreeRestore(
+            item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
+        )
+        # Not one of Orbax's checkpointers: they wait for other processes, which may have failed.
+        with self._reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            tree = handler.restore(self.root, args=arguments)
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+
+    @functools.cached_property
+    def _orbax_tree(self) -> Any:
+        with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
+            for name in _READ_BY_ORBAX:
+                _files.require_size(self.root / name)
+            return handler.metadata(self.root).tree
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Adds to an error which checkpoint could not be read."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
+
+    def data(self) -> Any:
+        """The data state that this process saved.
+
+        Raises:
+            CheckpointError: there is none, or another number of processes saved the step.
+        """
+        processes = self.description().processes
+        if processes != jax.process_count():
+            raise CheckpointError(
+                f'{self.where} holds the data states of {processes} processes, and these are '
+                f'{jax.process_count()}: each process reads other data now. Restore without data=, and set '
+                'the iterator yourself'
+            )
+        try:
+            encoded = self._encoded_data()
+            state = None if encoded is None else _decode_data(encoded)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f'{self.where} cannot be read: {_data_file()}: {error}') from error
+        if encoded is None:
+            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
+        return state
+
+    def data_damage(self) -> list[str]:
+        """What is wrong with the data state that this process saved, if it saved one."""
+        try:
+            encoded = self._encoded_data()
+            if encoded is not None:
+                _decode_data(encoded)
+        except (OSError, ValueError) as error:
+            return [f'{_data_file()} cannot be read: {error}']
+        return []
+
+    def _encoded_data(self) -> bytes | None:
+        file = self.root / _data_file()
+        return _files.read_bytes(file, _MOST_DATA) if file.exists() else None
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """The steps that were saved completely, in ascending order."""
+    if not directory.is_dir():
+        return []
+    names = orbax().path.step.standard_name_format()
+    return sorted(found.step for found in names.find_all(directory))
+
+
+def find_step(directory: Path, step: int, steps: Sequence[int]) -> SavedStep:
+    """One of the *steps* of a directory.
+
+    Raises:
+        CheckpointError: it is not among them.
+    """
+    if step not in steps:
+        has = f'it has {", ".join(map(str, steps[-10:]))}' if steps else 'it has none'
+        raise CheckpointError(f'{directory} has no checkpoint of step {step!r}: {has}')
+    return SavedStep(directory, step)
+
+
+def latest_undamaged(
+    directory: Path, steps: Sequence[int], damage: Callable[[SavedStep], list[str]]
+) -> tuple[SavedStep | None, dict[int, list[str]]]:
+    """The latest step without damage, and what is wrong with later ones."""
+    passed: dict[int, list[str]] = {}
+    for step in sorted(steps, reverse=True):
+        saved = SavedStep(directory, step)
+        wrong = damage(saved)
+        if not wrong:
+            return saved, passed
+        passed[step] = wrong
+    return None, passed
+
+
+def encode_data(data: Any) -> bytes:
+    """The state of an iterator that has ``get_state``, or a value, as bytes.
+
+    Raises:
+        CheckpointError: it is neither bytes nor JSON, or too large.
+    """
+    state = data.get_state() if hasattr(data, 'get_state') else data
+    try:
+        encoded = _BYTES + state if isinstance(state, bytes) else _JSON + json.dumps(state).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f'data={type(data).__name__}: its state, a {type(state).__name__}, is neither bytes nor JSON '
+            f'({error}). Give an iterator with get_state() and set_state(), bytes, or what json.dumps takes'
+        ) from error
+    if len(encoded) > _MOST_DATA:
+        raise CheckpointError(f'data: its state has {len(encoded)} bytes, and at most {_MOST_DATA} are kept')
+    return encoded
+
+
+def _decode_data(encoded: bytes) -> Any:
+    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists).
+
+    Raises:
+        ValueError: `encode_data` did not write it.
+    """
+    kind, state = encoded[:1], encoded[1:]
+    if kind not in (_BYTES, _JSON):
+        raise ValueError('it is neither bytes nor JSON')
+    try:  # not as strictly as other files: states may hold NaN
+        return state if kind == _BYTES else json.loads(state)
+    except RecursionError:
+        raise ValueError('it is nested too deeply') from None
+
+
+def _data_file() -> str:
+    return f'{FOLDER}/data.{jax.process_index()}'
+
+
+def _is_metadata(node: Any) -> bool:
+    return hasattr(node, 'shape') and hasattr(node, 'dtype')
+
+
+def _describe_orbax_leaf(path: str, leaf: Any) -> LeafDescription:
+    """A leaf that Orbax saved without scalax."""
+    if isinstance(leaf, orbax().metadata.ScalarMetadata):
+        kind = {'b': bool, 'i': int}.get(leaf.dtype.kind, float)
+        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
+    return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
