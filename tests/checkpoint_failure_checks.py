@@ -259,17 +259,21 @@ def check_another_deletes_what_one_has_yet_to_write() -> None:
     checkpointer.save(1, state(1))
     checkpointer.wait()
     copy = ocp.StandardCheckpointHandler.async_save
+    gone = folder('deletes-gone')  # a file that says so: the step itself is there for a moment only
+
+    def wait_until(condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + SOON_S
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
     def copy_late(*args: Any, **kwargs: Any) -> Any:
-        end = time.monotonic() + SOON_S
-        while not [*where.glob('2*/state/scalax/files.0')]:
-            assert time.monotonic() < end
-            time.sleep(0.01)
         if last():
+            wait_until(lambda: [*where.glob('2*/state/scalax/files.0')])
             _writer.Writer(checkpointer._directory).prepare(2, {1}, [])
-        while [*where.glob('2*')]:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+            wait_until(lambda: not [*where.glob('2*')])
+            gone.touch()
+        wait_until(gone.exists)
         return copy(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
