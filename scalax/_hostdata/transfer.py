@@ -164,8 +164,11 @@ def to_host(pytree: Any) -> Any:
     alone = jax.process_count() == 1
     if not alone and (fetched := [i for i in arrays if is_fetched(leaves[i])]):
         agree_to_fetch('gather', NamedTree.of(pytree), fetched)
-    for i in arrays:
-        leaves[i] = resharding.reduced(leaves[i])
+    # Asked once a sharding: most trees have few, and no parts of sums.
+    shardings = {id(sharding): sharding for sharding in [leaves[i].sharding for i in arrays]}
+    if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings.values()):
+        for i in arrays:
+            leaves[i] = resharding.reduced(leaves[i])
     here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
     with naming(pytree):
         values = jax.device_get([leaves[i] for i in here])
