@@ -150,6 +150,7 @@ def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
     view, done = memoryview(data), 0
     file.seek(position)
     while done < size:
+        # BinaryIO does not declare readinto, which all buffered files have.
         count = file.readinto(view[done:])  # type: ignore[attr-defined]
         if not count:
             raise ValueError(f'it became shorter while it was read: {done:,} of {size:,} bytes were there')

@@ -100,7 +100,7 @@ class SavedStep:
     def metadata_damage(self) -> list[str]:
         """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
         try:
-            self._orbax_tree  # noqa: B018
+            self._orbax_tree  # noqa: B018 - reading it is the check
         except CheckpointError as error:
             return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
         return []

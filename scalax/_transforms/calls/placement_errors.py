@@ -275,7 +275,7 @@ def reject_refused(
     """Raises PlacementError about what JAX refused under ``jax.grad`` or ``jax.vmap``."""
     bad = []
     for described, leaf, sharding in _described(layout, flat_args, shardings, _refused):
-        lies, asked = told_apart(_lies(leaf), sharding)
+        lies, asked = told_apart(_inner_sharding(leaf), sharding)
         bad.append(f'{described} lies as {lies}, asked: {asked}')
     if bad:
         raise PlacementError(
@@ -298,8 +298,8 @@ def _refused(leaf: Any, sharding: NamedSharding | None) -> bool:
     return False
 
 
-def _lies(leaf: Any) -> Any:
-    """How the array behind a value of a transformation lies."""
+def _inner_sharding(leaf: Any) -> Any:
+    """The sharding of the array behind a value of a transformation."""
     seen: list[Any] = ['(not known)']
     with contextlib.suppress(NotImplementedError):  # of transformations that cannot look
         jax.debug.inspect_array_sharding(leaf, callback=seen.append)
