@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSITIONS = ['tests/test_compositions.py', 'tests/test_composition_laws.py']
-HEADERS = ['tests/test_safetensors_header.py', '-k', 'test_mutated_headers']
+COMPOSITIONS = ['tests/rules/test_compositions.py', 'tests/rules/test_composition_laws.py']
+HEADERS = ['tests/checkpoint/test_safetensors_header.py', '-k', 'test_mutated_headers']
 # About what the tests of compositions draw in all where the profile says 100.
 SUITE = 3000
 ROUND = 5_000

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from processes import started
 
 from examples.launch.ports import held_port
 from scalax import distributed
 from scalax.errors import ArgumentError
+from tests.support.processes import started
 
 JOIN = """
 import sys, time

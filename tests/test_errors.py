@@ -1,6 +1,6 @@
 """Whole messages, as somebody reads them at three in the morning, and errors as values.
 
-Those about meshes, trees of rules and host data are in test_mesh.py, test_prefix.py and test_data.py.
+Those about meshes, trees of rules and host data stand with the tests of their rooms.
 """
 
 import pickle

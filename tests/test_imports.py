@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+
 PACKAGE = ROOT / 'scalax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 MAX_LINES = 400

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from threads import COUNT, in_threads
 
 from scalax.errors import ArgumentError, RuleError
 from scalax.utils import (
@@ -21,6 +20,7 @@ from scalax.utils import (
     print_pytree_structure,
     tree_path_to_string,
 )
+from tests.support.threads import COUNT, in_threads
 
 Point = collections.namedtuple('Point', ['x', 'y'])
 

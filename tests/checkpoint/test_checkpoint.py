@@ -1,0 +1,500 @@
+"""Checkpoints: what is saved is what is restored, whatever the mesh, or an error says why not."""
+
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+
+from scalax.checkpoint import Checkpointer, LeafDescription
+from scalax.checkpoint._description import require_fit
+from scalax.errors import CheckpointError, MeshError, MissingDependencyError
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
+from scalax.sharding import PartitionSpec as P
+from tests.support import checkpoint_checks
+
+RULE = PolicyShardingRule(lambda path, leaf: P('fsdp') if leaf.shape else P())
+
+
+@pytest.fixture
+def helper() -> MeshShardingHelper:
+    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def small(helper: MeshShardingHelper, start: float = 0) -> dict[str, Any]:
+    x = np.arange(32, dtype=np.float32).reshape(8, 4) + start
+    return helper.shard({'params': {'w': x, 'b': x[:, 0]}, 'count': np.int32(3)}, RULE)
+
+
+def save(folder: Path, state: Any, *steps: int, **options: Any) -> Checkpointer:
+    with Checkpointer(folder, **options) as checkpointer:
+        for step in steps or (1,):
+            assert checkpointer.save(step, state)
+    return Checkpointer(folder)
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+# --- What comes back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('shape', [(2, 4), (8,), (1,), (4, 2)], ids=str)
+def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    first = MeshShardingHelper([4, 2], ['x', 'y'])
+    checkpointer = save(tmp_path, checkpoint_checks.state(first))
+    size = int(np.prod(shape))
+    other = MeshShardingHelper(shape, ['x', 'y'][: len(shape)], devices=jax.devices()[-size:])
+    rule = checkpoint_checks.rule(other)
+    found = checkpointer.restore(other, rule, checkpoint_checks.state(other), verify=True)
+    checkpoint_checks.assert_same(found, other)
+
+
+def test_what_like_may_be(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """A function, one with its arguments bound, arrays, structs: all give the same."""
+    optimizer = optax.adamw(1e-3)
+
+    def init(size: int) -> dict[str, Any]:
+        params = {'w': jnp.ones((size, 4)), 'b': jnp.zeros(size)}
+        return {'params': params, 'opt_state': optimizer.init(params), 'key': jax.random.key(0)}
+
+    made = init(8)
+    rule = FSDPShardingRule(min_fsdp_size=8)
+    checkpointer = save(tmp_path, made)
+    for like in (
+        functools.partial(init, 8),
+        lambda: init(8),
+        made,
+        jax.eval_shape(functools.partial(init, 8)),
+    ):
+        found = checkpointer.restore(helper, rule, like)
+        assert jax.tree.structure(found) == jax.tree.structure(made)
+        assert found['opt_state'][0].mu['w'].sharding.spec == P('fsdp')
+        assert found['opt_state'][0].mu['w'].sharding.mesh == helper.mesh
+        keys = [jax.random.key_data(tree.pop('key')) for tree in (found, {**made})]
+        assert_equal(keys[0], keys[1])
+        assert_equal(found, {name: leaf for name, leaf in made.items() if name != 'key'})
+
+
+def test_a_function_is_looked_at_and_not_run(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    checkpointer = save(tmp_path, small(helper))
+
+    def init() -> Any:
+        return jax.tree.map(lambda x: jax.experimental.io_callback(fail, x, x), like)
+
+    def fail(x: Any) -> Any:
+        raise AssertionError('it was run')
+
+    like = small(helper)
+    assert_equal(checkpointer.restore(helper, RULE, init), like)
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = helper.shard({f'w{i}': np.full((512, 512), i, np.float32) for i in range(8)}, P('fsdp', 'tp'))
+    wanted = helper.gather(state)
+    step = helper.sjit(lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0)
+    state = step(step(state))  # compiled
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        for _ in range(5):
+            state = step(state)
+        jax.block_until_ready(state)
+    assert_equal(Checkpointer(tmp_path).restore(helper, P('fsdp', 'tp'), state), wanted)
+
+
+def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    checkpointer = save(tmp_path, small(helper))
+    like = jax.eval_shape(
+        lambda: {**small(helper), 'params': jax.tree.map(jnp.bfloat16, small(helper)['params'])}
+    )
+    assert message(checkpointer.restore, helper, RULE, like) == (
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 2 leaves differ:\n'
+        '  dtype: params/b: bfloat16[8] is asked for, and float32[8] was saved\n'
+        '  dtype: params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n'
+        'What to do: give cast=True to convert, or ask for the dtype that was saved.'
+    )
+    found = checkpointer.restore(helper, RULE, like, cast=True)
+    assert found['params']['w'].dtype == jnp.bfloat16
+    assert_equal(found['params'], jax.tree.map(jnp.bfloat16, small(helper)['params']))
+
+
+def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = {'large': 2**40, 'float': 0.1, 'flag': True, 'array': jnp.int32(5), 'none': None, 'empty': {}}
+    checkpointer = save(tmp_path, state)
+    found = checkpointer.restore(helper, P(), {**state, 'array': 0})
+    assert found == {**state, 'array': 5}
+    assert type(found['array']) is int
+    like = {**state, 'flag': np.bool_(0), 'large': 0.0}
+    assert message(checkpointer.restore, helper, P(), like) == (
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; one leaf differs:\n'
+        '  dtype: large: Python float is asked for, and Python int was saved\n'
+        'What to do: give cast=True to convert, or ask for the dtype that was saved.'
+    )
+    assert checkpointer.restore(helper, P(), like, cast=True)['large'] == 2.0**40
+
+
+def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    checkpointer = save(tmp_path, state)
+    pinned = checkpointer.restore(helper, RULE.with_memory_kind('pinned_host'), state)
+    assert pinned['params']['w'].sharding.memory_kind == 'pinned_host'
+    assert_equal(pinned, state)
+    explicit = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+    found = checkpointer.restore(explicit, RULE, state)
+    assert jax.typeof(found['params']['w']).sharding.spec == P('fsdp', None)
+    assert_equal(found, state)
+
+
+def test_a_part(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    checkpointer = save(tmp_path, state)
+    # A subtree, and nothing else of what was saved.
+    found = checkpointer.restore(helper, RULE, {'params': state['params']}, only='^params/')
+    assert_equal(found, {'params': state['params']})
+    # Leaves of `like` that are not asked for stay as they are.
+    like = {
+        'params': jax.tree.map(jnp.zeros_like, state['params']),
+        'count': jnp.int32(-1),
+        'new': jnp.ones(8),
+    }
+    found = checkpointer.restore(helper, RULE, like, only='^params/w')
+    assert_equal(found['params'], {'w': state['params']['w'], 'b': np.zeros(8)})
+    assert found['count'] is like['count'] and found['new'] is like['new']
+    abstract = checkpointer.restore(helper, RULE, lambda: like, only='^params/w')
+    assert isinstance(abstract['new'], jax.ShapeDtypeStruct)
+    assert abstract['new'].sharding.spec == P('fsdp')
+
+
+def test_other_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    checkpointer = save(tmp_path, state)
+    like = {'model': {'dense': {'kernel': state['params']['w'], 'bias': state['params']['b']}}, 'count': 0}
+    rename = [('^params/w$', 'model/dense/kernel'), (r'^params/(b)$', r'model/dense/\1ias')]
+    found = checkpointer.restore(helper, RULE, like, rename=rename)
+    assert_equal(found['model']['dense']['kernel'], state['params']['w'])
+    assert_equal(found['model']['dense']['bias'], state['params']['b'])
+    assert message(checkpointer.restore, helper, RULE, like, rename=[('^params/.', 'model/x')]) == (
+        f"rename gives two leaves of the checkpoint of step 1 in {tmp_path} one path: 'params/b' and "
+        "'params/w' are both 'model/x'"
+    )
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    checkpointer = save(tmp_path, state)
+    like = {
+        'params': {'v': state['params']['w'], 'b': np.zeros((8, 2), np.float32)},
+        'count': np.int32(0),
+        'key': jax.random.key(0),
+    }
+    assert message(checkpointer.restore, helper, RULE, like) == (
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 4 leaves differ:\n'
+        '  missing: key: key<fry>[]\n'
+        '  shape: params/b: float32[8, 2] is asked for, and float32[8] was saved\n'
+        '  missing: params/v: float32[8, 4] (the checkpoint has params/w: float32[8, 4])\n'
+        '  extra: params/w: float32[8, 4] is in the checkpoint only\n'
+        'What to do: give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
+        'only=regex to restore those that are there.\n'
+        'What to do: make like as it was when the checkpoint was saved; describe(step) lists its leaves.'
+    )
+
+
+def test_description(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = {**small(helper), 'key': jax.random.key(0), 'step': 3}
+    checkpointer = save(tmp_path, state, 7)
+    assert str(checkpointer.describe()) == (
+        'path      array          spec\n'
+        '-----------------------------------\n'
+        'count     int32[]        P()\n'
+        'key       key<fry>[]\n'
+        "params/b  float32[8]     P('fsdp',)\n"
+        "params/w  float32[8, 4]  P('fsdp',)\n"
+        'step      Python int\n'
+        '\n'
+        '5 leaves of step 7, saved by 1 process on the mesh (fsdp=4, tp=2)'
+    )
+    leaf = checkpointer.describe(7).by_path['params/w']
+    assert (leaf.shape, leaf.dtype, leaf.spec, dict(leaf.mesh)) == (
+        (8, 4),
+        'float32',
+        "P('fsdp',)",
+        {'fsdp': 4, 'tp': 2},
+    )
+
+
+# --- Steps ---------------------------------------------------------------------------------------
+
+
+def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    with Checkpointer(tmp_path, keep=2, save_every=10) as checkpointer:
+        assert checkpointer.latest_step() is None and checkpointer.restored_step is None
+        assert message(checkpointer.restore, helper, RULE, state) == f'{tmp_path} has no checkpoint'
+        saved = [step for step in range(45) if checkpointer.save(step, state)]
+        assert saved == [0, 10, 20, 30, 40]
+        assert not checkpointer.save(40, state, force=True)  # it is there already
+        assert checkpointer.save(43, state, force=True)
+        checkpointer.wait()
+        assert checkpointer.latest_step() == 43
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['40', '43', 'writer.json']
+    with Checkpointer(tmp_path, keep=None) as again:
+        again.restore(helper, RULE, state)
+        assert again.restored_step == 43
+        assert not again.save(43, state)
+        assert message(again.save, 41, state) == (
+            f'step 41 cannot be saved: {tmp_path} holds step 43 already, of another run or of later in this '
+            'one. Restore the latest step and go on from there, or save into another directory'
+        )
+        assert again.save(44, state)
+    assert message(again.restore, helper, RULE, state, step=5) == (
+        f'{tmp_path} has no checkpoint of step 5: it has 40, 43, 44'
+    )
+
+
+def test_an_unfinished_step_is_not_seen_and_makes_way(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = small(helper)
+    save(tmp_path, state, 1)
+    unfinished = tmp_path / '2.orbax-checkpoint-tmp'
+    unfinished.mkdir()
+    (unfinished / 'state').mkdir()
+    reader = Checkpointer(tmp_path)
+    assert reader.latest_step() == 1
+    reader.restore(helper, RULE, state)
+    assert unfinished.exists()  # reading changes nothing: another process may be writing it
+    save(tmp_path, state, 2)
+    assert Checkpointer(tmp_path).latest_step() == 2
+    assert not unfinished.exists()
+
+
+class Numbers:
+    """A data iterator as Grain has them."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def get_state(self) -> dict[str, int]:
+        return {'position': self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state['position']
+
+
+def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state, numbers = small(helper), Numbers()
+    with Checkpointer(tmp_path, keep=None) as checkpointer:
+        for step in (1, 2):
+            numbers.position = 10 * step
+            checkpointer.save(step, state, data=numbers)
+        numbers.position = 99  # the state is taken when save is called
+        checkpointer.save(3, state, data=b'\x00bytes')
+        checkpointer.save(4, state, data=[1, 'two', None])
+        checkpointer.save(5, state)
+        assert 'neither bytes nor JSON' in message(checkpointer.save, 6, state, data={1, 2})
+    checkpointer.restore(helper, RULE, state, step=1, data=numbers)
+    assert numbers.position == 10
+    assert checkpointer.data() == {'position': 10}  # of the step that was restored
+    assert [checkpointer.data(step) for step in (2, 3, 4)] == [
+        {'position': 20},
+        b'\x00bytes',
+        [1, 'two', None],
+    ]
+    assert message(checkpointer.restore, helper, RULE, state, data=numbers) == (
+        f'the checkpoint of step 5 in {tmp_path} has no data state: save(..., data=iterator) keeps one'
+    )
+    assert numbers.position == 10
+
+
+def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    state = small(helper)
+
+    def saved(step: int) -> bool:
+        try:
+            return checkpointer.save(step, state)
+        except CheckpointError as error:  # another thread was earlier, with a later step
+            assert f'step {step} cannot be saved: {tmp_path} holds step' in str(error)
+            return False
+
+    with ThreadPoolExecutor(6) as pool:
+        done = dict(zip(range(6), pool.map(saved, range(6)), strict=True))
+        found = [pool.submit(checkpointer.restore, helper, RULE, state) for _ in range(6)]
+    assert done[5]
+    assert checkpointer.restored_step == checkpointer.latest_step() == 5
+    for one in found:
+        assert_equal(one.result(), state)
+    checkpointer.close()
+
+
+def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
+    tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    """Nor does it take the directory from a run that goes on there."""
+    with Checkpointer(tmp_path) as first, Checkpointer(tmp_path) as second:
+        assert first.save(5, small(helper))
+        first.wait()
+        assert message(second.save, 2, small(helper)) == (
+            f'step 2 cannot be saved: {tmp_path} holds step 5 already, of another run or of later in this '
+            'one. Restore the latest step and go on from there, or save into another directory'
+        )
+        assert first.save(6, small(helper))
+
+
+# --- Trees of other libraries --------------------------------------------------------------------
+
+
+def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """Nodes that have indices beside names: Orbax cannot restore them as they are."""
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, seed: int, layers: int = 11) -> None:
+            rngs = nnx.Rngs(seed)
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(layers)])
+            self.heads = nnx.List([nnx.List([nnx.Linear(8, 4, rngs=rngs)])])
+
+    model = Model(0)
+    graph, params = nnx.split(model)
+    for number, (state, like) in enumerate(
+        [
+            ({'model': model, 'step': 3}, {'model': Model(1), 'step': 0}),
+            ({'params': params}, {'params': nnx.split(Model(1))[1]}),
+            ({'params': nnx.to_pure_dict(params)}, {'params': nnx.to_pure_dict(nnx.split(Model(1))[1])}),
+        ]
+    ):
+        checkpointer = save(tmp_path / str(number), state)
+        found = checkpointer.restore(helper, P(), like, verify=True)
+        assert jax.tree.structure(found) == jax.tree.structure(like)
+        assert_equal(found, state)
+    kernel = checkpointer.restore(helper, P(), state, only='layers/10/kernel')['params']['layers'][10]
+    np.testing.assert_array_equal(kernel['kernel'], model.layers[10].kernel)
+    by_hand = ocp.StandardCheckpointer().restore(tmp_path / '0' / '1' / 'state')
+    np.testing.assert_array_equal(
+        by_hand['model']['layers']['10']['kernel']['value'], model.layers[10].kernel[...]
+    )
+    assert graph is not None
+
+
+# --- What cannot be saved ------------------------------------------------------------------------
+
+
+def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    gone = jnp.ones(3)
+    gone.delete()
+    state = {
+        'a': {'b': jnp.ones(2)},
+        'a.b': jnp.ones(2),
+        'c': 1j,
+        'd': 'text',
+        'e': gone,
+        'f': jnp.ones((0, 2)),
+        'g': np.ma.masked_array(np.ones(2, np.float32), [True, False]),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        assert message(checkpointer.save, 1, state) == (
+            'some leaves of the state cannot be saved:\n'
+            '  c: Python complex: only arrays, typed keys and Python numbers can be saved\n'
+            '  d: str: only arrays, typed keys and Python numbers can be saved\n'
+            '  e: float32[3]: it was donated to a compiled function, and is gone; save what that returned\n'
+            '  f: float32[0, 2]: Orbax does not write arrays without elements; leave it out\n'
+            '  g: numpy.ma.MaskedArray (.filled() makes a plain array of it): its mask would be lost\n'
+            '  a.b: Orbax has one name for it and for a/b: a.b; rename one of their keys'
+        )
+        assert message(checkpointer.save, 1, {'a/b': jnp.ones(2), 'a': {'b': jnp.ones(2)}}) == (
+            "the state has several leaves with one path: 'a/b'. Rename some of their keys: a checkpoint "
+            'finds leaves by their paths'
+        )
+        assert message(checkpointer.save, 1, jnp.ones(2)) == (
+            "the state is a single leaf; give a tree, such as {'params': leaf}"
+        )
+        for empty in ({}, {'a': None, 'b': ()}):
+            assert message(checkpointer.save, 1, empty) == (
+                'the state has no leaves: there is nothing to save'
+            )
+        assert 'value inside a traced function' in message(
+            jax.jit(lambda x: checkpointer.save(1, {'x': x})), jnp.ones(2)
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'orbax.checkpoint', None)
+    with pytest.raises(MissingDependencyError) as caught:
+        Checkpointer(tmp_path)
+    assert str(caught.value) == ('checkpoints are written and read by Orbax: pip install orbax-checkpoint')
+
+
+def test_a_mesh_without_devices(tmp_path: Path) -> None:
+    abstract = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((4,), ('fsdp',)))
+    with pytest.raises(MeshError):
+        Checkpointer(tmp_path).restore(abstract, P(), {})
+
+
+# --- Orbax by hand -------------------------------------------------------------------------------
+
+
+def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = {**small(helper), 'key': jax.random.key(1), 'step': 2}
+    save(tmp_path / 'ours', state)
+    theirs = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
+    assert_equal(theirs['params'], state['params'])
+    with ocp.CheckpointManager(tmp_path / 'theirs') as manager:
+        manager.save(4, args=ocp.args.StandardSave(state))
+    ours = Checkpointer(tmp_path / 'theirs')
+    found = ours.restore(helper, RULE, state)
+    assert_equal(jax.random.key_data(found.pop('key')), jax.random.key_data(state.pop('key')))
+    assert found.pop('step') == state.pop('step')
+    assert_equal(found, state)
+    assert ours.describe().processes == 0
+    where = f'the checkpoint of step 4 in {tmp_path / "theirs"}'
+    assert message(ours.restore, helper, RULE, state, verify=True) == (
+        f'{where} cannot be verified, because Orbax saved it without scalax. Restore it without verify=True'
+    )
+
+
+def test_the_folder_may_be_relative(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer('somewhere')
+    monkeypatch.chdir(os.sep)
+    checkpointer.save(1, small(helper))
+    checkpointer.close()
+    assert (tmp_path / 'somewhere' / '1').is_dir()
+
+
+def test_what_differs_is_said_once_and_whole() -> None:
+    """Paths may hold a colon, and layers may be many."""
+    saved = {
+        'a: b': LeafDescription('a: b', (3,), 'float32'),
+        **{f'layers/{i}/w': LeafDescription(f'layers/{i}/w', (2,), 'float32') for i in range(80)},
+    }
+    wanted: dict[str, Any] = {
+        'a: b': jax.ShapeDtypeStruct((4,), 'float32'),
+        **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'bfloat16') for i in range(80)},
+        'b': jax.ShapeDtypeStruct((), 'int32'),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        require_fit(wanted, saved, cast=False, partial=False, where='it')
+    assert str(caught.value).splitlines()[:4] == [
+        'it does not hold what is asked for; 82 leaves differ:',
+        '  shape: a: b: float32[4] is asked for, and float32[3] was saved',
+        '  dtype: layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
+        '  missing: b: int32[]',
+    ]

@@ -1,0 +1,316 @@
+"""What goes wrong on disks: an error, or the step before; never a wrong restore."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalax.checkpoint import Checkpointer, _save
+from scalax.errors import CheckpointError, CheckpointWarning
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support import ROOT
+
+
+@pytest.fixture
+def helper() -> MeshShardingHelper:
+    return MeshShardingHelper([8], ['fsdp'])
+
+
+def state(step: int) -> dict[str, Any]:
+    """Other values at each step, of a kind that does not compress."""
+    rng = np.random.default_rng(step)
+    return {
+        'w': rng.integers(0, 2**32, (64, 64), np.uint32),
+        'b': {'c': rng.normal(size=8).astype(np.float32)},
+    }
+
+
+@pytest.fixture
+def three(tmp_path: Path, helper: MeshShardingHelper) -> Path:
+    with Checkpointer(tmp_path / 'run') as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, helper.shard(state(step), P('fsdp')), data={'position': step})
+    return tmp_path / 'run'
+
+
+def files(step: Path) -> list[Path]:
+    return sorted(path for path in (step / 'state').rglob('*') if path.is_file())
+
+
+def assert_restores(folder: Path, helper: MeshShardingHelper, step: int, **options: Any) -> None:
+    checkpointer = Checkpointer(folder)
+    found = checkpointer.restore(helper, P('fsdp'), state(0), **options)
+    assert checkpointer.restored_step == step
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(state(step)), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShardingHelper) -> None:
+    """Each file in turn; sizes are compared in every restore, and in `latest_step`."""
+    listed = [path for path in files(three / '3') if path.name != 'commit_success.txt']
+    assert len(listed) > 8
+    for path in listed:
+        whole = path.read_bytes()
+        for damaged in (whole[: len(whole) // 2], None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            assert Checkpointer(three).latest_step() == 2, path
+            with pytest.warns(CheckpointWarning, match='step 3: '):
+                assert_restores(three, helper, 2)
+            path.write_bytes(whole)
+    assert Checkpointer(three).latest_step() == 3
+    assert_restores(three, helper, 3, verify=True)
+
+
+def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingHelper) -> None:
+    rng = np.random.default_rng(0)
+    where = three / '3' / 'state'
+    for path in files(three / '3'):
+        if path.name in ('commit_success.txt', 'files.json'):
+            continue
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        text = message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3, verify=True)
+        name = path.relative_to(where)
+        head = f'the checkpoint of step 3 in {three} is damaged:\n'
+        assert text.startswith(f'{head}  step 3: {name} has other bytes than were written: its CRC-32 is ')
+        with pytest.warns(CheckpointWarning, match='has other bytes than were written'):
+            assert_restores(three, helper, 2, verify=True)
+        path.write_bytes(whole)
+    assert_restores(three, helper, 3, verify=True)
+
+
+def test_a_flipped_byte_is_not_noticed_unless_asked(three: Path, helper: MeshShardingHelper) -> None:
+    """Why there is `verify`: Orbax restores the wrong numbers, without a word."""
+    path = max(files(three / '3'), key=lambda path: path.stat().st_size)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    found = Checkpointer(three).restore(helper, P('fsdp'), state(0))
+    assert not np.array_equal(found['w'], state(3)['w'])
+
+
+def test_the_list_of_files_itself(three: Path, helper: MeshShardingHelper) -> None:
+    listed = three / '3' / 'state' / 'scalax' / 'files.json'
+    whole = listed.read_text()
+    for text in ('', whole[: len(whole) // 2], '[]'):
+        listed.write_text(text)
+        assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3).startswith(
+            f'the checkpoint of step 3 in {three} is damaged:\n  step 3: scalax/files.json cannot be read: '
+        )
+    listed.unlink()
+    assert 'step 3: scalax/files.json is missing' in message(
+        Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3
+    )
+    with pytest.warns(CheckpointWarning):
+        assert_restores(three, helper, 2)
+
+
+def test_a_step_that_is_empty_or_of_the_future(three: Path, helper: MeshShardingHelper) -> None:
+    (three / '3' / 'state').rename(three / '3' / 'elsewhere')
+    with pytest.warns(CheckpointWarning, match='step 3: state is missing'):
+        assert_restores(three, helper, 2)
+    leaves = three / '2' / 'state' / 'scalax' / 'leaves.json'
+    leaves.write_text(leaves.read_text().replace('"format": 1', '"format": 9'))
+    assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=2) == (
+        f'the checkpoint of step 2 in {three} was saved by a later scalax, and this one cannot read it'
+    )
+
+
+def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None:
+    for step in ('2', '3'):
+        (three / step / 'state' / 'manifest.ocdbt').unlink()
+    with Checkpointer(three) as checkpointer:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            checkpointer.restore(helper, P('fsdp'), state(0))
+        [text] = [str(one.message) for one in caught if one.category is CheckpointWarning]
+        assert text == (
+            f'damaged checkpoints in {three} are passed over, and step 1 is restored; the next save deletes '
+            'them:\n'
+            '  step 3: manifest.ocdbt cannot be read: No such file or directory\n'
+            '  step 2: manifest.ocdbt cannot be read: No such file or directory'
+        )
+        assert checkpointer.data() == {'position': 1}
+        assert checkpointer.save(2, helper.shard(state(2), P('fsdp')))
+    assert sorted(path.name for path in three.iterdir()) == ['1', '2', 'writer.json']
+    assert_restores(three, helper, 2, verify=True)
+    for step in ('1', '2'):
+        (three / step / 'state' / 'manifest.ocdbt').unlink()
+    assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0)).startswith(
+        f'every checkpoint in {three} is damaged:\n  step 2: manifest.ocdbt cannot be read'
+    )
+    assert Checkpointer(three).latest_step() is None
+
+
+def test_without_checksums_nothing_can_be_verified(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    with Checkpointer(tmp_path, checksums=False) as checkpointer:
+        checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+    assert_restores(tmp_path, helper, 1)
+    assert message(Checkpointer(tmp_path).restore, helper, P('fsdp'), state(0), verify=True) == (
+        f'the checkpoint of step 1 in {tmp_path} cannot be verified, because it was saved with '
+        'checksums=False. Restore it without verify=True'
+    )
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = tmp_path / 'file'
+    file.touch()
+    checkpointer = Checkpointer(file / 'below')
+    text = message(checkpointer.save, 1, helper.shard(state(1), P('fsdp')))
+    below = file / 'below'
+    start = f'step 1 could not be saved in {below}, and what was there before is untouched: NotADirectory'
+    assert text.startswith(start)
+    assert checkpointer.latest_step() is None
+    checkpointer.close()
+
+
+CHILD = """
+import logging, os, resource, signal, sys, warnings
+warnings.simplefilter('error')
+import jax
+jax.config.update('jax_num_cpu_devices', 8)
+import numpy as np
+from absl import logging as absl_logging
+absl_logging.set_verbosity(absl_logging.FATAL)
+from scalax.checkpoint import Checkpointer
+from scalax.errors import CheckpointError
+from scalax.sharding import MeshShardingHelper, PartitionSpec as P
+from tests.checkpoint.test_faults import state
+
+helper = MeshShardingHelper([8], ['fsdp'])
+def large(step):
+    bits = np.random.default_rng(step).integers(0, 2**32, (1024, 4096), np.uint32)
+    return helper.shard(state(step) | {{'large': bits}}, P('fsdp'))
+"""
+
+# Files end at 1 MiB, as they do on a disk that is full.
+FULL = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpointer = Checkpointer({folder!r})
+checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+checkpointer.wait()
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, unlimited[1]))
+for then in (checkpointer.wait, lambda: checkpointer.save(4, large(4)), checkpointer.close):
+    checkpointer.save(2, large(2))
+    try:
+        then()
+    except CheckpointError as error:
+        print(str(error)[:200].replace(chr(10), ' '))
+    else:
+        sys.exit('nothing was raised')
+    assert checkpointer.latest_step() == 1
+resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+assert checkpointer.save(2, helper.shard(state(2), P('fsdp')))
+checkpointer.close()
+assert sorted(os.listdir({folder!r})) == ['1', '2', 'writer.json'], os.listdir({folder!r})
+"""
+
+KILLED = """
+checkpointer = Checkpointer({folder!r})
+checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+checkpointer.wait()
+checkpointer.save(2, large(2))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Any]:
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+        text = textwrap.dedent(CHILD + code).format(folder=str(tmp_path / 'run'))
+        command = [sys.executable, '-c', text]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+
+    yield run
+
+
+def test_a_full_disk(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
+    done = child(FULL)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        start = f'step 2 could not be saved in {tmp_path / "run"}, and what was there before is untouched: '
+        assert line.startswith(start)
+    assert_restores(tmp_path / 'run', helper, 2, verify=True)
+
+
+def test_a_process_that_is_killed_while_it_saves(
+    child: Any, tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    done = child(KILLED)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr[-4000:]
+    assert [*(tmp_path / 'run').glob('2.orbax-checkpoint-tmp-*')]
+    assert Checkpointer(tmp_path / 'run').latest_step() == 1
+    assert_restores(tmp_path / 'run', helper, 1, verify=True)
+
+
+def test_ctrl_c_while_a_save_is_waited_for(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save goes on, and its step counts as one of those that are kept."""
+    waited_for, released = threading.Event(), threading.Event()
+    write_own = _save.SaveThread._write_own
+
+    def write_late(*args: Any) -> None:
+        assert released.wait(60)
+        write_own(*args)
+
+    def press() -> None:
+        assert waited_for.wait(60)
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(_save.SaveThread, '_write_own', write_late)
+    presser = threading.Thread(target=press)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+        presser.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                waited_for.set()
+                checkpointer.wait()
+        finally:
+            released.set()
+        presser.join(60)
+        for step in (2, 3):
+            assert checkpointer.save(step, helper.shard(state(step), P('fsdp')))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['3', 'writer.json']
+    assert_restores(tmp_path, helper, 3, verify=True)
+
+
+def test_an_error_in_the_loop_is_not_hidden_by_one_of_a_save(
+    tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    with pytest.raises(ZeroDivisionError) as caught, Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, helper.shard(state(1), P('fsdp')))
+        # In the way of the rename that would make the step complete.
+        (tmp_path / '1').mkdir()
+        (tmp_path / '1' / 'file').touch()
+        raise ZeroDivisionError
+    assert any('step 1 could not be saved' in note for note in getattr(caught.value, '__notes__', []))

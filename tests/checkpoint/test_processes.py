@@ -1,0 +1,83 @@
+"""Checkpoints across real processes; what each of them does is in checkpoint_checks.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from safetensors.numpy import save_file
+
+from scalax.checkpoint import Checkpointer
+from scalax.errors import CheckpointError
+from scalax.sharding import MeshShardingHelper
+from tests.support import checkpoint_checks
+from tests.support.processes import Outcome, names_of_checks, run_checks
+
+CHECKS = names_of_checks('tests.support.checkpoint_checks')
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What one process has saved, and where the others save."""
+    folder = tmp_path_factory.mktemp('checkpoints')
+    helper = MeshShardingHelper([4, 2], ['x', 'y'])
+    with Checkpointer(folder / 'one') as checkpointer:
+        checkpointer.save(5, checkpoint_checks.state(helper))
+    save_file({'w': checkpoint_checks.wide()}, folder / 'w.safetensors')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('CHECKPOINT_CHECKS', str(folder))
+        yield folder
+
+
+@pytest.fixture(scope='module')
+def two(folder: Path) -> Outcome:
+    return run_checks('tests.support.checkpoint_checks', processes=2, devices=4)
+
+
+@pytest.fixture(scope='module')
+def four(folder: Path) -> Outcome:
+    return run_checks('tests.support.checkpoint_checks', processes=4, devices=2)
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_on_two_processes(two: Outcome, name: str) -> None:
+    assert name in two.passed, str(two)
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_on_four_processes(four: Outcome, name: str) -> None:
+    assert name in four.passed, str(four)
+
+
+def test_every_process_ended_well(two: Outcome, four: Outcome) -> None:
+    assert set(two.codes) == set(four.codes) == {0}, f'{two}\n{four}'
+
+
+FAILURES = names_of_checks('tests.support.checkpoint_failure_checks')
+
+
+@pytest.fixture(scope='module', params=[2, 4], ids=lambda count: f'{count}-processes')
+def failing(folder: Path, request: pytest.FixtureRequest) -> Outcome:
+    return run_checks('tests.support.checkpoint_failure_checks', request.param, devices=8 // request.param)
+
+
+@pytest.mark.parametrize('name', FAILURES)
+def test_what_one_process_fails_at_all_have_an_error_of(failing: Outcome, name: str) -> None:
+    assert name in failing.passed, str(failing)
+
+
+@pytest.mark.parametrize('shape', [(4, 2), (2, 4), (8,), (1,)], ids=str)
+@pytest.mark.parametrize('processes', [2, 4])
+def test_what_several_saved_is_restored_by_one(
+    two: Outcome, four: Outcome, folder: Path, processes: int, shape: tuple[int, ...]
+) -> None:
+    size = 1
+    for dim in shape:
+        size *= dim
+    helper = MeshShardingHelper(shape, ['x', 'y'][: len(shape)], devices=jax.devices()[:size])
+    checkpointer = Checkpointer(folder / f'{processes}-processes')
+    rule = checkpoint_checks.rule(helper)
+    found = checkpointer.restore(helper, rule, checkpoint_checks.state(helper), verify=True)
+    checkpoint_checks.assert_same(found, helper)
+    with pytest.raises(CheckpointError, match=f'data states of {processes} processes, and these are 1'):
+        checkpointer.data()

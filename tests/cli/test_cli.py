@@ -1,0 +1,343 @@
+"""`python -m scalax`: what it prints, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from scalax._mesh.topologies import KNOWN, chips
+from scalax.cli import main
+from scalax.plan import HARDWARE, Plan
+from scalax.sharding import MeshShardingHelper, ShardingReport
+from tests.support import ROOT, tpu_compiler
+
+JOB = """
+import jax
+from scalax.sharding import PartitionSpec as P, TreePathShardingRule
+
+RULES = TreePathShardingRule(('w', P('fsdp', 'tp')))
+
+def make_state(helper):
+    return {'w': jax.ShapeDtypeStruct((64, 32), 'float32')}, RULES
+
+def make_step(helper, size=64):
+    def step(w, x):
+        return x @ w
+    step = helper.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp'))
+    return step, (jax.ShapeDtypeStruct((size, size), 'bfloat16'),) * 2
+
+def make_large(helper):
+    return make_step(helper, 262144)
+
+def make_nothing(helper):
+    return None
+
+def make_trouble(helper):
+    raise ValueError('no such model')
+
+def make_one(helper):
+    return make_step, 3
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / 'job.py'
+    path.write_text(JOB)
+    return path
+
+
+def run(*arguments):
+    """In a process of its own, whose devices are not those of the tests."""
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
+    env.pop('JAX_NUM_CPU_DEVICES', None)
+    command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+
+
+def test_plan_on_simulated_devices(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=3')
+    assert done.returncode == 2  # 64 does not divide by 3
+    assert done.stderr.startswith('error: ') and 'Traceback' not in done.stderr
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
+
+
+USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
+
+
+@pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
+def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
+    command, function = asked
+    job.write_text(USES_DEVICES + JOB)
+    monkeypatch.delenv('JAX_PLATFORMS')
+    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # else it may wait for another process, quietly
+    done = run(command, f'{job}:{function}', '--mesh', 'fsdp=4,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert 'fsdp=4, tp=2' in done.stdout
+
+
+def test_plan_as_json(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
+    plan = Plan.load(done.stdout)
+    assert (plan.mesh, plan.flops, plan.fits) == ({'fsdp': 2, 'tp': 2}, 2 * 64**3, None)
+    assert Plan.load(plan.to_json()) == plan
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize(
+    ('function', 'fits', 'code'), [('make_step', True, 0), ('make_large', False, 3)], ids=['fits', 'does not']
+)
+def test_plan_for_tpus(job, function, fits, code):
+    on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick', '--json')
+    page = job.parent / 'plan.html'
+    done = run('plan', f'{job}:{function}', *on, '--html', page)
+    assert (done.returncode, done.stderr) == (code, '')
+    plan = Plan.load(done.stdout)
+    assert '<title>Plan of step</title>' in page.read_text()
+    assert (plan.device_kind, plan.fits, plan.mesh) == ('TPU v5 lite', fits, {'fsdp': 4, 'tp': 2})
+
+
+# Presses Ctrl-C when a compiler begins, on a program that it takes long for.
+IMPATIENT = """
+import os, signal
+
+begin, pressed = jax.stages.Lowered.compile, []
+
+def press_and_begin(*args, **kwargs):
+    if not pressed:
+        pressed.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+    return begin(*args, **kwargs)
+
+jax.stages.Lowered.compile = press_and_begin
+
+def make_slow(helper):
+    def step(w, x):
+        for _ in range(300):
+            x = jax.nn.gelu(x @ w)
+        return x
+    step = helper.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp'))
+    return step, (jax.ShapeDtypeStruct((8192, 8192), 'bfloat16'),) * 2
+"""
+
+
+def test_whoever_reads_may_have_read_enough():
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, 'wb') as out:
+        command = [sys.executable, '-W', 'error', '-m', 'scalax', 'topologies']
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=500)
+    assert (done.returncode, done.stderr) == (1, '')
+
+
+@tpu_compiler.needed
+def test_ctrl_c_leaves_the_compiler(job):
+    job.write_text(JOB + IMPATIENT)
+    on = ('--topology', 'v5e:2x2')
+    done = run('plan', f'{job}:make_slow', *on, '--mesh', 'fsdp=-1,tp=2')
+    assert (done.returncode, done.stdout, done.stderr) == (130, '', 'interrupted\n')
+    done = run('search', f'{job}:make_slow', *on, '--axes', 'fsdp,tp', '--json')
+    assert done.stderr == 'error: no mesh was planned: whether the step fits is not known\n'
+    assert done.returncode == 1 and json.loads(done.stdout)['candidates'] == []
+
+
+@tpu_compiler.needed
+def test_search(job, tmp_path):
+    page = tmp_path / 'best.html'
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--full', 0)
+    done = run('search', f'{job}:make_step', *on, '--html', page)
+    assert (done.returncode, done.stderr) == (0, '')
+    lines = done.stdout.splitlines()
+    assert lines[0] == '2 meshes on v5e:2x2, 2 of them planned'
+    assert {line.split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
+    assert '<title>Plan of step</title>' in page.read_text()
+    done = run('search', f'{job}:make_large', *on, '--json')
+    assert (done.returncode, done.stderr) == (3, '')
+    found = json.loads(done.stdout)
+    assert all(row['lost'].startswith('does not fit') for row in found['candidates'])
+
+
+@tpu_compiler.needed
+def test_plan_for_several_slices(job):
+    where = ('--topology', 'v5e:2x2', '--mesh', 'fsdp=-1,tp=2', '--slices', 2, '--dcn', 'fsdp=2')
+    done = run('plan', f'{job}:make_step', *where, '--quick')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert 'dcn:fsdp' in done.stdout
+
+
+@tpu_compiler.needed
+def test_an_axis_across_slices_need_not_be_in_the_mesh_nor_axes_be_whole(job):
+    # Each axis of the torus has four chips.
+    where = ('--topology', 'v5p:2x4x4', '--mesh', 'fsdp=-1,tp=8', '--slices', 2, '--dcn', 'data=2')
+    done = run('plan', f'{job}:make_step', *where, '--quick', '--json')
+    assert (done.returncode, done.stderr) == (0, '')
+    plan = Plan.load(done.stdout)
+    assert plan.mesh == {'data': 2, 'fsdp': 4, 'tp': 8}
+    assert [place.slice for place in plan.places] == [0] * 32 + [1] * 32
+
+
+@tpu_compiler.needed
+def test_an_unknown_topology_is_named_with_its_neighbours(job):
+    done = run('plan', f'{job}:make_step', '--topology', 'v5e:2x5', '--mesh', 'fsdp=-1,tp=2')
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the TPU compiler describes no topology 'v5e:2x5': ")
+    assert done.stderr.endswith(
+        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n`python -m scalax topologies` lists those that are known\n"
+    )
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize('topology', KNOWN)
+def test_listed_topologies_are_those_of_the_compiler(topology):
+    helper = MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
+    hardware = HARDWARE[topology.partition(':')[0]]
+    assert helper.mesh.size == chips(topology) * hardware.devices_per_chip
+    assert helper.mesh.devices.flat[0].device_kind in hardware.device_kinds
+
+
+def test_explain_needs_no_devices(job, capsys):
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=16,tp=4']) == 0
+    assert "P('fsdp', 'tp')" in capsys.readouterr().out
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=16,tp=4', '--json']) == 0
+    [row] = ShardingReport.load(capsys.readouterr().out).rows
+    assert (row.path, row.bytes_per_device) == ('w', 64 * 32 * 4 // 64)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
+        (['--full', '-1'], "'-1' is not a number of at least 0"),
+    ],
+)
+def test_usage_of_search(job, capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@tpu_compiler.needed
+def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job):
+    done = run('search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')
+    assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
+    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2, 0 of them planned'
+    assert (done.returncode, done.stderr) == (
+        *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
+    )
+
+
+def test_topologies(capsys):
+    assert main(['topologies']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 'v5e    a device: 15.8 GiB of usable HBM, 1.97e+14 flops/s (bfloat16)' in lines
+    assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
+
+
+@pytest.mark.parametrize('wrong', [('--slices', '2'), ('--dcn', 'fsdp=2')])
+def test_explain_takes_no_slices_without_a_topology(job, capsys, wrong):
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', *wrong]) == 2
+    assert capsys.readouterr().err == 'error: --slices and --dcn are for TPUs: give --topology\n'
+
+
+WRONG = {
+    'make_stap': "'FILE' has no function 'make_stap' (did you mean 'make_step' or 'make_state'?)",
+    'make_nothing': "'FILE:make_nothing' has to return a tree and the rules for it; it returned NoneType",
+    '3x': "'FILE:3x' does not name a function: write FILE.py:function",
+}
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_a_function_that_is_none(job, capsys, name):
+    assert main(['explain', f'{job}:{name}', '--mesh', 'fsdp=4,tp=2']) == 2
+    said = capsys.readouterr().err.replace(str(job), 'FILE')
+    assert said == f'error: {WRONG[name]}\n'
+
+
+def test_a_file_that_is_none(capsys, tmp_path):
+    assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
+    assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is not a Python file\n"
+
+
+def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    job = tmp_path / 'json.py'
+    # A dataclass looks for its own module.
+    job.write_text('from __future__ import annotations\nimport dataclasses\n' + JOB)
+    job.write_text(job.read_text() + '\n@dataclasses.dataclass\nclass Sizes:\n    width: int = 64\n')
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['rows']
+    assert sys.modules['json'] is json
+
+
+def test_arguments_that_are_none(job):
+    done = run('plan', f'{job}:make_one', '--mesh', 'fsdp=2')
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: '{job}:make_one' has to return the step and the tuple of its arguments; "
+        'the arguments are a int\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
+        (['--mesh', 'fsdp=99999999999'], '99999999999 is more than 16,777,216'),
+        (['--mesh', f'fsdp={"9" * 5000}'], f'{"9" * 20} is more than 16,777,216'),
+        (['--mesh', 'a=65536,b=65536'], "'a=65536,b=65536' has more than 16,777,216 devices"),
+        (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
+        (['--mesh', 'a=2', '--slices', '0'], "'0' is not a positive number"),
+        (
+            ['--mesh', 'a=2', '--html', 'no/such/p.html'],
+            "'no/such/p.html' cannot be written: it is a folder, or its parent directory does not exist",
+        ),
+        ([], 'the following arguments are required: --mesh'),
+    ],
+)
+def test_usage(job, capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(['plan', f'{job}:make_step', *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (
+            ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
+            "--dcn names 'fdsp', which is no axis of --mesh (did you mean 'fsdp'?); if it is another axis, "
+            'give it there too: fdsp=2',
+        ),
+        (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
+        (
+            ['--mesh', 'fsdp=-1'],
+            'without --topology the number of devices is not known: give every axis of --mesh a size',
+        ),
+    ],
+)
+def test_what_cannot_be_asked(job, arguments, said):
+    done = run('plan', f'{job}:make_step', *arguments)
+    assert (done.returncode, done.stderr) == (2, f'error: {said}\n')
+
+
+@pytest.mark.parametrize('command', [('plan', '--mesh', 'a=8'), ('search', '--axes', 'a')])
+def test_slices_that_lie_along_no_axis(job, command):
+    name, *options = command
+    done = run(name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', 2)
+    assert (done.returncode, done.stderr) == (
+        *(2, 'error: --slices 2 needs --dcn, which says along which mesh axes slices are\n'),
+    )
+
+
+def test_the_json_of_a_plan_is_json(job):
+    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
+    assert json.loads(done.stdout)['version'] == 1

@@ -1,0 +1,24 @@
+"""Gradients of operations whose operands lie in all sorts of ways over Explicit axes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT, gradient_cases
+
+
+@pytest.mark.parametrize('operation', gradient_cases.SHAPES)
+def test_gradients_are_those_on_one_device(operation: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, '-m', 'tests.support.gradient_cases', operation],
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stdout

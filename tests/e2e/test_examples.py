@@ -1,0 +1,386 @@
+"""The examples as a user runs them: as programs, at a small size, with what they write and refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from absl import app
+
+from examples.llama import data, settings
+from examples.llama.model import ModelConfig
+from examples.llama.options import Options
+from examples.llama.strategies import STRATEGIES
+from examples.llama.training import OptimizerConfig
+from tests.support import ROOT
+
+TIMEOUT_S = 500  # one that hangs is stopped long before
+SMALL = ['--width=32', '--layers=2', '--sequence_length=32', '--batch_size=8']
+REFUSED, INTERRUPTED = 2, 130
+
+
+def run(module: str, *arguments: str, code: str = '', **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example, or `code`, to its end."""
+    what = ['-c', code] if code else ['-m', module, *arguments]
+    return subprocess.run(
+        [sys.executable, *what],
+        cwd=ROOT,
+        env={**os.environ, 'COLUMNS': '120', **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def assert_results(output: Path, steps: int) -> dict:
+    """All four files are there and whole; returns the numbers."""
+    numbers = json.loads((output / 'numbers.json').read_text())
+    assert numbers['steps'] == len(numbers['train_losses']) == steps
+    image = (output / 'loss.png').read_bytes()
+    assert image.startswith(b'\x89PNG')
+    assert len(image) > 10_000
+    assert 'params/layers/up' in (output / 'sharding.txt').read_text()
+    assert (output / 'sample.txt').read_text(encoding='utf-8').count('--- the model goes on ---') == 2
+    return numbers
+
+
+def test_train_learns_and_leaves_its_results(tmp_path: Path) -> None:
+    ended = run('examples.llama.train', *SMALL, '--steps=40', f'--output={tmp_path / "deep" / "out"}')
+    assert ended.returncode == 0, ended.stderr
+    numbers = assert_results(tmp_path / 'deep' / 'out', steps=40)
+    assert numbers['mesh'] == {'fsdp': 4, 'tp': 2}
+    assert numbers['devices'] == '8 x cpu'
+    assert not numbers['interrupted']
+    assert numbers['validation_loss'] < numbers['validation_loss_untrained'] - 1.0
+    assert numbers['validation_loss'] < 3.6
+    assert numbers['tokens_per_second'] > 0
+    table = (tmp_path / 'deep' / 'out' / 'sharding.txt').read_text()
+    row = r"opt_state/1/0/mu/layers/up +float32\[2,32,128\] +P\(None, 'fsdp', 'tp'\)"
+    assert re.search(row, table) and re.search(row, ended.stdout)  # on paper and, narrower, on screen
+    assert re.search(r'Done after 40 of 40 steps: validation loss \d\.\d{3} -> \d\.\d{3} nats', ended.stdout)
+    assert re.search(r'training: 100%.* 40/40 .*loss \d\.\d{3}, [\d,]+ tokens/s', ended.stderr)
+    assert 'Warning' not in ended.stderr, ended.stderr
+
+
+def test_train_on_the_users_own_files_and_mesh(tmp_path: Path) -> None:
+    for name in 'ab':
+        (tmp_path / f'{name}.txt').write_text('the quick brown fox jumps over the lazy dog; ' * 40)
+    files = [str(tmp_path / 'a.txt'), str(tmp_path / 'b.txt')]
+    flags = ['--strategy=zero2', '--devices=4', '--mesh=dp=4', '--steps=3', '--dropout=0.1']
+    ended = run('examples.llama.train', *SMALL, *flags, f'--output={tmp_path}', '--text', *files)
+    assert ended.returncode == 0, ended.stderr
+    numbers = assert_results(tmp_path, steps=3)
+    assert numbers['mesh'] == {'dp': 4}
+    assert numbers['text'] == ', '.join(files)
+
+
+TRAIN = ['-m', 'examples.llama.train']
+
+
+@contextlib.contextmanager
+def training(
+    folder: Path, program: Sequence[str] = TRAIN
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
+    """A run without end, and a function that waits until it says something."""
+    log = folder / 'log.txt'
+    command = [sys.executable, '-u', *program, *SMALL, '--steps=1000000']
+    with log.open('wb') as out:
+        process = subprocess.Popen(
+            [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_for(said: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while said not in (so_far := log.read_text(errors='replace')):
+            assert process.poll() is None, so_far
+            assert time.monotonic() < deadline, so_far
+            time.sleep(0.05)
+
+    try:
+        yield process, wait_for
+    finally:
+        process.kill()
+        process.wait(timeout=TIMEOUT_S)
+
+
+def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
+    with training(tmp_path) as (process, wait_for):
+        wait_for('tokens/s')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=TIMEOUT_S) == INTERRUPTED
+    said = (tmp_path / 'log.txt').read_text(errors='replace')
+    assert 'Interrupted: keeping what was reached. Ctrl-C again to abort.' in said
+    assert 'Traceback' not in said
+    steps = int(re.search(r'Interrupted after (\d+) of 1000000 steps', said)[1])
+    assert steps > 0
+    numbers = assert_results(tmp_path, steps)
+    assert numbers['interrupted']
+    assert numbers['validation_loss'] < numbers['validation_loss_untrained']
+    assert str(steps) in os.listdir(tmp_path / 'saved' / 'steps')
+
+
+# What a run does after the first Ctrl-C takes as long as the second needs.
+SLOW_TO_END = """
+import time
+from absl import app
+from examples.llama import train
+evaluate, calls = train.evaluate, []
+
+def evaluate_or_wait(*args):
+    calls.append(args)
+    if len(calls) == 2:
+        time.sleep(600)
+    return evaluate(*args)
+
+train.evaluate = evaluate_or_wait
+app.run(train.main)
+"""
+
+
+def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None:
+    with training(tmp_path, ['-c', SLOW_TO_END]) as (process, wait_for):
+        wait_for('model ')  # it is about to compile the training step
+        process.send_signal(signal.SIGINT)
+        wait_for('Interrupted: keeping')
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=TIMEOUT_S) == -signal.SIGINT
+    assert not (tmp_path / 'numbers.json').exists()
+
+
+def test_digits_are_learnt() -> None:
+    code = 'from examples import digits; accuracy = digits.main(); print(accuracy); assert accuracy > 0.96'
+    ended = run('', code=code)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_digits_as_a_program_on_fewer_devices() -> None:
+    ended = run('examples.digits', '--steps=3', '--devices=3')
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r'test accuracy \d+\.\d\d%\n', ended.stdout)
+
+
+@pytest.mark.parametrize(
+    ('environment', 'count', 'expected'),
+    [
+        ({}, None, 8),
+        ({}, 3, 3),
+        ({'JAX_NUM_CPU_DEVICES': '2'}, None, 2),
+        ({'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}, None, 4),
+        ({'XLA_FLAGS': '--xla_force_host_platform_device_count=4'}, 2, 2),
+    ],
+)
+def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, expected: int) -> None:
+    code = f'from examples.devices import choose_devices; print(len(choose_devices({count})))'
+    ended = run('', code=code, **environment)
+    assert ended.stdout == f'{expected}\n', ended.stderr
+
+
+def test_the_tpu_compiler_says_nothing_where_no_tpu_is() -> None:
+    code = 'from examples.devices import choose_devices; choose_devices()'
+    # Without the lock it would be quiet while another process has it.
+    ended = run('', code=code, JAX_PLATFORMS='', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
+    assert (ended.returncode, ended.stderr) == (0, '')
+
+
+def test_too_few_devices_are_said_to_be() -> None:
+    code = 'from examples.devices import choose_devices; choose_devices(5)'
+    ended = run('', code=code, JAX_NUM_CPU_DEVICES='2')
+    assert '--devices 5: JAX sees only 2 here (cpu). Ask for 2 or fewer.' in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ('flags', 'code', 'message'),
+    [
+        (['--mesh=fsd=2'], REFUSED, 'error: --mesh fsd=2: strategy fsdp_tp has no mesh axis "fsd"'),
+        (['--stepz=3'], 1, "Unknown command line flag 'stepz'. Did you mean: steps ?"),
+        (['book.txt'], REFUSED, 'error: book.txt: not a flag. To train on a file, write --text book.txt'),
+        (
+            ['--width=36', '--heads=2', '--mesh=fsdp=8'],
+            REFUSED,
+            "asked for: P(None, 'tp', 'fsdp') from regex 'layers/(output|down)$'",
+        ),
+    ],
+)
+def test_bad_flags_end_the_program_with_a_friendly_error(
+    flags: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    ended = run('examples.llama.train', *flags, f'--output={tmp_path / "out"}')
+    assert ended.returncode == code
+    assert message in ended.stderr
+    assert 'Traceback' not in ended.stderr
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(
+    ('strategy', 'mesh', 'devices', 'message'),
+    [
+        (
+            'fsdp_tp',
+            'fsd=2',
+            8,
+            '--mesh fsd=2: strategy fsdp_tp has no mesh axis "fsd", only: fsdp, tp. Did you mean "fsdp"?',
+        ),
+        (
+            'dp',
+            'tp=2',
+            8,
+            '--mesh tp=2: strategy dp has no mesh axis "tp", only: dp. '
+            'Strategies with that axis: fsdp_tp, fsdp_tp_sp.',
+        ),
+        ('dp', 'model', 8, '--mesh model: "model" is not of the form axis=devices, as in dp=-1'),
+        ('dp', 'dp=two', 8, '--mesh dp=two: "dp=two" is not of the form axis=devices, as in dp=-1'),
+        ('dp', 'dp=0', 8, '--mesh dp=0: axis "dp" needs a size of 1 or more, or -1 for what is left.'),
+        ('dp', 'dp=2,dp=4', 8, '--mesh dp=2,dp=4: axis "dp" is given twice.'),
+        (
+            'fsdp_tp',
+            'fsdp=-1,tp=-1',
+            8,
+            '--mesh fsdp=-1,tp=-1: only one axis can be -1, for what the others leave.',
+        ),
+        (
+            'fsdp_tp',
+            'fsdp=-1,tp=3',
+            8,
+            '--mesh fsdp=-1,tp=3: 8 devices cannot be split into groups of 3. '
+            'Choose sizes that divide 8, or another number of --devices.',
+        ),
+        (
+            'fsdp_tp',
+            'fsdp=2,tp=2',
+            8,
+            '--mesh fsdp=2,tp=2: this mesh has 4 devices, and there are 8. '
+            'Choose sizes that multiply to 8, or --devices 4.',
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(strategy: str, mesh: str, devices: int, message: str) -> None:
+    with pytest.raises(app.UsageError) as error:
+        settings.choose_mesh(STRATEGIES[strategy], mesh, devices)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'devices', 'expected'),
+    [
+        (None, 8, {'fsdp': 4, 'tp': 2}),
+        (None, 1, {'fsdp': 1, 'tp': 1}),
+        (None, 3, {'fsdp': 3, 'tp': 1}),
+        ('tp=-1', 8, {'fsdp': 1, 'tp': 8}),
+        (' tp=4 , fsdp=2 ', 8, {'fsdp': 2, 'tp': 4}),
+    ],
+)
+def test_the_mesh_fits_the_devices(mesh: str | None, devices: int, expected: dict) -> None:
+    assert settings.choose_mesh(STRATEGIES['fsdp_tp'], mesh, devices) == expected
+
+
+OPTIONS = Options(
+    model=ModelConfig(),
+    optimizer=OptimizerConfig(steps=1),
+    batch_size=16,
+    sequence_length=128,
+    seed=0,
+    strategy='fsdp_tp',
+    mesh=None,
+    devices=None,
+    text=(),
+    output='',
+    checkpoints=None,
+    save_every=100,
+    pause=0.0,
+)
+
+
+def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
+    model = dataclasses.replace(OPTIONS.model, heads=3, dropout=1.0)
+    options = dataclasses.replace(OPTIONS, batch_size=6, model=model)
+    with pytest.raises(app.UsageError) as error:
+        settings.check_settings(options, STRATEGIES['fsdp_tp'], {'fsdp': 4, 'tp': 2})
+    assert str(error.value).splitlines() == [
+        'these settings do not go together:',
+        '  --width 128 is not a multiple of --heads 3',
+        '  --heads 3 is not a multiple of --kv_heads 2',
+        '  --dropout 1.0 leaves nothing: give less than 1',
+        '  --batch_size 6 does not divide over mesh axis fsdp of 4 devices: make it a multiple of 4, '
+        'or change --mesh or --devices',
+        '  --heads 3 does not divide over mesh axis tp of 2 devices: make it a multiple of 2, '
+        'or change --mesh or --devices',
+    ]
+
+
+def test_the_default_settings_fit_every_strategy() -> None:
+    for strategy in STRATEGIES.values():
+        for devices in (1, 2, 4, 8):
+            settings.check_settings(OPTIONS, strategy, settings.choose_mesh(strategy, None, devices))
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (None, 'cannot be read (No such file or directory).'),
+        (b' \n', 'the file is empty.'),
+        (b'short', '5 bytes are too few for sequences of 128. The last tenth is the validation text'),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / 'text.txt'
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(app.UsageError) as error:
+        data.load_corpus([str(path)], sequence=128)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_validation_text_is_the_last_tenth_and_nothing_of_it_is_trained_on() -> None:
+    corpus = data.load_corpus([], sequence=128)
+    size = len(corpus.train) + len(corpus.validation)
+    assert 300_000 < size < 600_000
+    assert len(corpus.validation) == size // 10
+    text = data.documentation().encode()
+    assert corpus.train.tobytes() + corpus.validation.tobytes() == text
+    seen = set(corpus.train.tobytes().split(b'\n\n'))
+    paragraphs = [part for part in corpus.validation.tobytes().split(b'\n\n') if part]
+    assert len(paragraphs) > 100
+    assert not seen.intersection(paragraphs)
+
+
+def test_batches_are_windows_of_the_training_text_fixed_by_seed_and_step() -> None:
+    corpus = data.Corpus('numbers', np.arange(200, dtype=np.uint8), np.arange(200, 230, dtype=np.uint8))
+    batch = corpus.batch(4, 8, seed=1, step=2)
+    assert batch.shape == (4, 9)
+    assert batch.dtype == np.int32
+    np.testing.assert_array_equal(np.diff(batch), 1)
+    assert batch.max() < 200
+    np.testing.assert_array_equal(batch, corpus.batch(4, 8, seed=1, step=2))
+    assert (batch != corpus.batch(4, 8, seed=1, step=3)).any()
+    assert (batch != corpus.batch(4, 8, seed=2, step=2)).any()
+
+
+def test_validation_batches_predict_each_byte_once() -> None:
+    corpus = data.Corpus('numbers', np.arange(200, dtype=np.uint8), np.arange(200, 230, dtype=np.uint8))
+    batches = list(corpus.validation_batches(2, 8))
+    assert [(batch.shape, count) for batch, count in batches] == [((2, 9), 2), ((2, 9), 1)]
+    predicted = np.concatenate([batch[:count, 1:].ravel() for batch, count in batches])
+    np.testing.assert_array_equal(predicted, np.arange(201, 225))
+
+
+def test_the_model_code_names_no_mesh_axis() -> None:
+    axes = {axis for strategy in STRATEGIES.values() for axis in strategy.mesh}
+    assert axes == {'dp', 'fsdp', 'tp'}
+    for name in ('model.py', 'training.py', 'generate.py', 'trainer.py'):
+        words = re.findall(r'\w+', (ROOT / 'examples' / 'llama' / name).read_text())
+        assert not axes.intersection(words), name

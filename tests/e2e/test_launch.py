@@ -1,0 +1,216 @@
+"""The launcher of one machine, with programs that need no JAX; and the files for schedulers."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scalax.distributed import PREEMPTED
+from tests.support import ROOT
+from tests.support.processes import Running, started
+
+LAUNCH = ROOT / 'examples' / 'launch'
+IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
+
+# Counts its starts in a file; says which process it is. The programs print one text at a time: what print()
+# is given piece by piece, processes that share an output write in between one another.
+HEAD = """
+import os, signal, sys, time
+me, path = int(os.environ['JAX_PROCESS_ID']), os.environ['COUNT'] + os.environ['JAX_PROCESS_ID']
+with open(path, 'a') as file:
+    file.write('x')
+start = os.path.getsize(path)
+other = os.environ['COUNT'] + str(1 - me)
+end = time.monotonic() + 500
+# Who fails ends the others: not before they have counted this start too.
+while not os.path.exists(other) or os.path.getsize(other) < start:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+assert os.environ['JAX_NUM_PROCESSES'] == '2'
+assert os.environ['JAX_NUM_CPU_DEVICES'] == '3'
+"""
+
+
+def launch(code: str, *flags: str) -> list[str]:
+    return ['-m', 'examples.launch.local', '--devices=3', *flags, '--', '-c', HEAD + code]
+
+
+def starts(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in sorted(folder.glob('count*'))]
+
+
+def assert_all_gone(launcher: Running) -> None:
+    for _, pid in IDS.findall(launcher.output()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize(
+    ('code', 'flags', 'expected', 'times'),
+    [
+        ('print(os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[0])', [], 0, 1),
+        ('time.sleep(600 * (me == 0 and start < 3)); sys.exit(start < 3)', [], 0, 3),
+        ('sys.exit(5) if me else time.sleep(600)', ['--restarts=1'], 5, 2),
+        ('os.kill(os.getpid(), 9) if me else time.sleep(600)', ['--restarts=0'], 128 + 9, 1),
+        ('sys.exit(2)', [], 2, 1),
+        (f'time.sleep(me); sys.exit({PREEMPTED})', [], PREEMPTED, 1),
+    ],
+    ids=['success', 'third time lucky', 'too often', 'killed', 'bad flags', 'preempted'],
+)
+def test_exit_codes_and_starts(code: str, flags: list, expected: int, times: int, tmp_path: Path) -> None:
+    with started(launch(code, *flags), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        assert launcher.wait() == (expected,), launcher.output()
+        assert starts(tmp_path) == [times, times]
+        assert_all_gone(launcher)
+
+
+def test_each_start_has_a_port_of_its_own(tmp_path: Path) -> None:
+    code = 'print("port " + os.environ["JAX_COORDINATOR_ADDRESS"], flush=True); sys.exit(start < 3)'
+    with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        launcher.wait()
+        assert len(set(re.findall(r'port localhost:(\d+)', launcher.output()))) == 3
+
+
+SAVES = f"""
+def save(*_):
+    print('saves %d' % me, flush=True)
+    sys.exit({PREEMPTED})
+signal.signal(signal.SIGTERM, save)
+print('ready %d' % me, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_and_nothing_starts_again(number: signal.Signals, tmp_path: Path) -> None:
+    with started(launch(SAVES), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for index in range(2):
+            launcher.wait_for(f'ready {index}')
+        launcher.processes[0].send_signal(number)
+        assert launcher.wait() == (PREEMPTED,)
+        assert 'saves 0' in launcher.output() and 'saves 1' in launcher.output()
+        assert starts(tmp_path) == [1, 1]
+        assert_all_gone(launcher)
+
+
+def test_a_signal_that_ends_programs_that_do_not_catch_it(tmp_path: Path) -> None:
+    code = 'print(f"ready {me}", flush=True)\ntime.sleep(600)'
+    with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for index in range(2):
+            launcher.wait_for(f'ready {index}')
+        launcher.processes[0].terminate()
+        assert launcher.wait() == (128 + signal.SIGTERM,)
+        assert starts(tmp_path) == [1, 1]
+        assert_all_gone(launcher)
+
+
+def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
+    code = 'signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(f"ready {me}", flush=True)\ntime.sleep(600)'
+    with started(launch(code, '--grace=1'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for index in range(2):
+            launcher.wait_for(f'ready {index}')
+        launcher.processes[0].terminate()
+        assert launcher.wait() == (130,)  # the program itself would sleep longer than that waits
+        assert 'launcher: still there after they were asked to end: ended now' in launcher.output()
+        assert_all_gone(launcher)
+
+
+def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
+    code = (
+        'signal.signal(signal.SIGTERM, lambda *_: print(f"asked {me}", flush=True))\n'
+        'print(f"ready {me}", flush=True)\ntime.sleep(600)'
+    )
+    with started(launch(code, '--grace=600'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
+        for said in ('ready', 'asked'):
+            for index in range(2):
+                launcher.wait_for(f'{said} {index}')
+            launcher.processes[0].send_signal(signal.SIGINT)
+        assert launcher.wait() == (130,)
+        assert_all_gone(launcher)
+
+
+def test_a_program_is_needed() -> None:
+    with started(['-m', 'examples.launch.local', '--devices=3']) as launcher:
+        assert launcher.wait() == (2,)
+        said = 'error: which program? Write it behind --, as in -- -m examples.llama.train\n'
+        assert launcher.output() == said
+
+
+# --- Schedulers that are not here ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['slurm.sbatch', 'tpu_pod.sh'])
+def test_scripts_are_valid(name: str) -> None:
+    subprocess.run(['bash', '-n', LAUNCH / name], check=True, timeout=500)
+
+
+def fake(folder: Path, name: str, code: str) -> None:
+    path = folder / name
+    path.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS"\n{code}\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ('script', 'starter', 'codes', 'expected', 'calls'),
+    [
+        ('slurm.sbatch', 'srun', [0], 0, ['srun']),
+        ('slurm.sbatch', 'srun', [137, 1, 0], 0, ['srun', 'srun', 'srun']),
+        ('slurm.sbatch', 'srun', [137, PREEMPTED], 0, ['srun', 'srun', 'scontrol requeue 7']),
+        ('slurm.sbatch', 'srun', [2], 2, ['srun']),
+        ('slurm.sbatch', 'srun', [1] * 10, 1, ['srun'] * 10),
+        ('tpu_pod.sh', 'gcloud', [255, 0], 0, ['gcloud', 'gcloud']),
+        ('tpu_pod.sh', 'gcloud', [PREEMPTED], PREEMPTED, ['gcloud']),
+    ],
+)
+def test_scripts_start_again_what_failed(
+    script: str, starter: str, codes: list[int], expected: int, calls: list[str], tmp_path: Path
+) -> None:
+    """With stand-ins for the commands of the schedulers, which end with these exit codes in turn."""
+    log = tmp_path / 'calls'
+    fake(
+        tmp_path,
+        starter,
+        f'codes=({" ".join(map(str, codes))}); n=$(grep -c {starter} "$CALLS"); exit ${{codes[n-1]}}',
+    )
+    fake(tmp_path, 'scontrol', 'exit 0')
+    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(log), 'SLURM_JOB_ID': '7'}
+    env['SLURM_SUBMIT_DIR'] = str(ROOT)
+    done = subprocess.run(['bash', LAUNCH / script], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == expected, done.stderr
+    made = log.read_text().splitlines()
+    assert len(made) == len(calls)
+    for line, wanted in zip(made, calls, strict=True):
+        assert line.startswith(wanted), line
+    assert all('examples.llama.train' in line for line in made if line.startswith(starter))
+
+
+def test_the_jobset_says_which_process_is_which() -> None:
+    spec = yaml.safe_load((LAUNCH / 'jobset.yaml').read_text())
+    [job] = spec['spec']['replicatedJobs']
+    pods = job['template']['spec']
+    [container] = pods['template']['spec']['containers']
+    env = {entry['name']: entry for entry in container['env']}
+    assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
+    assert pods['parallelism'] == pods['completions'] == int(env['JAX_NUM_PROCESSES']['value'])
+    name = spec['metadata']['name']
+    host, _, port = env['JAX_COORDINATOR_ADDRESS']['value'].rpartition(':')
+    assert host == f'{name}-{job["name"]}-0-0.{name}' and port.isdecimal()  # as JAX's own detection names it
+    assert 'job-completion-index' in env['JAX_PROCESS_ID']['valueFrom']['fieldRef']['fieldPath']
+    [rule] = pods['podFailurePolicy']['rules']
+    assert rule['onExitCodes'] == {
+        'containerName': container['name'],
+        'operator': 'In',
+        'values': [PREEMPTED],
+    }
+
+
+def test_every_launch_file_starts_the_example_with_flags_that_it_has() -> None:
+    known = set(re.findall(r"DEFINE_\w+\(\s*'(\w+)'", (ROOT / 'examples/llama/options.py').read_text()))
+    for name in ('slurm.sbatch', 'tpu_pod.sh', 'jobset.yaml'):
+        text = (LAUNCH / name).read_text()
+        used = re.findall(r'--(\w+)=', text[text.index('examples.llama.train') :].partition('done')[0])
+        assert {'checkpoints', 'output'} <= set(used) <= known | {'zone', 'worker', 'command'}, name

@@ -1,0 +1,45 @@
+"""Host data across real processes; what each of them does is in data_checks.py."""
+
+import pytest
+
+from tests.support.processes import Outcome, names_of_checks, run_checks
+
+CHECKS = names_of_checks('tests.support.data_checks')
+# Where more than two processes can go wrong in another way than two.
+OF_FOUR = [
+    'check_every_mesh',
+    'check_other_batch_axes',
+    'check_processes_with_devices_of_unequal_number',
+    'check_what_moves_is_the_least',
+    'check_disagreement',
+    'check_replicas_that_differ',
+    'check_one_that_cannot_bring_its_part_tells_the_others',
+    'check_broadcast',
+    'check_prefetch_beside_steps',
+    'check_data_that_ends_early',
+    'check_loader_that_fails',
+]
+
+
+@pytest.fixture(scope='module')
+def two() -> Outcome:
+    return run_checks('tests.support.data_checks', processes=2, devices=4)
+
+
+@pytest.fixture(scope='module')
+def four() -> Outcome:
+    return run_checks('tests.support.data_checks', processes=4, devices=2, names=OF_FOUR)
+
+
+@pytest.mark.parametrize('name', CHECKS)
+def test_on_two_processes(two: Outcome, name: str) -> None:
+    assert name in two.passed, str(two)
+
+
+@pytest.mark.parametrize('name', OF_FOUR)
+def test_on_four_processes(four: Outcome, name: str) -> None:
+    assert name in four.passed, str(four)
+
+
+def test_every_process_ended_well(two: Outcome, four: Outcome) -> None:
+    assert set(two.codes) == set(four.codes) == {0}, f'{two}\n{four}'

@@ -1,0 +1,140 @@
+"""What `helper.plan` says of what it cannot plan, word by word."""
+
+import signal
+import threading
+
+import jax
+import pytest
+
+from scalax._plan.compilation import compile_lowered
+from scalax.errors import ArgumentError, MeshError, PlanError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support import tpu_compiler
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+X = jax.ShapeDtypeStruct((8, 8), 'float32')
+
+
+def test_the_compiler_speaks_first_and_then_we():
+    def step(x):
+        return jax.ffi.ffi_call('nobody_knows_this', X)(x)
+
+    with pytest.raises(PlanError) as raised:
+        HELPER.plan(HELPER.sjit(step, in_shardings=P('fsdp')), X)
+    reason, context = str(raised.value).split('\n')
+    assert 'nobody_knows_this' in reason
+    assert context == (
+        "This is why the compiler made no program of 'step' for 8 'cpu' devices (fsdp=4, tp=2), "
+        'and there is no plan'
+    )
+    assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+def test_a_compiler_is_left_at_once():
+    """Python hears nothing of Ctrl-C while a compiler runs in its main thread."""
+    released, threads = threading.Event(), []
+
+    class Endless:
+        def compile(self, compiler_options):
+            threads.append(threading.current_thread())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            released.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_lowered(Endless(), 'cpu')
+    released.set()
+    assert threads[0] is not threading.main_thread()
+    threads[0].join(60)
+
+
+def test_a_compiler_sees_the_settings_of_its_caller():
+    """It calls back into Python for custom_partitioning, where they decide what is traced."""
+    seen = []
+
+    class Records:
+        def compile(self, compiler_options):
+            seen.append((jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision))
+            seen.append((jax.config.jax_numpy_rank_promotion, jax.config.jax_threefry_partitionable))
+            raise jax.errors.JaxRuntimeError('no program')
+
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision('float32'),
+        jax.numpy_rank_promotion('raise'),
+        jax.threefry_partitionable(False),
+        pytest.raises(jax.errors.JaxRuntimeError, match='no program'),
+    ):
+        compile_lowered(Records(), 'cpu')
+    assert seen == [(True, 'float32'), ('raise', False)]
+
+
+def test_a_function_that_needs_values():
+    def step(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
+        HELPER.plan(step, X)
+    assert (
+        "Thus there is no plan of 'step': a plan is made without values. Make what decides a static argument "
+        '(static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+    ) in raised.value.__notes__
+
+
+def test_arguments_without_shapes():
+    with pytest.raises(ArgumentError) as raised:
+        HELPER.plan(lambda batch: batch, {'rows': object(), 'names': 'text', 'x': X})
+    assert str(raised.value) == (
+        '<lambda> got leaves that are not arrays:\n'
+        '  batch/names: str\n'
+        '  batch/rows: object\n'
+        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
+        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
+        'inside; scalax.axes.named_jit compiles with whole modules.'
+    )
+
+
+def test_whose_option_is_it():
+    def step(x, quick=False):
+        return x
+
+    with pytest.raises(ArgumentError) as raised:
+        HELPER.plan(step, X, quick=True)
+    assert str(raised.value) == (
+        "'quick' is an option of plan, and an argument of 'step': give that by position, or call "
+        'scalax.plan.make_plan(helper, fun, args, kwargs, quick=...)'
+    )
+    assert HELPER.plan(step, X).name == 'step'
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize(
+    ('topology', 'dims', 'said'),
+    [
+        (
+            'v5e:2x4',
+            [3, -1],
+            'mesh (fsdp=3, tp=-1): 8 devices do not divide by 3, the product of the given dimensions; '
+            'it may be 1, 2, 4, 8',
+        ),
+        (
+            'v5e:2x4',
+            [16, 2],
+            "mesh (fsdp=16, tp=2) needs 32 devices, there are 8; what would fit: (4, 2), with 'fsdp' changed",
+        ),
+    ],
+)
+def test_a_mesh_that_a_slice_cannot_hold(topology, dims, said):
+    with pytest.raises(MeshError) as raised:
+        MeshShardingHelper.from_topology(topology, dims, ['fsdp', 'tp'])
+    assert str(raised.value) == said
+
+
+@tpu_compiler.needed
+def test_a_mesh_that_does_not_lie_on_whole_axes():
+    with pytest.raises(MeshError) as raised:
+        MeshShardingHelper.from_topology('v5p:4x4x4', [8, 8], ['fsdp', 'tp'])
+    assert str(raised.value).startswith(
+        'mesh (8, 8) does not map onto whole physical axes of these devices; pass mesh_axis_splitting=True '
+        'to let one physical axis serve several mesh axes (it may cost bandwidth). JAX says: '
+    )

@@ -1,0 +1,341 @@
+"""`helper.plan`: the collectives of programs whose collectives are known, counted and weighed by hand."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from scalax.errors import ArgumentError, MeshError
+from scalax.plan import Counted, Memory
+from scalax.sharding import (
+    MeshShardingHelper,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+from tests.support.collective_programs import CUBE, F32, HELPER, PROGRAMS, array, data_parallel, rows
+
+
+@pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
+def test_programs(program):
+    helper, fun, arguments, expected = program()
+    plan = helper.plan(fun, *arguments)
+    assert rows(plan) == expected
+    assert all(row.counted is Counted.EXACTLY for row in plan.collectives)
+
+
+# --- Loops and branches ---------------------------------------------------------------------------
+
+
+def halved(x):
+    return with_sharding_constraint(jnp.tanh(x @ x), P('fsdp', 'tp'))
+
+
+def gathers(fun, *arguments):
+    """How often the all-gathers along fsdp run, by how well that is known."""
+    plan = HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp', 'tp')), *arguments)
+    found = {}
+    for row in plan.collectives:
+        if row.axes == ('fsdp',):
+            found[row.counted] = found.get(row.counted, 0) + row.count
+    return found
+
+
+@pytest.mark.parametrize(
+    ('start', 'stop', 'trips'),
+    [(0, 7, 7), (2, 11, 9), (3, 3, 0), (5, 6, 1)],
+)
+def test_trip_counts(start, stop, trips):
+    found = gathers(lambda x: jax.lax.fori_loop(start, stop, lambda i, x: halved(x), x), array(64, 64))
+    assert found == ({Counted.EXACTLY: trips} if trips else {})
+
+
+def test_a_step_of_two():
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, halved(c[1])), (0, x))[1]
+
+    assert gathers(loop, array(64, 64)) == {Counted.EXACTLY: 5}
+
+
+def test_a_loop_whose_length_depends_on_data_is_a_lower_bound():
+    def loop(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, halved, x)
+
+    plan = HELPER.plan(HELPER.sjit(loop, in_shardings=P('fsdp', 'tp')), array(64, 64))
+    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_LEAST}
+    assert '>=1' in str(plan)
+
+
+def test_a_branch_is_an_upper_bound():
+    def branch(x):
+        return jax.lax.cond(x[0, 0] > 0, halved, lambda x: x, x)
+
+    plan = HELPER.plan(HELPER.sjit(branch, in_shardings=P('fsdp', 'tp')), array(64, 64))
+    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_MOST}
+
+
+# --- Sources --------------------------------------------------------------------------------------
+
+
+def test_sources():
+    def model(w, x):
+        y = jnp.tanh(x @ w)  # the line that gathers
+        return with_sharding_annotation(y @ w.T, 'out')  # the line that reduces
+
+    step = HELPER.sjit(
+        model, in_shardings=(P('fsdp', 'tp'), P('fsdp')), annotation_shardings={'out': P('fsdp')}
+    )
+    plan = HELPER.plan(step, array(64, 64), array(16, 64))
+    first = model.__code__.co_firstlineno
+    [reduce] = [row for row in plan.collectives if row.kind == 'all-reduce']
+    assert (reduce.source.annotation, reduce.source.line) == ('out', first + 2)
+    assert reduce.source.function.endswith('model')
+    gathers = [row for row in plan.collectives if row.kind == 'all-gather']
+    assert {row.source.line for row in gathers} == {first + 1, first + 2}
+    assert all(row.source.file == __file__ for row in plan.collectives)
+
+
+def test_an_argument_that_is_moved_is_named():
+    fun = HELPER.sjit(
+        lambda batch: batch['rows'], in_shardings=P('fsdp'), out_shardings=P(), keep_unused=True
+    )
+    plan = HELPER.plan(fun, {'rows': array(64), 'others': array(8)})
+    assert [str(row.source) for row in plan.collectives] == ["argument batch['rows']"]
+
+
+# --- The rest of a plan ---------------------------------------------------------------------------
+
+
+def step(params, x, unused=None, *, scale=2, **more):
+    total = scale * x.sum()
+    return {name: w + total for name, w in params.items()}
+
+
+STEP = HELPER.sjit(
+    step,
+    in_shardings={'params': P('fsdp', 'tp'), 'x': P('fsdp'), 'y': P()},
+    out_shardings=P('fsdp', 'tp'),
+    donate_argnames='params',
+)
+ARGUMENTS = {'w': array(64, 32), 'v': array(8, 4)}, array(16)
+
+
+def test_inputs_and_outputs():
+    plan = HELPER.plan(STEP, *ARGUMENTS, np.ones(3, np.float32), scale=3, y=array(5))
+    assert [(row.path, row.spec) for row in plan.inputs.rows] == [
+        ('params/v', P('fsdp', 'tp')),
+        ('params/w', P('fsdp', 'tp')),
+        ('x', P('fsdp')),
+        ('unused', None),
+        ('scale', P()),
+        ('y', None),  # not used: JAX drops it
+    ]
+    assert [(row.path, row.spec) for row in plan.outputs.rows] == [
+        ('v', P('fsdp', 'tp')),
+        ('w', P('fsdp', 'tp')),
+    ]
+
+
+def test_memory():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    held = (64 * 32 + 8 * 4) // 8 * F32
+    assert plan.memory.arguments == held + 16 // 4 * F32
+    assert plan.memory.donated == held
+    assert plan.memory.outputs == plan.outputs.bytes_per_device - held + 2 * 8  # and a table of pointers
+    assert plan.memory.total == plan.memory.arguments + plan.memory.outputs + plan.memory.temporaries
+    assert plan.memory.estimated
+
+
+def test_constants_of_a_program_take_memory():
+    baked = np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
+    plain, with_constant = (
+        HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp'), out_shardings=P('fsdp')), array(16, 64)).memory
+        for fun in (lambda x: x + 1, lambda x: x @ baked)
+    )
+    assert with_constant.temporaries - plain.temporaries >= baked.nbytes
+    assert with_constant.peak == with_constant.total
+
+
+def test_text():
+    assert (
+        HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
+    )
+    lines = HELPER.plan(PROGRAMS['data_parallel']()[1], array(64, 32), array(16, 64)).to_text(60).splitlines()
+    assert lines[2].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
+    assert lines[7:] == [
+        'collectives in one call (bytes: the whole array of one group, each time):',
+        'collective  axes  times    bytes  because of',
+        '-' * len(lines[9]),
+        lines[10],
+        '',
+        'along fsdp: 8.0 KiB in all-reduces',
+    ]
+    assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  plan/test_plan.py:')
+    assert all(len(line) <= 60 for line in lines[8:11])
+
+
+def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    memory = Memory(2**20, outputs=0, temporaries=0, estimated=False, limit=2**34, peak=2**22)
+    full = dataclasses.replace(plan, platform='tpu', memory=memory)
+    assert full.to_text(100).splitlines()[2:7] == [
+        'memory of each device: 4.0 MiB of 16.0 GiB: it fits',
+        '  arguments       1.0 MiB',
+        '  outputs             0 B',
+        '  temporaries         0 B',
+        '  vector memory   3.0 MiB, at least',
+    ]
+    memory = Memory(2**20, outputs=0, temporaries=2**22, estimated=False, peak=2**22)
+    spread = dataclasses.replace(plan, platform='tpu', memory=memory)
+    assert '  temporaries     4.0 MiB, not all at a time' in spread.to_text(100).splitlines()
+    for peak, said in {2**31 - 1: '; only a guide for so little', 2**31: ''}.items():
+        known = f'(quick, as laid out before code is made{said})'
+        memory = dataclasses.replace(memory, peak=peak)
+        assert known in str(dataclasses.replace(full, quick=True, memory=memory))
+
+
+@pytest.mark.parametrize(('axis', 'scattered'), [('a', True), ('b', False)])
+def test_a_sum_is_scattered_only_along_its_own_axis(axis, scattered):
+    def block(x):
+        whole = jax.lax.psum(x, 'a')
+        return jax.lax.dynamic_slice_in_dim(whole, 4 * jax.lax.axis_index(axis), 4)
+
+    plan = CUBE.plan(CUBE.shard_map(block, P(), P(axis), check_vma=False), array(8, 8))
+    assert [(row.kind, row.axes, row.scattered) for row in plan.collectives] == [
+        ('all-reduce', ('a',), scattered)
+    ]
+
+
+def test_a_program_that_nothing_places_runs_on_one_device():
+    plan = HELPER.plan(lambda x: 2 * x, np.ones(4))
+    assert (plan.devices, plan.collectives) == (1, ())
+    assert str(plan).splitlines()[0] == '<lambda> on 1 of 8 devices (fsdp=4, tp=2)'
+    assert str(plan).splitlines()[-1] == 'collectives in one call: none'
+
+
+def test_dict():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    read = json.loads(json.dumps(plan.to_dict()))
+    assert read['collectives'][0] == {
+        'kind': 'all-reduce',
+        'axes': ['fsdp'],
+        'group': 4,
+        'count': 1,
+        'counted': 'exactly',
+        'bytes': F32,
+        'networks': [],
+        'source': {
+            'annotation': '',
+            'file': __file__,
+            'line': step.__code__.co_firstlineno + 1,
+            'function': 'step',
+            'operand': '',
+        },
+    }
+    assert read['memory']['total'] == plan.memory.total
+    assert read['mesh'] == {'fsdp': 4, 'tp': 2}
+
+
+def test_arguments_that_lie_somewhere_are_planned_as_they_lie():
+    x = HELPER.shard(np.ones((64, 4), np.float32), P('fsdp'))
+    plan = HELPER.plan(lambda x: x.sum(0), x)
+    assert rows(plan) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
+
+
+def test_explicit_axes():
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+    fun = helper.sjit(lambda x: x.sum(0), in_shardings=P('fsdp', 'tp'))
+    assert rows(helper.plan(fun, array(64, 8))) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
+
+
+def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
+    options = {
+        'jax_compilation_cache_dir': str(tmp_path),
+        'jax_persistent_cache_min_compile_time_secs': 0,
+        'jax_persistent_cache_min_entry_size_bytes': 0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        helper, fun, arguments, expected = data_parallel()
+        for _ in range(3):
+            assert rows(helper.plan(fun, *arguments)) == expected
+        assert list(tmp_path.iterdir())
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_none_among_arguments_and_outputs():
+    fun = HELPER.sjit(lambda x, m=None: (x['x'].sum(), None), in_shardings=P('fsdp'), out_shardings=P())
+    plan = HELPER.plan(fun, {'x': array(16), 'n': None}, None)
+    assert [row.path for row in plan.inputs.rows] == ['x/x']
+    assert [row.path for row in plan.outputs.rows] == ['0']
+
+
+def test_arguments_of_jitted_functions_have_names():
+    sharding = HELPER.match_sharding_rule(P('fsdp'), array(16))
+    x = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding)
+
+    def fun(w, x, n=2):
+        return w * x * n
+
+    plan = HELPER.plan(jax.jit(fun), x=x, w=x)
+    assert {row.path for row in plan.inputs.rows} == {'w', 'x'}
+    assert plan.inputs.bytes_per_device == plan.memory.arguments
+    assert [row.path for row in HELPER.plan(jax.jit(fun), x, x).inputs.rows] == ['w', 'x']
+    static = HELPER.plan(jax.jit(fun, static_argnums=2), x, x, 3)
+    assert [row.path for row in static.inputs.rows] == ['args[0]', 'args[1]']
+    empty_key = HELPER.plan(jax.jit(lambda w: w), {'': x, 'a': {'': x}})
+    assert [row.path for row in empty_key.inputs.rows] == ['w/', 'w/a/']
+
+
+def test_methods():
+    class Model:
+        @functools.partial(HELPER.sjit, static_argnums=0, in_shardings=P('fsdp'), out_shardings=P())
+        def total(self, x):
+            return x.sum()
+
+    assert HELPER.plan(Model().total, array(16)).count('all-reduce', 'fsdp') == 1
+
+
+def test_counting_what_there_is_not():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    with pytest.raises(ArgumentError) as wrong:
+        plan.count('all_reduce')
+    assert str(wrong.value) == "there is no collective 'all_reduce' (did you mean 'all-reduce'?)"
+    with pytest.raises(ArgumentError) as wrong:
+        plan.count('all-reduce', 'fsdq')
+    assert str(wrong.value) == "the mesh has no axis 'fsdq' (did you mean 'fsdp'?)"
+
+
+def test_errors():
+    with pytest.raises(ArgumentError) as wrong:
+        HELPER.plan(array(3), step)
+    assert str(wrong.value) == (
+        'plan takes a function first, got ShapeDtypeStruct: helper.plan(step, *arguments)'
+    )
+    abstract = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((4,), ('fsdp',)))
+    with pytest.raises(MeshError, match='plan'):
+        abstract.plan(step, array(3))
+
+
+def test_long_names_of_axes_leave_the_lines_as_wide_as_they_may_be():
+    """The columns before that of sources are wider than the page."""
+    names = ('a' * 40, 'b' * 40)
+    helper = MeshShardingHelper([4, 2], names)
+    plan = helper.plan(
+        helper.sjit(lambda w: w * 2, in_shardings=P(names), out_shardings=P()),
+        jax.ShapeDtypeStruct((64,), 'float32'),
+    )
+    text = plan.to_text(60)
+    table = text[text.index('collective ') : text.index('along ')].splitlines()
+    assert max(map(len, table)) <= 60
+    assert ''.join(text.split()).count('a' * 40)

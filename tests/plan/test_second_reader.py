@@ -1,0 +1,106 @@
+"""Collectives as two readers count them: that of plans, and one of the tests, which runs the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+from tests.support import collective_programs, second_reader, tpu_compiler
+from tests.support.collective_programs import HELPER, array
+
+
+def train(helper, rules, batch, layers=3, rounds=1):
+    """A gradient step of a checkpointed stack, perhaps in several parts of the batch."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w['up']) @ w['down'], None
+
+    def loss(params, x):
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), x, params)[0]).mean()
+
+    def step(params, x):
+        if rounds == 1:
+            return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+
+        def part(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        return jax.lax.scan(part, params, x.reshape(rounds, -1, x.shape[-1]))[0]
+
+    fun = helper.sjit(step, in_shardings=(rules, batch), out_shardings=rules)
+    return helper, fun, ({'up': array(layers, 64, 128), 'down': array(layers, 128, 64)}, array(64, 64))
+
+
+def fsdp():
+    return train(HELPER, FSDPShardingRule('fsdp', min_fsdp_size=1).stacked(), P('fsdp'))
+
+
+BOTH = TreePathShardingRule(('up', P(None, 'fsdp', 'tp')), ('down', P(None, 'tp', 'fsdp')))
+
+
+def fsdp_and_tp():
+    return train(HELPER, BOTH, P('fsdp'))
+
+
+def parts_of_a_batch():
+    """A loop over parts, in each the loop over layers, forwards and back."""
+    return train(HELPER, BOTH, P('fsdp'), rounds=4)
+
+
+def bad_shardings():
+    """Both weights are cut where nobody wants them cut, and the batch lies across."""
+    bad = TreePathShardingRule(('up', P(None, 'tp', 'fsdp')), ('down', P(None, 'tp', None)))
+    return train(HELPER, bad, P('tp', 'fsdp'))
+
+
+def three_axes():
+    helper = MeshShardingHelper([2, 2, 2], ['data', 'fsdp', 'tp'])
+    return train(helper, BOTH, P(('data', 'fsdp')))
+
+
+PROGRAMS = {
+    **collective_programs.PROGRAMS,
+    **{made.__name__: made for made in (fsdp, fsdp_and_tp, parts_of_a_batch, bad_shardings, three_axes)},
+}
+
+
+def compared(made, **options):
+    helper, fun, arguments, *_ = made
+    text = second_reader.after_partitioning(fun.lower(*arguments), **options)
+    return helper.plan(fun, *arguments, quick=True), second_reader.read(text, dict(helper.mesh.shape))
+
+
+@pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
+def test_both_read_the_same(program):
+    plan, second = compared(program())
+    assert collective_programs.rows(plan) == second
+    assert bool(second) == (program is not collective_programs.nothing)
+
+
+# --- The programs of the compiler of TPUs --------------------------------------------------------
+
+WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000', 'xla_tpu_max_hbm_size_mib': '1'}
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize('slices', [1, 2])
+def test_both_read_the_same_on_tpus(slices):
+    dcn = (slices, 1, 1) if slices > 1 else None
+    helper = MeshShardingHelper.from_topology(
+        'v5e:2x4', (2, -1, 2), ('data', 'fsdp', 'tp'), True, num_slices=slices, dcn_axis_dims=dcn
+    )
+    # Large enough for two matrices of weights to be more than the 1 MiB of memory that is left.
+    plan, second = compared(train(helper, BOTH, P(('data', 'fsdp')), layers=64), **WHOLE)
+    assert collective_programs.rows(plan) == second
+    assert {axes for _, axes in second} >= {('fsdp',), ('tp',)}
+
+
+def test_a_missed_collective_is_noticed():
+    """The comparison can fail: what the second reader does not know it does not pass over."""
+    helper, fun, arguments = fsdp_and_tp()
+    text = second_reader.after_partitioning(fun.lower(*arguments))
+    with pytest.raises(AssertionError, match='all-gather-start'):
+        second_reader.read(text.replace(' all-gather(', ' all-gather-start('), dict(helper.mesh.shape))
+    fewer = second_reader.read(text, {'fsdp': 2, 'tp': 4})
+    assert fewer != collective_programs.rows(helper.plan(fun, *arguments))

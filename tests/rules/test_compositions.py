@@ -1,0 +1,105 @@
+"""Random compositions of rules on random trees and meshes: arrays get what the table of rules.md says.
+
+`rule_strategies` draws them and `rules_by_hand` says what they mean. The suite draws the same examples
+every time; `make fuzz` draws others, and more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import jax
+import numpy as np
+
+from scalax.errors import RuleError, ScalaxError, ShardingError
+from scalax.sharding import MeshShardingHelper, ShardingReport
+from tests.support.rule_examples import attempt, examples
+from tests.support.rule_language import (
+    Situation,
+    State,
+    is_impossible,
+    is_term,
+    make,
+    mentions,
+    named_leaves,
+    shown,
+)
+from tests.support.rule_strategies import situations
+from tests.support.rules_by_hand import COMPILER, WRONG, Outcome, by_hand
+
+LARGEST = 40_000  # elements of a tree that is placed
+
+
+def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]) -> bool:
+    """An error names exactly the leaves that are wrong; returns whether there was one."""
+    names = [shown(path, leaf) for path, leaf in named_leaves(tree)]
+    wrong = [name for name, one in zip(names, expected, strict=True) if one.spec in bad]
+    if not wrong:
+        assert error is None, error
+        return False
+    assert isinstance(error, ShardingError)
+    named = list(dict.fromkeys(problem.leaf for problem in error.problems))
+    assert named == list(dict.fromkeys(wrong))
+    assert all(f'\n  {name}\n' in str(error) for name in named[:10])
+    return True
+
+
+def assert_placed(helper: MeshShardingHelper, tree: Any, shardings: Any, report: ShardingReport) -> None:
+    """Arrays take the shardings, weigh what the report says, and come back as they were."""
+    placed = jax.device_put(tree, shardings)
+    for leaf, sharding, row in zip(*map(jax.tree.leaves, (placed, shardings)), report.rows, strict=True):
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        # JAX writes the specs of keys in another way.
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim) if is_key else leaf.sharding == sharding
+        shards = [shard.data for shard in leaf.addressable_shards]
+        assert len(shards) == helper.mesh.size
+        assert {shard.shape for shard in shards} == {sharding.shard_shape(leaf.shape)}
+        data = map(jax.random.key_data, shards) if is_key else shards
+        assert {shard.nbytes for shard in data} == {row.bytes_per_device}
+    for leaf, back in zip(*map(jax.tree.leaves, (tree, helper.gather(placed))), strict=True):
+        if isinstance(back, jax.Array):  # keys
+            leaf, back = jax.random.key_data(leaf), jax.random.key_data(back)
+        np.testing.assert_array_equal(np.asarray(back), np.asarray(leaf).astype(back.dtype))
+
+
+@examples(1300)
+@hypothesis.given(situations())
+def test_arrays_get_what_the_table_says(situation: Situation) -> None:
+    mesh, tree = situation.mesh, situation.tree
+    helper, rules = mesh.helper(), make(situation.terms, mesh)
+    report, error, warned = attempt(helper.explain, tree, rules)
+    shardings, refused, _ = attempt(helper.match_sharding_rule, rules, tree)
+    terms = jax.tree.leaves(situation.terms, is_leaf=is_term)
+    if isinstance(error, RuleError):
+        assert str(refused) == str(error)
+        assert any(is_impossible(term, mesh) for term in terms)
+        return
+    expected = by_hand(situation.terms, tree, mesh)
+    if assert_names(error, tree, expected, [WRONG]):
+        hypothesis.event('an error')
+        assert isinstance(refused, ShardingError)
+        return
+    # Parameters are asked about by themselves too, before it is known what was taken of their copies.
+    more = any(mentions(term, lambda one: isinstance(one, State)) for term in terms)
+    assert any(one.warns for one in expected) == warned or (warned and more)
+
+    assert [row.spec if row.spec is not None else COMPILER for row in report.rows] == [
+        one.spec for one in expected
+    ]
+    assert [row.memory_kind for row in report.rows] == [one.memory for one in expected]
+    assert [row.path for row in report.rows] == [path for path, _ in named_leaves(tree)]
+    assert ShardingReport.load(report.to_json()) == report
+    assert all(row.rule in report.to_text(10**6, fold=False) for row in report.rows)
+
+    if assert_names(refused, tree, expected, [WRONG, COMPILER]):
+        return
+    assert jax.tree.structure(shardings) == jax.tree.structure(tree)
+    assert all(s.mesh == helper.mesh for s in jax.tree.leaves(shardings))
+    assert [s.spec for s in jax.tree.leaves(shardings)] == [one.spec for one in expected]
+    again, _, _ = attempt(helper.match_sharding_rule, rules, tree)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (shardings, again)), strict=True))
+    if mesh.order is not None and sum(map(np.size, jax.tree.leaves(tree))) <= LARGEST:
+        hypothesis.event(f'{min(len(report.rows), 3)} leaves or more placed')
+        assert_placed(helper, tree, shardings, report)

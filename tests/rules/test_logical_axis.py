@@ -1,0 +1,466 @@
+"""WHAT: names of dimensions map to mesh axes. Names that leaves hold themselves: interop/test_boxes.py."""
+
+import dataclasses
+import pickle
+import re
+import warnings
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax._tree.specs import canonical, spec_axes
+from scalax.errors import IndivisibleWarning, ShardingError
+from scalax.rules import _pattern
+from scalax.sharding import (
+    FSDPShardingRule,
+    LogicalAxisShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+    with_sharding_annotation,
+)
+
+# One mapping, for the laptop and for the pod.
+MAPPING = {
+    'batch': ('replica', 'data', 'fsdp', 'expert'),
+    'sequence': 'context',
+    'embed': 'fsdp',
+    'mlp': 'tp',
+    'heads': 'tp',
+    'head_dim': None,
+    'expert': 'expert',
+    'vocab': ('tp', 'fsdp'),
+    'layers': None,
+}
+LAPTOP = {'fsdp': 8}
+POD = {'data': 4, 'fsdp': 16, 'tp': 8, 'expert': 2, 'context': 4}
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, 'float32')
+
+
+def helper_for(sizes):
+    """A helper over a mesh of any size: no devices are needed to resolve."""
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return MeshShardingHelper.from_mesh(mesh)
+
+
+def specs(rule, tree, sizes):
+    return jax.tree.map(lambda sharding: sharding.spec, helper_for(sizes).match_sharding_rule(rule, tree))
+
+
+def message(error):
+    return str(error.value)
+
+
+# --- Which axes a dimension gets ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('names', 'shape', 'laptop', 'pod'),
+    [
+        ('batch sequence embed', (1024, 64, 512), P('fsdp'), P(('data', 'fsdp', 'expert'), 'context')),
+        ('embed mlp', (512, 2048), P('fsdp'), P('fsdp', 'tp')),
+        ('mlp embed', (2048, 512), P(None, 'fsdp'), P('tp', 'fsdp')),
+        ('vocab embed', (1024, 512), P('fsdp'), P(('tp', 'fsdp'))),
+        ('embed vocab', (512, 1024), P('fsdp'), P('fsdp', 'tp')),
+        ('expert embed mlp', (8, 512, 64), P(None, 'fsdp'), P('expert', 'fsdp', 'tp')),
+        ('embed heads head_dim', (512, 8, 64), P('fsdp'), P('fsdp', 'tp')),
+        ('embed (heads head_dim)', (512, 512), P('fsdp'), P('fsdp', 'tp')),
+        ('(heads head_dim) embed', (512, 512), P(None, 'fsdp'), P('tp', 'fsdp')),
+        ('(mlp embed)', (1024,), P('fsdp'), P(('tp', 'fsdp'))),
+        ('(3 heads head_dim) _', (192, 4), P(), P('tp')),
+        ('layers embed mlp', (2, 512, 64), P(None, 'fsdp'), P(None, 'fsdp', 'tp')),
+        ('heads mlp', (8, 8), P(), P('tp')),
+        ('... embed', (512,), P('fsdp'), P('fsdp')),
+        ('... embed', (2, 3, 512), P(None, None, 'fsdp'), P(None, None, 'fsdp')),
+        ('embed ... mlp', (512, 3, 5, 8), P('fsdp'), P('fsdp', None, None, 'tp')),
+        ('...', (3, 5), P(), P()),
+        ('_ 1 (1) 5 embed', (3, 1, 1, 5, 16), P(*[None] * 4, 'fsdp'), P(*[None] * 4, 'fsdp')),
+    ],
+)
+def test_one_mapping_serves_the_laptop_and_the_pod(names, shape, laptop, pod):
+    rule = LogicalAxisShardingRule(MAPPING, [('', names)])
+    assert specs(rule, leaf(*shape), LAPTOP) == laptop
+    assert specs(rule, leaf(*shape), POD) == pod
+
+
+@pytest.mark.parametrize(
+    ('names', 'mesh', 'spec'),
+    [  # the table in the docstring of the rule
+        ('embed mlp', 'data fsdp tp', P('fsdp', 'tp')),
+        ('embed mlp', 'fsdp', P('fsdp', None)),
+        ('batch embed', 'data fsdp tp', P(('data', 'fsdp'), 'tp')),
+        ('batch embed mlp', 'data fsdp tp', P(('data', 'fsdp'), 'tp', None)),
+        ('mlp embed', 'data tp', P('tp', None)),
+        ('(mlp embed)', 'fsdp tp', P(('tp', 'fsdp'))),
+        # What the table leaves to the text below it.
+        ('embed batch', 'data fsdp', P('fsdp', 'data')),  # no pair is free: what is left of the first
+        ('mlp embed two', 'data fsdp tp pp', P('tp', 'fsdp', 'data')),  # the same, of two pairs
+        ('unsharded', 'fsdp', P(None)),
+        ('off embed', 'fsdp tp', P(None, 'fsdp')),  # None stops the search
+        ('late', 'tp', P('tp')),  # the mesh lacks the first pair's axis
+    ],
+)
+def test_precedence(names, mesh, spec):
+    pairs = [
+        *[('batch', ('data', 'fsdp')), ('embed', 'fsdp'), ('mlp', 'tp'), ('embed', 'tp')],
+        *[('unsharded', None), ('off', None), ('off', 'fsdp'), ('late', 'replica'), ('late', 'tp')],
+        *[('two', ('fsdp', 'data')), ('two', ('tp', 'pp'))],
+    ]
+    rule = LogicalAxisShardingRule(pairs, [('', names)])
+    shape = leaf(*[4] * len(_pattern.parse(names).dimensions))
+    assert specs(rule, shape, dict.fromkeys(mesh.split(), 2)) == canonical(spec)
+
+
+def test_without_a_mesh_every_axis_counts():
+    rule = LogicalAxisShardingRule(MAPPING, [('w', 'batch embed mlp')])
+    assert rule.apply({'w': leaf(8, 8, 8)}) == {'w': P(('replica', 'data', 'fsdp', 'expert'), None, 'tp')}
+
+
+def test_the_first_regex_counts():
+    rule = LogicalAxisShardingRule(
+        MAPPING, [('attention/.*/kernel', 'embed heads'), (re.compile('KERNEL', re.I), 'embed mlp')]
+    )
+    tree = {'attention': {'q': {'kernel': leaf(8, 8)}}, 'mlp': {'kernel': leaf(8, 8)}}
+    assert rule.apply(tree) == {
+        'attention': {'q': {'kernel': P('fsdp', 'tp')}},
+        'mlp': {'kernel': P('fsdp', 'tp')},
+    }
+
+
+def test_one_element_is_replicated_whatever_its_names():
+    rule = LogicalAxisShardingRule(MAPPING, [('w', 'embed mlp')])
+    assert rule.apply({'w': leaf(1), 'step': 0, 's': leaf()}) == {'w': P(), 'step': P(), 's': P()}
+
+
+def test_strict_false():
+    rule = LogicalAxisShardingRule({'embed': 'fsdp'}, [('w', 'embed other')], strict=False)
+    tree = {'w': leaf(8, 8), 'b': leaf(1024, 1024)}
+    assert rule.apply(tree) == {'b': P(), 'w': P('fsdp', None)}
+    assert (rule | FSDPShardingRule()).apply(tree) == {'b': P('fsdp', None), 'w': P('fsdp', None)}
+
+
+def test_a_report_says_why():
+    rule = LogicalAxisShardingRule(MAPPING, [('w', 'heads mlp embed'), ('v', 'embed vocab')])
+    report = helper_for(POD).explain({'w': leaf(8, 8, 16), 'v': leaf(16, 8), 's': 0, 'z': leaf()}, rule)
+    assert [(row.path, row.rule, row.reason) for row in report.rows] == [
+        ('s', 'LogicalAxisShardingRule', 'one element'),
+        ('v', "regex 'v': 'embed vocab'", 'embed -> fsdp; vocab -> tp (fsdp in use)'),
+        ('w', "regex 'w': 'heads mlp embed'", 'heads -> tp; mlp: tp in use; embed -> fsdp'),
+        ('z', 'LogicalAxisShardingRule', 'one element'),
+    ]
+    assert helper_for({'x': 2}).explain({'w': leaf(8, 8, 16)}, rule).rows[0].reason == (
+        "heads: the mesh has no 'tp'; mlp: the mesh has no 'tp'; embed: the mesh has no 'fsdp'"
+    )
+    none = LogicalAxisShardingRule({'embed': None}, [('', 'embed')])
+    assert helper_for(POD).explain(leaf(8), none).rows[0].reason == 'no name has a mesh axis here'
+
+
+def test_a_report_shows_a_misspelt_mesh_axis():
+    rule = LogicalAxisShardingRule({'embed': ('pod', 'fdsp'), 'mlp': 'tp'}, [('', 'embed mlp')])
+    assert helper_for({'fsdp': 4, 'tp': 2}).explain(leaf(8, 8), rule).rows[0].reason == (
+        "embed: the mesh has no 'pod', 'fdsp' (did you mean 'fsdp'?); mlp -> tp"
+    )
+
+
+@pytest.mark.parametrize(
+    ('mapping', 'reason'),
+    [
+        ({'embed': ('tp', 'fdsp')}, "embed -> tp; the mesh has no 'fdsp' (did you mean 'fsdp'?)"),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'fdsp'))],
+            "mlp -> tp; embed: tp in use; the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'data', 'fdsp'))],
+            "mlp -> tp; embed -> data (tp in use); the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        # One mapping serves many meshes, and 'dp' looks like 'fsdp', which is named too.
+        ({'embed': ('dp', 'fsdp')}, 'embed -> fsdp'),
+        ({'embed': ('replica', 'fsdp')}, 'embed -> fsdp'),
+    ],
+)
+def test_a_misspelt_mesh_axis_among_others_is_shown(mapping, reason):
+    rule = LogicalAxisShardingRule({'mlp': None, **dict(mapping)}, [('', 'mlp embed')])
+    report = helper_for({'data': 2, 'fsdp': 2, 'tp': 2}).explain(leaf(8, 8), rule)
+    assert report.rows[0].reason == reason
+
+
+# --- Sizes and divisibility -----------------------------------------------------------------------
+
+FUSED = [('', 'embed (heads head_dim)')]
+
+
+def test_sizes_that_fit():
+    for sizes in [{'heads': 8}, {'heads': 8, 'head_dim': 4}, {'head_dim': 4}, {'embed': 16}]:
+        rule = LogicalAxisShardingRule(MAPPING, FUSED, sizes=sizes)
+        assert specs(rule, leaf(16, 32), {'fsdp': 4, 'tp': 8}) == P('fsdp', 'tp')
+
+
+@pytest.mark.parametrize('sizes', [{'heads': 6}, {'head_dim': 4}])
+def test_heads_are_not_split(sizes):
+    def rule(policy):
+        return LogicalAxisShardingRule(MAPPING, FUSED, sizes=sizes, on_indivisible=policy)
+
+    mesh = {'fsdp': 2, 'tp': 4}
+    with pytest.raises(ShardingError) as error:
+        specs(rule('error'), leaf(16, 24), mesh)
+    assert message(error) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=2, tp=4):\n'
+        '  (the leaf itself): float32[16, 24]\n'
+        "    'heads' of size 6 in dimension 1, (heads head_dim), does not divide by 4 (tp=4)\n"
+        "    rule: regex '': 'embed (heads head_dim)'\n"
+        "What to do: change the sizes or the mapping, or set on_indivisible='replicate' (or 'warn') on the "
+        'rule to leave out the mesh axes that do not divide.'
+    )
+    assert specs(rule('replicate'), leaf(16, 24), mesh) == P('fsdp')
+    with pytest.warns(IndivisibleWarning) as caught:
+        assert specs(rule('warn'), leaf(16, 24), mesh) == P('fsdp')
+    assert [str(w.message) for w in caught] == [
+        'dimensions that do not divide:\n'
+        "  (the leaf itself): float32[16, 24], regex '': 'embed (heads head_dim)': 'heads' of size 6 in "
+        'dimension 1, (heads head_dim), does not divide by 4 (tp=4); no axis is used'
+    ]
+    # Without sizes only the product counts.
+    assert specs(LogicalAxisShardingRule(MAPPING, FUSED), leaf(16, 24), mesh) == P('fsdp', 'tp')
+
+
+def test_part_of_the_axes_of_a_part_may_stay():
+    rule = LogicalAxisShardingRule(
+        {'heads': ('a', 'b'), 'head_dim': 'b'},
+        [('', '(heads head_dim)')],
+        on_indivisible='replicate',
+        sizes={'heads': 2},
+    )
+    assert specs(rule, leaf(8), {'a': 2, 'b': 2}) == P(('a', 'b'))  # b is free again for head_dim
+
+
+def test_indivisible_dimensions_follow_the_policy():
+    mesh = {'fsdp': 4, 'tp': 2}
+    names = [('', 'embed mlp')]
+    with pytest.raises(ShardingError) as error:
+        specs(LogicalAxisShardingRule(MAPPING, names), leaf(6, 8), mesh)
+    assert message(error) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  (the leaf itself): float32[6, 8]\n'
+        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        "    asked for: P('fsdp', 'tp') from regex '': 'embed mlp'\n"
+        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+        'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
+    )
+    rule = LogicalAxisShardingRule(MAPPING, names, on_indivisible='replicate')
+    assert specs(rule, leaf(6, 8), mesh) == P(None, 'tp')
+
+
+@pytest.mark.parametrize(
+    ('names', 'shape', 'spec'),
+    [
+        ('a b', (3, 8), P(None, 'y')),
+        ('(a c) b', (12, 8), P('x', 'y')),
+        ('a (b c)', (3, 32), P(None, ('y', 'x'))),
+        ('d b', (6, 8), P('y', None)),  # x is left out, y is in use
+        ('a d', (3, 8), P(None, ('y', 'x'))),
+    ],
+)
+@pytest.mark.parametrize('policy', ['replicate', 'warn'])
+def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape, spec, policy):
+    mapping = {'a': 'y', 'b': 'y', 'c': 'x', 'd': ('y', 'x')}
+    rule = LogicalAxisShardingRule(mapping, [('w', names)], on_indivisible=policy, sizes={'a': 3})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert specs(rule, {'w': leaf(*shape)}, {'x': 4, 'y': 2}) == {'w': canonical(spec)}
+    assert [warning.category for warning in caught] == [IndivisibleWarning] * (policy == 'warn')
+
+
+def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
+    pairs = [('a', 'y'), ('a', 'x'), ('b', 'x')]
+    rule = LogicalAxisShardingRule(pairs, [('w', 'a b')], on_indivisible='warn')
+    with pytest.warns(IndivisibleWarning) as caught:
+        assert specs(rule, {'w': leaf(3, 8)}, {'x': 3, 'y': 2}) == {'w': P()}
+    assert [str(warning.message) for warning in caught] == [
+        'dimensions that do not divide:\n'
+        "  w: float32[3, 8], regex 'w': 'a b': 'a' of size 3 in dimension 0, a, does not divide by 2 (y=2); "
+        'no axis is used\n'
+        "  w: float32[3, 8], regex 'w': 'a b': 'b' of size 8 in dimension 1, b, does not divide by 3 (x=3); "
+        'no axis is used'
+    ]
+
+
+@pytest.mark.parametrize(
+    ('names', 'sizes', 'shape', 'detail'),
+    [
+        (
+            'embed (heads head_dim)',
+            {'heads': 8},
+            (16, 30),
+            'dimension 1 of size 30 is not (heads head_dim) with heads=8',
+        ),
+        (
+            '(heads head_dim)',
+            {'heads': 8, 'head_dim': 4},
+            (64,),
+            'dimension 0 of size 64 is not (heads head_dim) with head_dim=4, heads=8',
+        ),
+        ('embed mlp', {'embed': 8}, (16, 2), 'dimension 0 of size 16 is not embed with embed=8'),
+        ('embed 1', {}, (16, 2), 'dimension 1 of size 2 is not 1'),
+        ('(3 mlp)', {}, (16,), 'dimension 0 of size 16 is not (3 mlp)'),
+    ],
+)
+def test_a_grouping_that_does_not_factor(names, sizes, shape, detail):
+    with pytest.raises(ShardingError) as error:
+        LogicalAxisShardingRule(MAPPING, [('w', names)], sizes=sizes).apply({'w': leaf(*shape)})
+    assert message(error) == (
+        'One leaf cannot be sharded as asked:\n'
+        f'  w: float32{list(shape)}\n'
+        f'    {detail}\n'
+        f"    rule: regex 'w': {names!r}\n"
+        'What to do: give the dimension the size that its parts make, or correct sizes=.'
+    )
+
+
+# --- Composed -------------------------------------------------------------------------------------
+
+
+def test_beside_other_rules():
+    names = LogicalAxisShardingRule({'mlp': 'tp', 'embed': None}, [('kernel', 'embed mlp')])
+    fsdp = FSDPShardingRule(fsdp_axis_size=4, min_fsdp_size=0)
+    tree = {'kernel': leaf(16, 8), 'bias': leaf(8)}
+    assert (names | P('tp')).apply(tree) == {'bias': P('tp'), 'kernel': P(None, 'tp')}
+    assert (names | fsdp).apply(tree) == {'bias': P('fsdp'), 'kernel': P(None, 'tp')}
+    assert (names & fsdp).apply({'kernel': leaf(16, 8)}) == {'kernel': P('fsdp', 'tp')}
+    assert TreePathShardingRule(('kernel', names), ('.*', P())).apply(tree) == {
+        'bias': P(),
+        'kernel': P(None, 'tp'),
+    }
+
+
+def test_filling_what_another_rule_left_chooses_among_the_axes_that_are_left():
+    pairs = [('embed', 'fsdp'), ('mlp', 'tp'), ('mlp', 'fsdp')]
+    rule = P('tp') & LogicalAxisShardingRule(pairs, [('', 'embed mlp')])
+    # embed is spoken for, so it takes no fsdp away from mlp; tp is in use, so mlp takes its next pair.
+    assert rule.apply(leaf(8, 8)) == P('tp', 'fsdp')
+
+
+def test_stacked_names_describe_one_layer():
+    rule = LogicalAxisShardingRule(MAPPING, [('', 'embed mlp')]).stacked(1)
+    assert specs(rule, leaf(3, 16, 8), {'fsdp': 4, 'tp': 2}) == P(None, 'fsdp', 'tp')
+    with pytest.raises(ShardingError) as error:
+        rule.apply({'w': leaf(3, 16)})
+    assert message(error) == (
+        'One leaf cannot be sharded as asked:\n'
+        '  w: float32[3, 16]\n'
+        "    'embed mlp' names 2 dimensions, the array has 1 without its stack of layers\n"
+        "    rule: regex '': 'embed mlp'\n"
+        "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or "
+        'put a rule for such leaves before this one.'
+    )
+
+
+def test_in_another_memory():
+    rule = LogicalAxisShardingRule(MAPPING, [('', 'embed mlp')]).with_memory_kind('pinned_host')
+    sharding = MeshShardingHelper([4, 2], ['fsdp', 'tp']).match_sharding_rule(rule, leaf(16, 8))
+    assert (sharding.spec, sharding.memory_kind) == (P('fsdp', 'tp'), 'pinned_host')
+
+
+# --- Compiled functions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+def test_sjit_with_names_for_parameters_and_activations(axis_type):
+    helper = MeshShardingHelper([2, 2, 2], ['data', 'fsdp', 'tp'], axis_types=axis_type)
+    parameters = LogicalAxisShardingRule(
+        {'embed': 'fsdp', 'mlp': 'tp'}, [('up', 'embed mlp'), ('down', 'mlp embed')]
+    )
+    activations = LogicalAxisShardingRule(
+        {'batch': ('data', 'fsdp'), 'sequence': 'context', 'embed': 'fsdp'},
+        axis_names=[('', 'batch sequence embed')],
+    )
+    seen = []
+
+    def forward(params, x):
+        x = with_sharding_annotation(x * 2, 'activations')
+        jax.debug.inspect_array_sharding(x, callback=lambda sharding: seen.append(sharding))
+        return x
+
+    step = helper.sjit(
+        forward,
+        in_shardings=(parameters, activations),
+        out_shardings=activations,
+        annotation_shardings={'activations': activations},
+    )
+    params = {'up': np.ones((8, 16), 'f'), 'down': np.ones((16, 8), 'f')}
+    x = np.arange(4 * 6 * 8, dtype='f').reshape(4, 6, 8)
+    out = step(params, x)
+    np.testing.assert_array_equal(out, x * 2)
+    assert out.sharding.spec == P(('data', 'fsdp'))
+    (given, _), returned = step.shardings_for(params, x)
+    assert {name: sharding.spec for name, sharding in given.items()} == {
+        'up': P('fsdp', 'tp'),
+        'down': P('tp', 'fsdp'),
+    }
+    assert returned.spec == P(('data', 'fsdp'))
+    assert all(sharding.is_equivalent_to(out.sharding, 3) for sharding in seen)
+
+
+# --- Values ---------------------------------------------------------------------------------------
+
+VALUES = [
+    LogicalAxisShardingRule({}),
+    LogicalAxisShardingRule(MAPPING),
+    LogicalAxisShardingRule({'embed': ['fsdp', 'tp'], 'mlp': (), 'heads': ('tp',)}),
+    LogicalAxisShardingRule([('embed', 'fsdp'), ('embed', None)], [('w', 'embed _'), ('.*', '...')]),
+    LogicalAxisShardingRule({'a': 'x'}, [(re.compile('w', re.I), '(a b)')], strict=False),
+    LogicalAxisShardingRule({'a': 'x', 'b': 'y'}, None, True, 'warn', sizes={'b': 2, 'a': 8}),
+]
+
+
+@pytest.mark.parametrize('rule', VALUES, ids=repr)
+def test_rules_are_values(rule):
+    again = eval(repr(rule), {'LogicalAxisShardingRule': LogicalAxisShardingRule, 're': re})
+    for other in (again, pickle.loads(pickle.dumps(rule))):
+        assert other == rule
+        assert hash(other) == hash(rule)
+        assert repr(other) == repr(rule)
+    assert len({*VALUES, again}) == len(VALUES)
+    assert rule.is_pure == (rule.on_indivisible != 'warn')
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.strict = False
+
+
+def test_long_regexes_are_shown_whole():
+    regex = re.compile('w|' + 'a' * 300)
+    rule = LogicalAxisShardingRule({'a': 'x'}, [(regex, 'a b')], strict=False)
+    assert eval(repr(rule), {'LogicalAxisShardingRule': LogicalAxisShardingRule, 're': re}) == rule
+    (row,) = helper_for({'x': 2}).explain({'w': leaf(8, 8)}, rule).rows
+    assert row.rule == f"regex re.compile({regex.pattern!r}): 'a b'"
+
+
+def test_the_simplest_repr():
+    assert repr(LogicalAxisShardingRule([('a', ['x'])], [['w', 'a']])) == (
+        "LogicalAxisShardingRule({'a': 'x'}, [('w', 'a')])"
+    )
+
+
+# --- Properties -----------------------------------------------------------------------------------
+
+AXES = ['data', 'fsdp', 'tp']
+ENTRIES = st.one_of(st.none(), st.sampled_from(AXES), st.lists(st.sampled_from(AXES), unique=True))
+PAIRS = st.lists(st.tuples(st.sampled_from('abcd'), ENTRIES), max_size=8)
+
+
+@hypothesis.given(PAIRS, st.permutations('abcd'), st.lists(st.sampled_from(AXES), min_size=1, unique=True))
+def test_every_mesh_takes_every_mapping(pairs, names, mesh):
+    rule = LogicalAxisShardingRule(pairs, [('', ' '.join(names))], strict=False)
+    spec = specs(rule, leaf(8, 8, 8, 8), dict.fromkeys(mesh, 2))
+    used = spec_axes(spec)
+    assert set(used) <= set(mesh)
+    assert len(set(used)) == len(used)
+    for name, entry in zip(names, spec, strict=False):
+        allowed = {axis for other, axes in pairs if other == name for axis in spec_axes(P(axes or None))}
+        assert set(spec_axes(P(entry))) <= allowed

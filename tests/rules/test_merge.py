@@ -1,0 +1,88 @@
+"""A mesh axis that two rules, or one, would place twice: an error, or a line of a report, names them all."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scalax.errors import ShardingError
+from scalax.sharding import (
+    FSDPShardingRule,
+    LogicalAxisShardingRule,
+    MeshShardingHelper,
+    OptimizerStateShardingRule,
+    PolicyShardingRule,
+    TreePathShardingRule,
+)
+from tests.support.compose_cases import last_on_tp, leaf
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+TWICE = P('tp', 'tp')
+
+
+def twice(path, leaf):
+    return TWICE
+
+
+@pytest.mark.parametrize(
+    ('rule', 'origin'),
+    [
+        ({'w': TWICE}, 'the spec given'),
+        (TreePathShardingRule(('w', TreePathShardingRule(('.*', TWICE)))), "regex 'w' -> regex '.*'"),
+        (TreePathShardingRule(('w', P())) & TWICE, "regex 'w' & the spec given"),
+        (TWICE & TreePathShardingRule(('w', P('fsdp'))), 'the spec given'),
+        (FSDPShardingRule('fsdp') | PolicyShardingRule(twice), 'PolicyShardingRule(twice)'),
+        (
+            OptimizerStateShardingRule(TWICE, {'w': leaf(8, 8)}),
+            'OptimizerStateShardingRule -> the spec given',
+        ),
+    ],
+)
+def test_an_axis_placed_twice_is_an_error_that_names_all_who_had_a_say(rule, origin):
+    with pytest.raises(ShardingError) as caught:
+        HELPER.match_sharding_rule(rule, {'w': leaf(8, 8)})
+    assert str(caught.value) == (
+        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
+        '  w: float32[8, 8]\n'
+        "    mesh axis 'tp' is used more than once (dimensions 0, 1)\n"
+        f'    asked for: {TWICE} from {origin}\n'
+        'What to do: use each mesh axis at most once in a spec.'
+    )
+
+
+NAMES = "regex 'w': 'f e'"
+
+
+@pytest.mark.parametrize(
+    ('second', 'reason'),
+    [
+        (P(None, 'tp'), 'the spec given asked for tp on dimension 1: in use'),
+        (TreePathShardingRule(('.*', P(None, 'tp'))), "regex '.*' asked for tp on dimension 1: in use"),
+        (
+            PolicyShardingRule(last_on_tp),
+            'PolicyShardingRule(last_on_tp) asked for tp on dimension 1: in use',
+        ),
+        (
+            OptimizerStateShardingRule(P(None, 'tp'), {'w': leaf(8, 8)}),
+            'OptimizerStateShardingRule -> the spec given asked for tp on dimension 1: in use',
+        ),
+        (
+            LogicalAxisShardingRule({'f': 'fsdp', 'e': 'tp'}, [('w', 'f e')]),
+            f'{NAMES} asked for fsdp on dimension 0: not free; {NAMES} asked for tp on dimension 1: in use',
+        ),
+        (
+            TreePathShardingRule(('', LogicalAxisShardingRule({'f': 'tp', 'e': 'tp'}, [('w', 'f e')]))),
+            f'{NAMES} asked for tp on dimension 1: in use',
+        ),
+        (FSDPShardingRule('tp', min_fsdp_size=1), 'FSDP: tp in use'),
+    ],
+)
+def test_an_axis_that_the_first_rule_used_is_not_placed_again_and_the_report_says_so(second, reason):
+    (row,) = HELPER.explain({'w': leaf(8, 8)}, TreePathShardingRule(('^w$', P('tp'))) & second).rows
+    assert (row.path, row.spec, row.rule, row.reason) == ('w', P('tp'), "regex '^w$'", reason)
+
+
+def test_named_dimensions_of_which_some_get_what_they_ask_for():
+    named = LogicalAxisShardingRule({'e': 'tp', 'f': ('fsdp', 'tp')}, [('w', 'f _ e')])
+    rule = TreePathShardingRule(('^w$', P(None, 'tp'))) & named
+    (row,) = HELPER.explain({'w': leaf(8, 8, 8)}, rule).rows
+    assert (row.spec, row.rule) == (P('fsdp', 'tp'), "regex '^w$' & regex 'w': 'f _ e'")
+    assert row.reason == "f -> fsdp (tp in use); regex 'w': 'f _ e' asked for tp on dimension 2: in use"

@@ -1,0 +1,5 @@
+"""What several test files share: checks that run in other processes, programs, oracles, the browser."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

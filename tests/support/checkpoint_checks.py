@@ -1,0 +1,284 @@
+"""Checkpoints across processes: what runs in each of them, started by checkpoint/test_processes.py.
+
+The state is the same everywhere, and known; what differs is on which mesh it is saved and restored.
+"""
+
+import collections
+import functools
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from scalax.checkpoint import Checkpointer, load_safetensors
+from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
+from scalax.sharding import MeshShardingHelper, PolicyShardingRule
+from scalax.sharding import PartitionSpec as P
+
+Moments = collections.namedtuple('Moments', 'mu nu')
+
+
+def wide() -> np.ndarray:
+    """An array whose rows lie far from one another in a file."""
+    return np.random.default_rng(8).integers(0, 256, (16, 8192), np.uint8)
+
+
+def values() -> dict[str, Any]:
+    """A state with leaves of many kinds, as numpy arrays."""
+    rng = np.random.default_rng(7)
+    bits = rng.integers(0, 2**16, (16, 8), np.uint16)
+    bits[bits & 0x7F80 == 0x7F80] = 1  # numbers, so that they can be compared
+    return {
+        'params': {
+            'w': rng.normal(size=(16, 8)).astype(np.float32),
+            'b/c': bits.view(ml_dtypes.bfloat16),
+            'f8': rng.normal(size=16).astype(ml_dtypes.float8_e4m3fn),
+            'mask': rng.integers(0, 2, 16).astype(bool),
+        },
+        'opt': [Moments(rng.normal(size=(8, 16)).astype(np.float16), None), (np.int8([-1] * 8),)],
+        'count': np.uint32(2**32 - 1),
+        'zero': np.full(8, -0.0, np.float32),
+    }
+
+
+@functools.cache
+def state(helper: MeshShardingHelper) -> dict[str, Any]:
+    """The state, in place, with keys and Python numbers."""
+    placed = helper.shard(values(), rule(helper))
+    # Made in place: device_put takes no keys for devices of other processes.
+    keys = helper.sjit(made_keys, out_shardings=rule(helper))()
+    return {**placed, **keys, 'step': 7, 'rate': 0.25, 'on': True}
+
+
+def made_keys() -> dict[str, jax.Array]:
+    return {'key': jax.random.key(3), 'keys': jax.random.split(jax.random.key(4), 8)}
+
+
+def rule(helper: MeshShardingHelper) -> PolicyShardingRule:
+    """Over all axes that there are, one for each dimension as long as it lasts."""
+    axes = [name for name, size in helper.mesh.shape.items() if size > 1]
+
+    def policy(path: str, leaf: Any) -> P:
+        if len(leaf.shape) == 1:
+            return P(tuple(axes) or None)
+        return P(*axes[: len(leaf.shape)])
+
+    return PolicyShardingRule(policy)
+
+
+def assert_same(found: dict[str, Any], helper: MeshShardingHelper) -> None:
+    """Every leaf is the one that was saved, bit by bit, and lies as the rules say."""
+    assert (found['step'], found['rate'], found['on']) == (7, 0.25, True)
+    assert [type(found[name]) for name in ('step', 'rate', 'on')] == [int, float, bool]
+    wanted = state(helper)
+    shardings = helper.match_sharding_rule(rule(helper), wanted)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for leaf, other, sharding in zip(*map(jax.tree.leaves, (found, wanted, shardings)), strict=True):
+        if not isinstance(leaf, jax.Array):
+            continue
+        assert leaf.dtype == other.dtype
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        for mine, theirs in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
+            assert mine.index == theirs.index
+            assert np.asarray(mine.data).tobytes() == np.asarray(theirs.data).tobytes()
+
+
+@functools.cache
+def meshes() -> list[MeshShardingHelper]:
+    """Of all devices: one axis, and two both ways."""
+    devices = len(jax.devices())
+    shapes = {(devices,), (devices // 2, 2), (2, devices // 2)}
+    return [MeshShardingHelper(shape, ['x', 'y'][: len(shape)]) for shape in sorted(shapes)]
+
+
+def folder(name: str) -> Path:
+    return Path(os.environ['CHECKPOINT_CHECKS'], name)
+
+
+def check_restoring_what_one_process_saved() -> None:
+    for helper in meshes()[:2]:
+        assert_same(Checkpointer(folder('one')).restore(helper, rule(helper), state(helper)), helper)
+
+
+def check_saving_and_restoring() -> None:
+    first, *others = meshes()
+    me = jax.process_index()
+    checkpointer = Checkpointer(folder(f'{jax.process_count()}-processes'))
+    with checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, state(first), data={'position': 10 * step + me})
+        checkpointer.wait()
+        for helper in others:
+            found = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
+            assert_same(found, helper)
+    assert checkpointer.restored_step == 2
+    assert checkpointer.data() == {'position': 20 + me}
+    assert checkpointer.data(1) == {'position': 10 + me}
+
+
+def check_states_of_which_one_process_writes_all() -> None:
+    helper = meshes()[0]
+    one = helper.shard({'w': np.arange(3.0)}, P())
+    for number, wanted in enumerate([{'w': np.arange(3.0)}, {'step': 7}, one, {**one, 'step': 7}]):
+        where = folder(f'one-{jax.process_count()}-{number}')
+        with Checkpointer(where, timeout=60) as checkpointer:
+            checkpointer.save(1, wanted)
+        found = Checkpointer(where).restore(helper, P(), wanted, verify=True)
+        assert sorted(found) == sorted(wanted)
+        assert found.get('step') == wanted.get('step')
+        if 'w' in found:
+            assert np.asarray(found['w'].addressable_data(0)).tolist() == [0, 1, 2]
+
+
+def check_safetensors() -> None:
+    """Every process reads the bytes of its own devices, and no others."""
+    wanted = wide()
+    # Each process has a row of the mesh, and so all rows of some columns.
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    grid = np.asarray(devices, dtype=object).reshape(jax.process_count(), -1)
+    helper = MeshShardingHelper.from_mesh(jax.sharding.Mesh(grid, ('process', 'device')))
+    read: list[int] = []
+    preadv = os.preadv
+    os.preadv = lambda *args: read.append(preadv(*args)) or read[-1]
+    try:
+        tree = load_safetensors(helper, folder('w.safetensors'), P('device', 'process'))
+    finally:
+        os.preadv = preadv
+    assert sum(read) == wanted.nbytes // jax.process_count()
+    for shard in tree['w'].addressable_shards:
+        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+
+
+def check_all_ask_for_the_same() -> None:
+    """Or all raise: each would read its part of another step, or wait for who does not come."""
+    helper = meshes()[0]
+    me, last = jax.process_index(), jax.process_count() - 1
+    where = folder(f'asked-{jax.process_count()}')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {'w': helper.shard(np.full(8, step), P('x'))})
+    checkpointer = Checkpointer(where)
+    like = {'w': jax.ShapeDtypeStruct((8,), np.int32)}
+    for mine, said in [
+        ({'step': 1 + (me == last)}, 'calls it with step=2, only=None'),
+        ({'rename': [('a', 'b')] * (me == last)}, "rename=[(re.compile('a'), 'b')]"),
+        ({'like': {'w': jax.ShapeDtypeStruct((8 + 8 * (me == last),), np.int32)}}, 'w is int32[16]'),
+        ({'rules': P('x') if me == last else P()}, "w is int32[8] as P('x',), and int32[8] as P()"),
+        (
+            {'step': 1.5 if me == last else None},
+            'ArgumentError: step has to be a whole number, at least 0, got 1.5',
+        ),
+    ]:
+        error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine})
+        if me == last and 'ArgumentError' in said:
+            assert said == f'{type(error).__name__}: {error}'
+        else:
+            assert type(error) is CheckpointError, error
+            assert 'restore: the processes disagree (' in str(error), error
+            assert said in str(error), error
+    assert checkpointer.restored_step is None
+    assert np.asarray(checkpointer.restore(helper, P(), like)['w'].addressable_data(0)).tolist() == [2] * 8
+
+
+def check_what_fails_on_one_process_is_raised_by_all() -> None:
+    """Before they read arrays, for which each would wait for the others."""
+    helper = meshes()[0]
+    me, last = jax.process_index(), jax.process_count() - 1
+    where, part = folder(f'one-fails-{jax.process_count()}'), folder(f'one-sees-{jax.process_count()}')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2):
+            data = None if me == last else {'position': me}
+            checkpointer.save(step, {'w': helper.shard(np.full(8, step), P('x'))}, data=data)
+    if me == last:
+        shutil.copytree(where / '1', part / '1')
+    like = {'w': jax.ShapeDtypeStruct((8,), np.int32)}
+
+    def fails() -> dict[str, Any]:
+        if me == last:
+            raise FileNotFoundError('no configuration')
+        return like
+
+    class Iterator:
+        state = None
+
+        def set_state(self, state: Any) -> None:
+            self.state = state
+
+    iterator = Iterator()
+    for directory, mine, own, others in [
+        (where, {'like': fails}, 'no configuration', f'process {last}: FileNotFoundError: no configuration'),
+        (
+            where,
+            {'data': iterator},
+            'has no data state',
+            f'process {last}: CheckpointError: the checkpoint of',
+        ),
+        (
+            part if me == last else where,
+            {'step': 2},
+            'has no checkpoint of step 2: it has 1',
+            'other processes do not see it there',
+        ),
+    ]:
+        error = caught(
+            Checkpointer(directory).restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine}
+        )
+        assert (own if me == last else others) in str(error), error
+    assert iterator.state is None
+
+
+def caught(function: Any, **kwargs: Any) -> BaseException:
+    try:
+        function(**kwargs)
+    except (ScalaxError, FileNotFoundError) as error:
+        return error
+    raise AssertionError('no error was raised')
+
+
+def check_damage_is_found_by_all() -> None:
+    helper = meshes()[0]
+    where = folder(f'damaged-{jax.process_count()}')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, state(helper))
+    if jax.process_index() == 0:
+        largest = max((where / '2').rglob('ocdbt*/d/*'), key=lambda path: path.stat().st_size)
+        bits = bytearray(largest.read_bytes())
+        bits[len(bits) // 2] ^= 1
+        largest.write_bytes(bits)
+        truncated = max((where / '3').rglob('ocdbt*/d/*'), key=lambda path: path.stat().st_size)
+        os.truncate(truncated, truncated.stat().st_size // 2)
+    wait_for_all()
+    with Checkpointer(where) as checkpointer:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            found = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
+        assert_same(found, helper)
+        assert checkpointer.restored_step == 1
+        [warning] = [one for one in caught if one.category is CheckpointWarning]
+        assert 'step 2: ' in str(warning.message) and 'step 3: ' in str(warning.message)
+        try:
+            checkpointer.restore(helper, rule(helper), state(helper), step=3)
+        except CheckpointError as error:
+            assert f'{truncated_size(error)} bytes' in str(error)
+        else:
+            raise AssertionError('a truncated checkpoint was restored')
+        assert checkpointer.save(2, state(helper))  # the damaged ones make way
+    assert sorted(path.name for path in where.iterdir()) == ['1', '2', 'writer.json']
+
+
+def truncated_size(error: CheckpointError) -> str:
+    return str(error).partition(' has ')[2].partition('has ')[2].partition(' bytes')[0]
+
+
+def wait_for_all() -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices('checks')

@@ -1,0 +1,334 @@
+"""Checkpointers of which one process fails: what runs in each, started by checkpoint/test_processes.py.
+
+Everybody gets an error within seconds, and the next call works. Where a process does not come at all, the
+others get theirs after the timeout.
+"""
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from scalax.checkpoint import Checkpointer, _checkpointer, _save, _saved_step, _writer
+from scalax.errors import ArgumentError, CheckpointError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+SOON_S = 60
+LIKE = {'w': jax.ShapeDtypeStruct((16,), np.int32)}
+
+
+def folder(name: str) -> Path:
+    return Path(os.environ['CHECKPOINT_CHECKS'], f'{name}-{jax.process_count()}')
+
+
+def helper() -> MeshShardingHelper:
+    return MeshShardingHelper([-1], ['x'])
+
+
+def last() -> bool:
+    return jax.process_index() == jax.process_count() - 1
+
+
+def state(step: int) -> dict[str, Any]:
+    return {'w': helper().shard(np.full(16, step, np.int32), P('x'))}
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What is raised, here as elsewhere, and soon."""
+    begun = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except (CheckpointError, ArgumentError, OSError, ZeroDivisionError) as error:
+        assert time.monotonic() - begun < SOON_S
+        return f'{type(error).__name__}: {error}'
+    raise AssertionError('no error was raised')
+
+
+@contextlib.contextmanager
+def failing(owner: Any, name: str, here: bool) -> Iterator[None]:
+    """A function that raises OSError in one process."""
+    function = getattr(owner, name)
+
+    def failed(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(5, 'Input/output error')
+
+    if here:
+        setattr(owner, name, failed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def assert_saves(checkpointer: Checkpointer, step: int) -> None:
+    """The next save is complete, and nothing else is left."""
+    assert checkpointer.save(step, state(step))
+    checkpointer.close()
+    restored = Checkpointer(checkpointer._directory).restore(helper(), P(), LIKE, verify=True)
+    assert int(restored['w'].addressable_data(0)[0]) == step
+    names = [path.name for path in checkpointer._directory.iterdir()]
+    assert not [name for name in names if 'tmp' in name], names
+
+
+class Broken:
+    def get_state(self) -> Any:
+        return 1 // 0
+
+    def set_state(self, state: Any) -> None:
+        raise ZeroDivisionError('integer division or modulo by zero')
+
+
+def check_saves_that_differ() -> None:
+    checkpointer = Checkpointer(folder('differ'), timeout=100)
+    gone = jnp.ones(3)
+    gone.delete()
+    one = jax.process_count() - 1
+    for step, (mine, own, others) in enumerate(
+        [
+            (
+                {'state': {'w': gone}},
+                'w: float32[3]: it was donated',
+                f'process {one}: CheckpointError: some',
+            ),
+            ({'state': {**state(1), 'n': 3}}, 'n is Python int 3, and', f'process {one}: n is Python int 3'),
+            ({'step': 99}, 'calls it with step=99, keep=3', 'and process 0 with step='),
+            ({'step': 1.5}, 'ArgumentError: step has to', f'process {one}: ArgumentError: step has'),
+            ({'data': Broken()}, 'ZeroDivisionError', f'process {one}: ZeroDivisionError'),
+            ({'data': {1}}, 'is neither bytes nor JSON', f'process {one}: CheckpointError: data='),
+        ]
+    ):
+        given = {'step': step, 'state': state(step), **(mine if last() else {})}
+        text = error_of(checkpointer.save, **given)
+        if others.startswith(f'process {one}: CheckpointError') or 'Error: ' in own or own.startswith('Zero'):
+            assert (own if last() else others) in text, text
+        else:
+            assert text.startswith('CheckpointError: save: the processes disagree (step='), text
+            assert others in text or own in text, text
+    for value in (np.arange(3), 7):
+        text = error_of(checkpointer.save, 9, {**state(9), 'n': value + last()})
+        assert f'process {one}: n is ' in text and 'and ' in text, text
+    assert checkpointer.latest_step() is None
+    assert_saves(checkpointer, 10)
+
+
+def check_a_process_that_cannot_look_or_begin() -> None:
+    """Process 0 looks for what there is, and makes the folder."""
+    checkpointer = Checkpointer(folder('look'), timeout=100)
+    first = jax.process_index() == 0
+    for owner, name in ((_writer, 'complete_steps'), (_save, 'make_room')):
+        with failing(owner, name, first):
+            text = error_of(checkpointer.save, 1, state(1))
+        said = 'CheckpointError: step 1 could not be saved in '
+        assert said in text and 'OSError: [Errno 5] Input/output error' in text, text
+    assert_saves(checkpointer, 1)
+
+
+def check_a_process_that_cannot_copy_or_write() -> None:
+    """`save` has returned on the others, which get the error of `wait`, or of the next save."""
+    checkpointer = Checkpointer(folder('write'), timeout=100)
+    for who in (0, jax.process_count() - 1):
+        here = jax.process_index() == who
+        for name in ('async_save', '_write_own', '_finalize'):
+            owner = ocp.StandardCheckpointHandler if name == 'async_save' else _save.SaveThread
+            with failing(owner, name, here):
+                if name == 'async_save' and here:
+                    text = error_of(checkpointer.save, 1, state(1))
+                    error_of(checkpointer.wait)
+                else:
+                    assert checkpointer.save(1, state(1))
+                    if name == '_finalize' and who != 0:
+                        checkpointer.wait()  # process 0 alone calls it
+                        continue
+                    text = error_of(checkpointer.wait)
+            assert text.startswith('CheckpointError: '), text
+            said = f'process {who} could not write its part: OSError: [Errno 5] Input/output error'
+            if here:
+                assert 'OSError: [Errno 5] Input/output error' in text, text
+            elif jax.process_index() == 0:
+                assert said in text, text
+            else:
+                assert 'process 0 has not completed it' in text, text
+            if who == 0:
+                assert checkpointer.latest_step() is None
+    # What one process has not waited for, all are told of by the next save.
+    with failing(_save.SaveThread, '_write_own', last()):
+        assert checkpointer.save(2, state(2))
+        text = error_of(checkpointer.save, 3, state(3))
+        assert ('OSError: [Errno 5]' if last() else 'process') in text, text
+    assert_saves(checkpointer, 4)
+
+
+def check_a_restore_that_fails_on_one() -> None:
+    where = folder('restore')
+    with Checkpointer(where) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step), data=step)
+    one = jax.process_count() - 1
+    for owner, name in (
+        (_checkpointer, 'complete_steps'),
+        (_saved_step.SavedStep, 'damage'),
+        (_saved_step.SavedStep, 'description'),
+        (_saved_step.SavedStep, 'arrays'),
+    ):
+        reader = Checkpointer(where, timeout=100)
+        with failing(owner, name, last()):
+            if name == 'damage':
+                text = error_of(reader.restore, helper(), P('x'), LIKE, 2)
+                assert 'it cannot be read: [Errno 5] Input/output error' in text, text
+            else:
+                text = error_of(reader.restore, helper(), P('x'), LIKE)
+                assert ('OSError: [Errno 5]' if last() else f'process {one}: OSError: [Errno 5]') in text, (
+                    text
+                )
+        assert reader.restored_step is None
+        assert int(reader.restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 2
+    reader = Checkpointer(where, timeout=100)
+
+    class Fine:
+        def set_state(self, state: Any) -> None: ...
+
+    text = error_of(reader.restore, helper(), P('x'), LIKE, data=Broken() if last() else Fine())
+    assert 'ZeroDivisionError: ' in text, text
+    assert reader.restored_step is None
+
+
+def check_one_saves_and_the_others_restore() -> None:
+    checkpointer = Checkpointer(folder('mixed'), timeout=100)
+    checkpointer.save(1, state(1))
+    checkpointer.wait()
+    more = state(2)  # made by all
+    if last():
+        text = error_of(checkpointer.save, 2, more)
+    else:
+        text = error_of(checkpointer.restore, helper(), P(), LIKE)
+    assert 'the processes disagree' in text, text
+    assert_saves(checkpointer, 3)
+
+
+def check_all_processes_of_a_job_are_one_writer() -> None:
+    old, new = (Checkpointer(folder('owned'), timeout=100) for _ in range(2))
+    old.save(1, state(1))
+    old.wait()
+    new.restore(helper(), P(), LIKE)
+    assert new.save(2, state(2))
+    text = error_of(old.save, 3, state(3))
+    assert ('' if jax.process_index() == 0 else 'process 0: CheckpointError: ') in text
+    assert 'has another writer now: process ' in text, text
+    assert_saves(new, 3)
+
+
+def check_a_step_that_comes_while_they_look() -> None:
+    """One process sees it and another does not: it is none that a restart has to go on from."""
+    where = folder('comes')
+    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    for step in (1, 2):
+        old.save(step, state(step))
+    old.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if last():
+            patch.setattr(_checkpointer, 'complete_steps', lambda directory: [1])
+        new.restore(helper(), P(), LIKE)
+    assert new.restored_step == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        assert new.save(2, state(5))
+    said = [str(one.message) for one in caught]
+    first = jax.process_index() == 0
+    assert [f'{where} holds step 2, saved by the writer that' in text for text in said] == [True] * first, (
+        said
+    )
+    new.close()
+    assert int(Checkpointer(where).restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 5
+
+
+def check_another_deletes_what_one_has_yet_to_write() -> None:
+    """Orbax waits for ten minutes, in all processes but the first, for a folder that is gone."""
+    where = folder('deletes')
+    checkpointer = Checkpointer(where, timeout=100)
+    checkpointer.save(1, state(1))
+    checkpointer.wait()
+    copy = ocp.StandardCheckpointHandler.async_save
+    gone = folder('deletes-gone')  # a file that says so: the step itself is there for a moment only
+
+    def wait_until(condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + SOON_S
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def copy_late(*args: Any, **kwargs: Any) -> Any:
+        if last():
+            wait_until(lambda: [*where.glob('2*/state/scalax/files.0')])
+            _writer.Writer(checkpointer._directory).prepare(2, {1}, [])
+            wait_until(lambda: not [*where.glob('2*')])
+            gone.touch()
+        wait_until(gone.exists)
+        return copy(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index():
+            patch.setattr(ocp.StandardCheckpointHandler, 'async_save', copy_late)
+        assert checkpointer.save(2, state(2))
+        text = error_of(checkpointer.wait)
+    assert 'has another writer now: process ' in text, text
+    assert [path.name for path in where.glob('2*')] == []
+
+
+def check_a_step_of_another_writer_is_not_taken_for_the_one_that_failed() -> None:
+    where = folder('taken-for')
+    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    assert new.latest_step() is None
+    old.save(1, state(1))
+    old.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        with failing(_save.SaveThread, '_finalize', jax.process_index() == 0):
+            assert new.save(1, state(2))
+            text = error_of(new.wait)
+    said = 'Input/output error' if jax.process_index() == 0 else 'process 0 has not completed it'
+    assert said in text, text
+    assert_saves(new, 2)
+
+
+def check_sixteen_threads_of_each_process() -> None:
+    """Readers among them; those who save do so one after the other, as every process has to."""
+    checkpointer = Checkpointer(folder('threads'), timeout=100)
+    for step in (1, 2):
+        checkpointer.save(step, state(step))
+        threads = [threading.Thread(target=checkpointer.wait) for _ in range(8)]
+        threads += [threading.Thread(target=checkpointer.latest_step) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert checkpointer.latest_step() == 2
+    checkpointer.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('scalax')]
+
+
+def check_a_process_that_does_not_come() -> None:
+    """The others have the error once the timeout is over, and so has the one that comes late."""
+    checkpointer, more = Checkpointer(folder('absent'), timeout=2), state(1)
+    for call in (lambda: checkpointer.save(1, more), lambda: checkpointer.restore(helper(), P(), LIKE)):
+        if not last():
+            text = error_of(call)
+            assert text.startswith(
+                'CheckpointError: some processes have not come within 2 seconds, and all have to make this '
+                'call. They cannot meet any more: start the job again. '
+            ), text
+        float(jax.jit(lambda w: w.sum())(more['w']))  # the last waits here until the others have the error
+    if last():
+        assert 'CheckpointError: some processes have not come within ' in error_of(
+            Checkpointer(folder('absent'), timeout=100).save, 1, more
+        )

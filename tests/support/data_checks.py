@@ -1,0 +1,646 @@
+"""Host data across processes: what runs in each of them, started by hostdata/test_processes.py.
+
+Any number of processes; every function here runs on all of them at the same time.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._hostdata import collectives
+from scalax._hostdata.batch_layout import layout_of
+from scalax._hostdata.exchange import exchange_for
+from scalax._trace import resharding
+from scalax.errors import DataError
+from scalax.sharding import MeshShardingHelper
+
+ADVICE = (
+    'What to do: bring parts of one structure, shape and dtype on every process, with scalars of one value; '
+    'drop or pad what is left over at the end of the data.'
+)
+
+
+def me() -> int:
+    return jax.process_index()
+
+
+def count() -> int:
+    return jax.process_count()
+
+
+def orders() -> dict[str, list[Any]]:
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    each = len(devices) // count()
+    return {
+        'as they come': devices,
+        'backwards': devices[::-1],
+        'process by process in turn': [devices[p * each + i] for i in range(each) for p in range(count())],
+        'evens first': devices[::2] + devices[1::2],
+    }
+
+
+def helpers() -> Iterator[tuple[MeshShardingHelper, Any]]:
+    """Meshes of all kinds, each with the axes over which the batch is sharded."""
+    for name, devices in orders().items():
+        helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=devices)
+        yield helper, None
+        yield helper, 'data'
+        if name in ('as they come', 'evens first'):
+            yield helper, 'tp'
+            yield helper, ('tp', 'data')
+            yield helper, []
+        # Two batch axes with one between them, in both orders.
+        three = MeshShardingHelper([2, -1, 2], ['slice', 'tp', 'data'], devices=devices)
+        yield three, ('slice', 'data')
+        yield three, ('data', 'slice')
+    types = (AxisType.Explicit, AxisType.Auto)
+    yield MeshShardingHelper([2, -1], ['data', 'tp'], devices=orders()['backwards'], axis_types=types), 'data'
+    # Across processes and inside them: first the batch between processes, then the model.
+    yield MeshShardingHelper([-1, 2], ['data', 'tp'], dcn_axis_dims=[count(), 1]), 'data'
+    yield MeshShardingHelper([2, -1], ['data', 'tp'], dcn_axis_dims=[1, count()]), 'data'
+
+
+def whole_batch(rows: int) -> dict[str, Any]:
+    numbers = np.arange(rows * 6)
+    return {
+        'x': numbers.reshape(rows, 6).astype(np.float32),
+        'last': numbers.reshape(6, rows).astype(ml_dtypes.bfloat16).T.copy(),
+        'mask': numbers[:rows] % 3 == 0,
+        'keys': jax.random.split(jax.random.key(7), rows),
+        'bits': np.full((rows, 2), -0.0, np.float32),
+        'step': 3,
+    }
+
+
+def taken(batch: dict[str, Any], rows: Any) -> dict[str, Any]:
+    return {name: leaf if np.ndim(leaf) == 0 else leaf[rows] for name, leaf in batch.items()}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    if jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key):
+        found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    assert found.shape == wanted.shape
+    assert found.tobytes() == wanted.astype(found.dtype).tobytes()
+
+
+def assert_global(arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
+    """Every device holds the right rows, bit by bit."""
+    assert arrays.keys() == wanted.keys()
+    for name, array in arrays.items():
+        assert array.shape == np.shape(wanted[name])
+        assert len(array.addressable_shards) == jax.local_device_count()
+        for shard in array.addressable_shards:
+            assert_same(shard.data, wanted[name][shard.index[: array.ndim]] if array.ndim else wanted[name])
+
+
+def own_rows(rows: int) -> slice:
+    return slice(me() * rows // count(), (me() + 1) * rows // count())
+
+
+def check_every_mesh() -> None:
+    rows = 2 * jax.device_count()
+    batch = {'x': np.arange(rows * 6).reshape(rows, 6), 'step': 3}
+    for helper, axes in helpers():
+        assert_both_ways(helper, axes, batch)
+
+
+def check_every_dtype() -> None:
+    for helper, axes in itertools.islice(helpers(), 4):
+        assert_both_ways(helper, axes, whole_batch(2 * jax.device_count()))
+
+
+def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any]) -> None:
+    rows = 2 * jax.device_count()
+    mine = taken(batch, own_rows(rows))
+    arrays = helper.local_data_to_global_array(mine, mesh_axis_subset=axes)
+    assert_global(arrays, batch)
+    for name, leaf in helper.global_array_to_local_data(arrays).items():
+        assert_same(leaf, mine[name])
+    # The rows that are needed here, without any exchange.
+    held = taken(batch, helper.process_rows(rows, mesh_axis_subset=axes))
+    arrays = helper.local_data_to_global_array(
+        held, mesh_axis_subset=axes, rows='needed', check_replicas=True
+    )
+    assert_global(arrays, batch)
+    for name, leaf in helper.global_array_to_local_data(arrays, rows='needed').items():
+        assert_same(leaf, held[name])
+
+
+def check_other_batch_axes() -> None:
+    rows = jax.device_count()
+    for helper, axes in itertools.islice(helpers(), 3):
+        whole = np.arange(5 * rows * 2).reshape(5, rows, 2)
+        array = helper.local_data_to_global_array(whole[:, own_rows(rows)], 1, axes)
+        assert_global({'x': array}, {'x': whole})
+        assert_same(helper.global_array_to_local_data(array, -2), whole[:, own_rows(rows)])
+        whole = whole.transpose(0, 2, 1)
+        array = helper.local_data_to_global_array(whole[..., own_rows(rows)], -1, axes)
+        assert_global({'x': array}, {'x': whole})
+
+
+def check_a_mesh_set_elsewhere_does_not_matter() -> None:
+    batch = whole_batch(jax.device_count())
+    mine = taken(batch, own_rows(jax.device_count()))
+    helper = MeshShardingHelper([-1], ['data'], devices=orders()['backwards'])
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        other = Mesh(np.asarray(orders()['evens first']), ('other',), axis_types=(axis_type,))
+        with jax.set_mesh(other):
+            assert_global(helper.local_data_to_global_array(mine), batch)
+            assert_same(helper.gather(helper.local_data_to_global_array(mine['x'])), batch['x'])
+            assert helper.broadcast_from(1, me()) == 1
+            with helper.prefetch([mine, mine]) as batches:
+                for arrays in batches:
+                    assert_global(arrays, batch)
+
+
+def check_processes_with_devices_of_unequal_number() -> None:
+    devices = orders()['as they come'][:-1]
+    helper = MeshShardingHelper([-1], ['data'], devices=devices)
+    rows = len(devices) * count()
+    whole = np.arange(rows)
+    array = helper.local_data_to_global_array(whole[own_rows(rows)])
+    for shard in array.addressable_shards:
+        assert_same(shard.data, whole[shard.index])
+    assert_same(helper.gather(array), whole)
+    assert_same(helper.global_array_to_local_data(array), whole[own_rows(rows)])
+    assert_same(helper.broadcast_from(0, np.full(5, me())), np.zeros(5, int))
+
+
+def check_meshes_of_some_processes() -> None:
+    here = MeshShardingHelper([-1], ['data'], devices=jax.local_devices())
+    array = here.local_data_to_global_array(np.arange(8) + me())
+    assert_same(array, np.arange(8) + me())
+    assert here.broadcast_from(me(), 5) == 5
+    other = (me() + 1) % count()
+    theirs = [device for device in jax.devices() if device.process_index == other]
+    there = MeshShardingHelper([-1], ['data'], devices=theirs)
+    message = (
+        f'this is process {me()}, and the mesh has devices of these processes only: {other}. Call this on '
+        'those processes, or make the mesh of devices of all'
+    )
+    for call in (
+        lambda: there.local_data_to_global_array(np.arange(8)),
+        lambda: there.process_rows(8),
+        lambda: there.broadcast_from(other, 5),
+        lambda: there.prefetch([]),
+    ):
+        with raises(message):
+            call()
+
+
+@contextlib.contextmanager
+def raises(message: str, kind: type[Exception] = DataError) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        found = str(error)
+        assert found == message, f'\n{found}\n--- is not ---\n{message}'
+    else:
+        raise AssertionError(f'no {kind.__name__}')
+
+
+# --- What is communicated ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def compilations(most: int) -> Iterator[None]:
+    """How many programs are compiled: without one, nothing can be communicated."""
+    found: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == '/jax/core/compile/backend_compile_duration':
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(found) == most, f'{len(found)} programs were compiled, not {most}'
+
+
+def check_nothing_is_communicated_without_need() -> None:
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
+    width = itertools.count(11)  # shapes that nothing was compiled for
+
+    def fresh(rows: int) -> dict[str, Any]:
+        return {'x': np.zeros((rows, next(width))), 'step': 1}
+
+    with compilations(0):
+        helper.local_data_to_global_array(fresh(8), check=False)
+        helper.local_data_to_global_array(fresh(8), check=False, mesh_axis_subset='data')
+        helper.local_data_to_global_array(fresh(8), check=False, rows='needed', mesh_axis_subset='tp')
+        jax.block_until_ready(helper.prefetch([fresh(8)], check=False))
+    jax.clear_caches()
+    resharding.identity.cache_clear()
+    with compilations(1):  # the agreement, once
+        for _ in range(3):
+            helper.local_data_to_global_array(fresh(8))
+            helper.local_data_to_global_array(fresh(8), rows='needed', mesh_axis_subset='tp')
+    scattered = MeshShardingHelper([-1], ['data'], devices=orders()['backwards'])
+    with compilations(1):  # what moves the rows
+        helper_rows = fresh(jax.local_device_count())
+        scattered.local_data_to_global_array(helper_rows, check=False)
+
+
+def check_what_moves_is_the_least() -> None:
+    rows = 2 * jax.device_count()
+    brought = rows // count()
+    for helper, axes in helpers():
+        layout = layout_of(helper.mesh, axes)
+        exchange = exchange_for(helper.mesh, layout.intervals(rows), brought)
+        owners = collectives.processes_of(helper.mesh).owners
+        size = rows // layout.count
+        missing = sum(
+            not process * brought <= tile * size + row < (process + 1) * brought
+            for process, tiles in enumerate(layout.held)
+            for tile in tiles
+            for row in range(size)
+        )
+        crossing = 0
+        if exchange is not None:
+            crossing = sum(
+                move.stop - move.start
+                for moves in exchange.rounds
+                for move in moves
+                if owners[move.source] != owners[move.target]
+            )
+            buffers = [exchange.stage(np.zeros((brought, 3), np.float32), 0)] * 2
+            text = exchange.program((0, 0)).lower(buffers).compile().as_text()
+            assert text.count(' collective-permute(') == 2 * len(exchange.rounds), text
+            for other in ('all-gather', 'all-reduce', 'all-to-all', 'reduce-scatter'):
+                assert f' {other}(' not in text, text
+        assert crossing == missing
+
+
+# --- Processes that disagree ---------------------------------------------------------------------
+
+
+def last() -> bool:
+    return me() == count() - 1
+
+
+def check_disagreement() -> None:
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
+    sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())
+    call = f"mesh ({sizes}), batch on axis 0 over all mesh axes, rows='all'"
+    head = f'local_data_to_global_array: the processes disagree ({call}):'
+    odd = count() - 1
+    n = 2 * jax.device_count()
+    f32 = np.float32
+    good = {'a': {'x': np.zeros((n, 3), f32)}, 'n': 1}
+    cases: list[tuple[Any, list[str]]] = [
+        (
+            {'a': {'x': np.zeros((n + n, 3), f32)}, 'n': 1},
+            [f'a/x is float32[{n + n}, 3], and float32[{n}, 3]'],
+        ),
+        ({'a': {'x': np.zeros((n, 3), int)}, 'n': 1}, [f'a/x is int32[{n}, 3], and float32[{n}, 3]']),
+        ({'a': {'x': np.zeros((n, 3), f32)}, 'n': 2}, ['n is int32 2, and int32 1']),
+        ({'a': {'x': np.zeros((n, 3), f32)}, 'n': 1.0}, ['n is float32 1.0, and int32 1']),
+        (
+            {'b': np.zeros(n, f32), 'n': 1},
+            [f'a/x is missing, and float32[{n}, 3]', f'b is float32[{n}], and missing'],
+        ),
+    ]
+    for bad, lines in cases:
+        listed = '\n'.join(f'  process {odd}: {line} on process 0' for line in lines)
+        with raises(f'{head}\n{listed}\n{ADVICE}'):
+            helper.local_data_to_global_array(bad if last() else good)
+    # Options, and what would be an error here anyway.
+    if last():
+        call = f"mesh ({sizes}), batch on axis 1 over all mesh axes, rows='all'"
+    with raises(
+        f'local_data_to_global_array: the processes disagree ({call}):\n'
+        f"  process {odd}: calls it with mesh ({sizes}), batch on axis 1 over all mesh axes, rows='all', and "
+        f"process 0 with mesh ({sizes}), batch on axis 0 over all mesh axes, rows='all'\n{ADVICE}"
+    ):
+        helper.local_data_to_global_array(np.zeros((n, n)), 1 if last() else 0)
+    own = (
+        f'local data does not fit the mesh ({sizes}), with the batch on axis 0 over mesh axes '
+        "('data', 'tp'):\n  x: str is not an array\n"
+        'What to do: give arrays whose batch divides, or shard it over fewer axes with mesh_axis_subset.'
+    )
+    told = f'  process {odd}: DataError: {own}'.replace('\n', '\n    ')
+    with raises(own if last() else f'{head}\n{told}\n{ADVICE}'):
+        helper.local_data_to_global_array({'x': 'text' if last() else np.zeros(n)})
+    # After all this they still agree.
+    assert_same(helper.local_data_to_global_array(7), 7)
+
+
+def check_meshes_that_differ() -> None:
+    devices = orders()['backwards' if last() else 'as they come']
+    helper = MeshShardingHelper([-1], ['data'], devices=devices)
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    with raises(
+        f'local_data_to_global_array: the processes disagree ({call}):\n'
+        f'  process {count() - 1}: has the devices of the mesh in another order than process 0\n{ADVICE}'
+    ):
+        helper.local_data_to_global_array(np.zeros(jax.device_count()))
+
+
+def check_replicas_that_differ() -> None:
+    helper = MeshShardingHelper([2, -1], ['data', 'tp'], dcn_axis_dims=[1, count()])
+    sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())
+    batch = {'x': np.zeros((4, 3)), 'y': np.zeros(4), 'keys': jax.random.split(jax.random.key(0), 4)}
+    if last():
+        batch['y'][2] = 1
+    listed = f'y: rows 2:4 of process {count() - 1} are not those of process 0'
+    with raises(
+        'local_data_to_global_array: processes that load the same rows hold different values '
+        f"(mesh ({sizes}), batch on axis 0 over mesh axes 'data', rows='needed'):\n  {listed}\n"
+        'What to do: load exactly the rows that helper.process_rows gives, with the same shuffling, '
+        'augmentation and seed on every process.'
+    ):
+        helper.local_data_to_global_array(batch, 0, 'data', rows='needed', check_replicas=True)
+
+
+def check_leaves_without_elements() -> None:
+    for devices in (orders()['as they come'], orders()['backwards']):  # rows stay, and rows move
+        helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=devices)
+        n = jax.local_device_count()
+        mine = {
+            'wide': np.zeros((n, 0), np.float32),
+            'long': np.zeros((0, 4), np.float32),
+            'x': np.full((n, 3), me()),
+            'keys': jax.random.split(jax.random.key(0), (n, 2))[:, :0],
+        }
+        for axes in (None, 'data', ('tp', 'data')):
+            arrays = helper.local_data_to_global_array(mine, mesh_axis_subset=axes)
+            assert arrays['wide'].shape == arrays['keys'].shape == (n * count(), 0)
+            assert arrays['long'].shape == (0, 4)
+            for name, leaf in helper.global_array_to_local_data(arrays).items():
+                assert_same(leaf, mine[name])
+
+
+def deleted_on_the_last(array: jax.Array) -> jax.Array:
+    if last():
+        array.delete()
+    return array
+
+
+def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
+    helper = MeshShardingHelper([-1], ['data'])
+    n, odd = jax.local_device_count(), count() - 1
+    call = f'mesh (data={jax.device_count()})'
+    gone = 'Array has been deleted with shape=int32['
+    mixed: Any = {1: np.zeros(n), 'a' if last() else 2: np.zeros(n)}
+    with says(
+        'Comparator raised exception while sorting pytree dictionary keys.'
+        if last()
+        else f'process {odd}: ValueError: Comparator raised exception'
+    ):
+        helper.local_data_to_global_array(mixed)
+    for make in (
+        lambda x: helper.local_data_to_global_array({'x': x}),
+        lambda x: helper.broadcast_from(odd, {'x': x}),
+        lambda x: next(helper.prefetch([{'x': x}])),
+    ):
+        with says(gone if last() else f'process {odd}: RuntimeError: {gone}'):
+            make(deleted_on_the_last(jnp.arange(n)))
+    # Values of global arrays, and their placement.
+    whole = np.arange(4 * jax.device_count())
+
+    def placed() -> jax.Array:
+        return helper.shard(whole, P('data'))
+
+    said = f'int32[{len(whole)}] {P("data")}'
+    line = f'process {odd}: x is {said}, deleted, and {said} on process 0'
+    with says(f'gather: the processes disagree ({call}):\n  {line}'):
+        helper.gather({'x': deleted_on_the_last(placed())})
+    line, more = f'process {odd}: a is {said}, and missing on process 0', placed()
+    with says(f'gather: the processes disagree ({call}):\n  {line}'):
+        helper.gather({'x': placed(), 'a': more if last() else 1})
+    across = helper.shard(whole.reshape(4, -1), P(None, 'data'))
+    with says('global_array_to_local_data: the processes disagree'):
+        helper.global_array_to_local_data({'x': deleted_on_the_last(across), 'y': more})
+    line = f'process {odd}: x is int32[{len(whole) + 8}] for {P("data")}, and int32[{len(whole)}] for'
+    with says(f'shard: the processes disagree ({call}):\n  {line}'):
+        helper.shard({'x': np.arange(len(whole) + 8 * last())}, P('data'))
+    with says('x: int64[3]' if last() else f'process {odd}: ShardingError: One leaf cannot be sharded'):
+        helper.shard({'x': np.arange(3) if last() else whole}, P('data'))
+    # After all this they still agree.
+    assert_same(helper.gather(placed()), whole)
+
+
+@contextlib.contextmanager
+def says(message: str) -> Iterator[None]:
+    """An error whose text has this in it."""
+    try:
+        yield
+    except Exception as error:
+        assert message in str(error), f'\n{error}\n--- has not ---\n{message}'
+    else:
+        raise AssertionError(f'no error: {message}')
+
+
+# --- Values of one process -----------------------------------------------------------------------
+
+
+def check_broadcast() -> None:
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=orders()['evens first'])
+    source = count() - 1
+
+    def tree(process: int) -> dict[str, Any]:
+        rng = np.random.default_rng(process)
+        return {
+            'double': rng.normal(size=(3, 5)),
+            'half': rng.normal(size=7).astype(ml_dtypes.bfloat16),
+            'flag': np.asarray([True, False, process == 0]),
+            'empty': np.zeros((0, 4)),
+            'zero': np.float32(-0.0) if process else np.float32(0.0),
+            'nan': np.asarray([np.nan, np.inf * (-1) ** process], np.float32),
+            'int': 2**40 + process,
+            'float': 0.1 + process,
+            'bool': process == 0,
+            'key': jax.random.key(process),
+            'rbg': jax.random.split(jax.random.key(process, impl='rbg'), 3),
+            'device': jnp.arange(4) + process,
+        }
+
+    found = helper.broadcast_from(source, tree(me()))
+    for name, wanted in tree(source).items():
+        assert type(found[name]) is type(wanted) or isinstance(found[name], np.ndarray), name
+        assert_same(
+            np.asarray(found[name]) if np.ndim(wanted) == 0 and name != 'key' else found[name], wanted
+        )
+    assert found['key'].dtype == jax.random.key(0).dtype
+    assert found['rbg'].dtype == jax.random.key(0, impl='rbg').dtype
+    # Abstract trees elsewhere, and global arrays that all hold whole.
+    tree_or_shapes = tree(source) if me() == source else jax.eval_shape(lambda: {'x': jnp.zeros((2, 3))})
+    found = helper.broadcast_from(
+        source, {'x': np.full((2, 3), 5, np.float32)} if me() == source else tree_or_shapes
+    )
+    assert_same(found['x'], np.full((2, 3), 5, np.float32))
+    replicated = helper.local_data_to_global_array(9)
+    assert helper.broadcast_from(0, replicated) == 9
+
+
+def check_broadcast_of_trees_that_differ() -> None:
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
+    sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())
+    odd = count() - 1
+    with raises(
+        f'broadcast_from: the processes disagree (mesh ({sizes}), process=0):\n'
+        f'  process {odd}: w is float64[3], and float64[2] on process 0\n'
+        'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
+        'values matter on process 0 only.'
+    ):
+        helper.broadcast_from(0, {'w': np.zeros(3 if last() else 2)})
+    with raises(
+        'broadcast_from takes the index of a process that holds devices of the mesh '
+        f'({", ".join(map(str, range(count())))}), got 17'
+    ):
+        helper.broadcast_from(17, 1)
+
+
+def check_gather() -> None:
+    for helper, axes in itertools.islice(helpers(), 4):
+        rows = jax.device_count()
+        batch = whole_batch(rows)
+        arrays = helper.local_data_to_global_array(taken(batch, own_rows(rows)), mesh_axis_subset=axes)
+        keys = arrays.pop('keys')
+        for name, leaf in helper.gather(arrays).items():
+            assert isinstance(leaf, np.ndarray)
+            assert_same(leaf, batch[name])
+        assert helper.gather({'keys': keys, 'text': 'x'}) == {'keys': keys, 'text': 'x'}
+
+
+def check_shard_of_keys() -> None:
+    # JAX does not put typed keys on devices of other processes.
+    whole = {
+        'many': jax.random.split(jax.random.key(7), 4 * jax.device_count()),
+        'one': jax.random.key(1, impl='rbg'),
+        'plain': np.arange(4 * jax.device_count()),
+    }
+    for helper, _ in itertools.islice(helpers(), 4):
+        rules = {'many': P('data'), 'one': P(), 'plain': P('data')}
+        placed = helper.shard(whole, rules)
+        assert_global(placed, whole)
+        assert jax.tree.map(lambda leaf: leaf.sharding, placed) == helper.match_sharding_rule(rules, whole)
+        assert placed['one'].dtype == whole['one'].dtype
+        moved = helper.shard(placed, {'many': P('tp'), 'one': P(), 'plain': P('tp')})
+        assert_global(moved, whole)
+        assert moved['many'].sharding.spec == P('tp')
+        functions, _ = helper.make_shard_and_gather_fns(whole, rules)
+        assert_global(helper.apply_shard_and_gather_fns(functions, whole), whole)
+        with jax.set_mesh(MeshShardingHelper([-1], ['other']).mesh):
+            assert_global(helper.shard(whole, rules), whole)
+
+
+def check_rows_of_arrays_sharded_along_other_axes() -> None:
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
+    whole = np.arange(8 * 4 * jax.device_count()).reshape(-1, 8)
+
+    def placed(spec: P) -> jax.Array:
+        sharding = NamedSharding(helper.mesh, spec)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    both, other = placed(P('data', 'tp')), placed(P(None, ('data', 'tp')))
+    assert_same(helper.global_array_to_local_data(both), whole[own_rows(len(whole))])
+    assert_same(helper.global_array_to_local_data(other), whole[own_rows(len(whole))])  # fetched
+    with raises(
+        'global arrays have no local part along axis 0:\n'
+        f'  x: int32{list(whole.shape)}: no process holds its rows whole, because another axis is sharded '
+        f'over several processes ({other.sharding})\n'
+        'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
+    ):
+        helper.global_array_to_local_data({'x': other}, rows='needed')
+    odd = placed(P())[:3]
+    with raises(
+        'global arrays have no local part along axis 0:\n'
+        f"  (the leaf itself): int32[3, 8]: 3 rows do not divide by {count()} processes; rows='needed' gives "
+        'those that the devices of each hold\n'
+        'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
+    ):
+        helper.global_array_to_local_data(odd)
+
+
+# --- Loading ahead -------------------------------------------------------------------------------
+
+
+def step_of(helper: MeshShardingHelper) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A step whose collectives are still running when the next batch is asked for."""
+
+    @helper.sjit(in_shardings=(P(), None), out_shardings=P())
+    def step(state: jax.Array, batch: jax.Array) -> jax.Array:
+        for _ in range(3):
+            state = jnp.tanh(state @ state) * 0 + state + batch.sum()
+        return state
+
+    return step
+
+
+def check_prefetch_beside_steps() -> None:
+    steps, rows = 30, 2 * jax.device_count()
+    for devices in (orders()['as they come'], orders()['backwards']):  # rows stay, and rows move
+        helper = MeshShardingHelper([-1], ['data'], devices=devices)
+        step = step_of(helper)
+        whole = [np.full(rows, float(i)) for i in range(steps)]
+        state = helper.local_data_to_global_array(np.zeros((64, 64)), mesh_axis_subset=[], rows='needed')
+        for batch in helper.prefetch(part[own_rows(rows)] for part in whole):
+            state = step(state, batch)
+        assert_same(state.addressable_data(0)[0, 0], np.float32(3 * rows * steps * (steps - 1) / 2))
+
+
+def check_steps_that_nobody_waits_for() -> None:
+    # Simulated devices take 32 programs ahead. A longer queue hangs, mostly; nothing else here is so long.
+    faulthandler.dump_traceback_later(50, exit=True)
+    helper = MeshShardingHelper([-1], ['data'])
+
+    @helper.sjit(in_shardings=(P(), P('data')), out_shardings=P())
+    def step(state: jax.Array, batch: jax.Array) -> jax.Array:
+        return state - 1e-6 * (batch.T @ jnp.tanh(batch @ state))
+
+    eye = helper.local_data_to_global_array(np.eye(256, dtype=np.float32), mesh_axis_subset=[], rows='needed')
+    part = np.ones((32 * jax.local_device_count(), 256), np.float32)
+    parts = itertools.repeat(part, 100)
+    for batches in (
+        (helper.local_data_to_global_array(each, check=False) for each in parts),
+        helper.prefetch(itertools.repeat(part, 100), check=False),
+    ):
+        state = eye
+        for batch in batches:
+            state = step(state, batch)
+        jax.block_until_ready(state)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def check_data_that_ends_early() -> None:
+    helper = MeshShardingHelper([-1], ['data'])
+    rows = jax.local_device_count()
+    mine = [np.zeros(rows, np.float32)] * (2 if last() else 3)
+    batches = helper.prefetch(mine)
+    next(batches)
+    next(batches)
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    line = 'has no more data after 2 batches, and process 0 has more data'
+    with raises(f'prefetch: the processes disagree ({call}):\n  process {count() - 1}: {line}\n{ADVICE}'):
+        next(batches)
+    assert next(batches, None) is None
+
+
+def check_loader_that_fails() -> None:
+    helper = MeshShardingHelper([-1], ['data'])
+
+    def load() -> Iterator[np.ndarray]:
+        yield np.zeros(jax.local_device_count())
+        if last():
+            raise OSError('the file is gone')
+        yield np.zeros(jax.local_device_count())
+
+    batches = helper.prefetch(load())
+    next(batches)
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    told = f'prefetch: the processes disagree ({call}):\n  process {count() - 1}: OSError: the file is gone'
+    with raises('the file is gone' if last() else f'{told}\n{ADVICE}', kind=OSError if last() else DataError):
+        next(batches)

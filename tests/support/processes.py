@@ -1,0 +1,203 @@
+"""Runs checks in several real processes, joined by ``jax.distributed`` on localhost.
+
+A module of checks is imported in every process, and its functions ``check_*`` run there in the order in which
+they are written. Starting costs seconds, so many checks share one start::
+
+    outcome = run_checks('tests.support.data_checks', processes=2, devices=4)
+    outcome.passed  # the names of the checks that passed on every process
+
+No wait is unbounded: all processes end, or are ended by their ids, within the timeout.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from examples.launch.ports import held_port
+from tests.support import ROOT
+
+# For a very busy machine: where nothing computes any more, a test is stopped long before (scripts/limits.py).
+LONGEST_S = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one run, by process: exit codes, what was printed, and the checks that passed."""
+
+    codes: tuple[int | None, ...]
+    outputs: tuple[str, ...]
+    checks: tuple[frozenset[str], ...]
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """The checks that passed on every process."""
+        return frozenset.intersection(*self.checks)
+
+    def __str__(self) -> str:
+        return '\n'.join(
+            f'--- process {index} (exit code {code}) ---\n{text}'
+            for index, (code, text) in enumerate(zip(self.codes, self.outputs, strict=True))
+        )
+
+
+def names_of_checks(module: str) -> list[str]:
+    """The checks of a module, in the order in which they are written."""
+    return [name for name in vars(importlib.import_module(module)) if name.startswith('check_')]
+
+
+def run_checks(
+    module: str, processes: int, devices: int, names: Sequence[str] = (), timeout: float = LONGEST_S
+) -> Outcome:
+    """Runs checks of a module, or all, in so many processes with so many simulated devices each."""
+    paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
+    # Not buffered: what a process said before it was ended counts.
+    env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
+    env.pop('XLA_FLAGS', None)
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        command = [sys.executable, '-W', 'error', '-m', 'tests.support.processes']
+        command += [module, str(processes), str(port)]
+        # What is printed is for people: other libraries print too, in the middle of lines.
+        printed = [Path(folder, f'{index}.txt') for index in range(processes)]
+        passed = [Path(folder, f'{index}.passed') for index in range(processes)]
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for index in range(processes):
+                passed[index].touch()
+                with printed[index].open('wb') as out:
+                    full = [*command, str(index), str(passed[index]), *(names or names_of_checks(module))]
+                    running.append(subprocess.Popen(full, env=env, stdout=out, stderr=subprocess.STDOUT))
+            _wait(running, timeout)
+        finally:
+            # Each by its own id; a process that has ended already is left alone.
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        return Outcome(
+            tuple(process.returncode for process in running),
+            tuple(file.read_text(errors='replace') for file in printed),
+            tuple(frozenset(file.read_text().split()) for file in passed),
+        )
+
+
+class Running:
+    """Programs that run at the same time, with what each has printed so far."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], files: list[Path]) -> None:
+        self.processes, self._files = processes, files
+
+    def output(self, index: int = 0) -> str:
+        return self._files[index].read_text(errors='replace')
+
+    def wait(self, timeout: float = LONGEST_S) -> tuple[int, ...]:
+        """The exit codes, once all have ended."""
+        end = time.monotonic() + timeout
+        return tuple(process.wait(max(end - time.monotonic(), 0)) for process in self.processes)
+
+    def wait_for(self, said: str | re.Pattern[str], index: int = 0, timeout: float = LONGEST_S) -> None:
+        """Until one of them says something: a text, or what a pattern finds."""
+        pattern = re.compile(re.escape(said)) if isinstance(said, str) else said
+        end = time.monotonic() + timeout
+        while not pattern.search(self.output(index)):
+            assert self.processes[index].poll() is None, self.output(index)
+            assert time.monotonic() < end, self.output(index)
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Running]:
+    """Starts Python programs, each with variables of its own; at the end, ends those that still run.
+
+    They are asked first, so that a launcher takes those that it has started with it.
+
+    Args:
+        *programs: what stands behind ``python``, for each.
+        env: environment variables for each, besides those of the tests.
+    """
+    common = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'}
+    common.pop('XLA_FLAGS', None)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        files: list[Path] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
+        for index, (program, own) in enumerate(zip(programs, env, strict=True)):
+            files.append(Path(folder, f'{index}.txt'))
+            with files[-1].open('wb') as out:
+                process = subprocess.Popen(
+                    [sys.executable, *program],
+                    cwd=ROOT,
+                    env={**common, **own},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            processes.append(process)
+        yield Running(processes, files)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends those that still run, each by its own id: two Ctrl-C, as a user would, and then SIGKILL."""
+    for patience in (1, 9):
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        end = time.monotonic() + patience
+        while time.monotonic() < end and any(process.poll() is None for process in processes):
+            time.sleep(0.02)
+    for process in processes:
+        process.kill()  # does nothing to one that has ended
+        process.wait()
+
+
+def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Until all have ended; or one has failed, after which the others only wait for it; or too late."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = [process.poll() for process in running]
+        if None not in codes:
+            return
+        if any(codes):  # those that were about to fail as well get a moment to say why
+            end = min(end, time.monotonic() + 3)
+        time.sleep(0.05)
+
+
+def _main(module: str, processes: str, port: str, index: str, passed: str, *names: str) -> int:
+    """What each process runs."""
+    import jax
+
+    warnings.simplefilter('error')
+    address = f'localhost:{port}'
+    jax.distributed.initialize(
+        address, int(processes), int(index), initialization_timeout=300, shutdown_timeout_seconds=60
+    )
+    checks = importlib.import_module(module)
+    for name in names:
+        start = time.monotonic()
+        check: Callable[[], None] = getattr(checks, name)
+        try:
+            check()
+        except BaseException:
+            traceback.print_exc()
+            print(f'{name} failed', flush=True)
+            # Nothing is waited for: the others may never come to where this process is.
+            os._exit(1)
+        with open(passed, 'a') as file:
+            print(name, file=file)
+        print(f'{name}: {time.monotonic() - start:.1f} s', flush=True)
+    jax.distributed.shutdown()
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(_main(*sys.argv[1:]))

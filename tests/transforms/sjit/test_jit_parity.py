@@ -1,0 +1,62 @@
+"""sjit against jax.jit: each case of the table gives the same under both, or differs as docs/sjit.md says."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+from scalax.errors import ScalaxError
+from tests.support import ROOT, jit_cases
+from tests.support.jit_cases import CASES, Case
+from tests.support.jit_cases.compare import differences
+
+for module in pkgutil.iter_modules(jit_cases.__path__):
+    importlib.import_module(f'tests.support.jit_cases.{module.name}')
+
+# What the reasons for a difference allow: what jax.jit gave, and what sjit may give then.
+ALLOWED = {
+    'own-errors': lambda theirs, ours: issubclass(ours, ScalaxError),
+    'takes-more': lambda theirs, ours: ours is None,
+    'one-trace': lambda theirs, ours: len(ours) < len(theirs) and set(ours) <= set(theirs),
+    'one-mesh': lambda theirs, ours: theirs is None and issubclass(ours, ScalaxError),
+    'names-and-numbers': lambda theirs, ours: theirs.count('True') < ours.count('True'),
+    'mesh-in-force': lambda theirs, ours: (
+        'AbstractMesh((' in str(theirs) and "AbstractMesh('x': 4" in str(ours)
+    ),
+    'helper-in-force': lambda theirs, ours: len(ours) == len(theirs) + 1 and set(ours) == set(theirs),
+    'static-equality': lambda theirs, ours: theirs is None and issubclass(ours, ValueError),
+}
+
+
+def _parameter(case: Case) -> object:
+    marks = [pytest.mark.xfail(reason=case.defect, strict=True)] if case.defect else []
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize('case', [_parameter(case) for case in CASES if case.exists])
+def test_case(case):
+    found = differences(case)
+    unexpected = {aspect: both for aspect, both in found.items() if aspect not in case.meant}
+    assert not unexpected, '\n'.join(
+        f'{aspect}:\n  jax.jit: {theirs}\n  sjit:    {ours}' for aspect, (theirs, ours) in unexpected.items()
+    )
+    assert set(found) == set(case.meant), f'no difference any more: {set(case.meant) - set(found)}'
+    for aspect, reason in case.meant.items():
+        assert ALLOWED[reason](*found[aspect]), (aspect, reason, found[aspect])
+
+
+def test_the_table_is_one_of_all_subjects():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert len(names) >= 300
+
+
+def test_differences_that_are_meant_are_documented():
+    page = ROOT.joinpath('docs', 'sjit.md').read_text(encoding='utf-8')
+    section = page.split('## Where it differs from jax.jit')[1].split('\n## ')[0]
+    documented = re.findall(r'^- `([a-z-]+)`: ', section, re.MULTILINE)
+    assert sorted(documented) == sorted({reason for case in CASES for reason in case.meant.values()})
+    assert sorted(documented) == sorted(ALLOWED)

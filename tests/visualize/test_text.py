@@ -1,0 +1,298 @@
+"""Pictures of where arrays lie, as text: one array, large meshes, trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax.sharding import TreePathShardingRule
+from scalax.visualize import visualize
+from tests.support.visualize_cases import HELPER, NUMBERS, POD, leaf, text
+
+# --- One array ------------------------------------------------------------------------------------
+
+
+def test_grid_with_what_its_numbers_are():
+    assert (
+        str(visualize(leaf((8, 16), P('fsdp', 'tp'))))
+        == """\
+float32[8,16]
+P('fsdp', 'tp'): 8 blocks of [2,8], each on 1 device
+dim 0 ↓ 8 over fsdp=4; dim 1 → 16 over tp=2
+      0:8    8:16
+    ┌──────┬──────┐
+0:2 │  0   │  1   │
+    ├──────┼──────┤
+2:4 │  2   │  3   │
+    ├──────┼──────┤
+4:6 │  4   │  5   │
+    ├──────┼──────┤
+6:8 │  6   │  7   │
+    └──────┴──────┘
+
+Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2)."""
+    )
+
+
+def test_strip_of_stacked_layers_with_replicas():
+    assert (
+        text(leaf((80, 8192, 1024), P(None, 'fsdp'), dtype=jnp.bfloat16))
+        == """\
+bfloat16[80,8192,1024]
+P(None, 'fsdp'): 4 blocks of [80,2048,1024], each on 2 devices
+dim 0: 80, whole; dim 1 → 8192 over fsdp=4; dim 2: 1024, whole
+    0:2048    2048:4096   4096:6144   6144:8192
+┌───────────┬───────────┬───────────┬───────────┐
+│    0,1    │    2,3    │    4,5    │    6,7    │
+└───────────┴───────────┴───────────┴───────────┘"""
+    )
+
+
+def test_two_axes_on_one_dimension_and_another_order_of_axes():
+    assert (
+        text(leaf((16, 4), P(('tp', 'fsdp'))))
+        == """\
+float32[16,4]
+P(('tp', 'fsdp'),): 8 blocks of [2,4], each on 1 device
+dim 0 → 16 over tp=2 x fsdp=4; dim 1: 4, whole
+   0:2     2:4     4:6     6:8     8:10   10:12   12:14   14:16
+┌───────┬───────┬───────┬───────┬───────┬───────┬───────┬───────┐
+│   0   │   2   │   4   │   6   │   1   │   3   │   5   │   7   │
+└───────┴───────┴───────┴───────┴───────┴───────┴───────┴───────┘"""
+    )
+
+
+@pytest.mark.parametrize(
+    'shape, said', [((), ''), ((8, 0), '\ndim 0: 8, whole; dim 1: 0, whole')], ids=['scalar', 'empty']
+)
+def test_replicated(shape, said):
+    assert (
+        text(leaf(shape, P()))
+        == f"""\
+float32[{','.join(map(str, shape))}]
+P(): 1 block of [{','.join(map(str, shape))}], on all 8 devices{said}
+┌───────────────┐
+│ all 8 devices │
+└───────────────┘"""
+    )
+
+
+def test_three_dimensions():
+    mesh = AbstractMesh((2, 2, 2), ('x', 'y', 'z'))
+    assert (
+        visualize(leaf((4, 5, 4, 6), P('x', None, 'y', 'z'), mesh)).to_text(80)
+        == """\
+float32[4,5,4,6]
+P('x', None, 'y', 'z'): 8 blocks of [2,5,2,3], each on 1 device
+dim 0: 4 over x=2, a panel for each part; dim 1: 5, whole; dim 2 ↓ 4 over y=2;
+    dim 3 → 6 over z=2
+    dim 0 = 0:2         dim 0 = 2:4
+      0:3   3:6           0:3   3:6
+    ┌─────┬─────┐       ┌─────┬─────┐
+0:2 │  0  │  1  │   0:2 │  4  │  5  │
+    ├─────┼─────┤       ├─────┼─────┤
+2:4 │  2  │  3  │   2:4 │  6  │  7  │
+    └─────┴─────┘       └─────┴─────┘
+
+Numbers are positions, in mesh order, in the abstract mesh (x=2, y=2, z=2),
+    which has no devices."""
+    )
+
+
+def test_four_dimensions_are_listed():
+    mesh = AbstractMesh((2, 2, 2, 4), ('x', 'y', 'z', 'w'))
+    drawn = visualize(leaf((4, 2, 6, 8), P('x', 'y', 'z', 'w'), mesh)).to_text(80)
+    assert (
+        drawn
+        == """\
+float32[4,2,6,8]
+P('x', 'y', 'z', 'w'): 32 blocks of [2,1,3,2], each on 1 device
+dim 0: 4 over x=2; dim 1: 2 over y=2; dim 2: 6 over z=2; dim 3: 8 over w=4
+  [0:2, 0:1, 0:3, 0:2]  0
+  [0:2, 0:1, 0:3, 2:4]  1
+  [0:2, 0:1, 0:3, 4:6]  2
+  [0:2, 0:1, 0:3, 6:8]  3
+  [0:2, 0:1, 3:6, 0:2]  4
+  [0:2, 0:1, 3:6, 2:4]  5
+  [0:2, 0:1, 3:6, 4:6]  6
+  [0:2, 0:1, 3:6, 6:8]  7
+  [0:2, 1:2, 0:3, 0:2]  8
+  [0:2, 1:2, 0:3, 2:4]  9
+  [0:2, 1:2, 0:3, 4:6]  10
+  [0:2, 1:2, 0:3, 6:8]  11
+  [0:2, 1:2, 3:6, 0:2]  12
+  [0:2, 1:2, 3:6, 2:4]  13
+  ... 17 more ...
+  [2:4, 1:2, 3:6, 6:8]  31
+
+Numbers are positions, in mesh order, in the abstract mesh (x=2, y=2, z=2, w=4),
+    which has no devices."""
+    )
+
+
+def test_dimension_that_does_not_divide_and_memory_elsewhere():
+    assert (
+        text(leaf((5,), P('fsdp'), memory_kind='pinned_host'))
+        == """\
+float32[5]
+P('fsdp',) in pinned_host: 4 blocks of [2] at most, each on 2 devices
+dim 0 → 5 over fsdp=4
+  0:2   2:4   4:5   5:5
+┌─────┬─────┬─────┬─────┐
+│ 0,1 │ 2,3 │ 4,5 │ 6,7 │
+└─────┴─────┴─────┴─────┘
+dim 0 of size 5 does not divide by 4: the last blocks are smaller, and padded by
+    the compiler"""
+    )
+
+
+def test_unreduced_blocks_are_no_copies():
+    mesh = jax.make_mesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Explicit,) * 2)
+    drawn = text(leaf((8,), P('fsdp', unreduced={'tp'}), mesh), width=100).splitlines()
+    assert drawn[-4:] == [
+        '┌─────┬─────┬─────┬─────┐',
+        '│ 0,1 │ 2,3 │ 4,5 │ 6,7 │',
+        '└─────┴─────┴─────┴─────┘',
+        'unreduced over tp: devices of one block hold terms still to be combined, not copies',
+    ]
+
+
+# --- Large meshes ---------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_counted():
+    drawn = visualize(leaf((8192, 8192), P('data', ('fsdp', 'tp')), POD)).to_text(80).splitlines()
+    assert max(map(len, drawn)) == 76
+    assert drawn[3] == '              0:128      128:256     256:384     60 more    8064:8192'
+    assert drawn[5] == '    0:128 │     0     │     1     │     2     │    ...    │     63    │'
+    assert drawn[-7] == '2688:2816 │    1344   │    1345   │    1346   │    ...    │    1407   │'
+    assert drawn[-6] == '  41 more │    ...    │    ...    │    ...    │    ...    │    ...    │'
+    assert drawn[-5] == '8064:8192 │    4032   │    4033   │    4034   │    ...    │    4095   │'
+
+
+def test_a_long_strip_stands_upright():
+    drawn = visualize(leaf((8192,), P('data'), POD)).to_text(80).splitlines()
+    assert drawn[:4] == [
+        'float32[8192]',
+        "P('data',): 64 blocks of [128], each on 64 devices",
+        'dim 0 ↓ 8192 over data=64',
+        '          ┌────────────┐',
+    ]
+    assert drawn[4] == '    0:128 │   0..63    │'
+    assert drawn[26] == '  41 more │    ...     │'
+    assert drawn[27] == '8064:8192 │ 4032..4095 │'
+
+
+def test_many_replicas_are_written_short_before_blocks_are_left_out():
+    mesh = AbstractMesh((4, 8, 8), ('data', 'fsdp', 'tp'))
+    drawn = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(80).splitlines()
+    assert drawn[5] == '  0:8 │  0 +3 │  1 +3 │  2 +3 │  3 +3 │  4 +3 │  5 +3 │  6 +3 │  7 +3 │'
+    assert drawn[-4] == "'0 +3' is device 0 and 3 others."
+    wide = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(200)
+    assert '│  0,64,128,192  │' in wide
+    assert '+' not in wide
+
+
+def test_panels_that_are_left_out_are_counted():
+    drawn = visualize(leaf((64, 8, 8), P('data', 'fsdp', 'tp'), POD)).to_text(80).splitlines()
+    titles = [line.strip() for line in drawn if 'dim 0 = ' in line or ' more ' in line]
+    assert titles == ['dim 0 = 0:1', 'dim 0 = 1:2', '... 61 more ...', 'dim 0 = 63:64']
+
+
+@pytest.mark.parametrize('width', [60, 79, 100, 213])
+def test_no_line_is_wider_than_the_terminal(width, monkeypatch):
+    monkeypatch.setenv('COLUMNS', str(width))
+    huge = 8 * 10**11
+    tree = {
+        'a path that is longer than any terminal ' * 8: leaf((8, 8), P('fsdp', 'tp')),
+        'indices too long for three columns': leaf((huge, huge), P('data', 'tp'), POD),
+        'replicas': leaf((8, 8), P('tp', 'fsdp'), POD),
+        'three': leaf((64, 64, 64), P('fsdp', 'tp', 'data'), POD),
+    }
+    assert max(map(len, str(visualize(tree)).splitlines())) <= width
+
+
+def test_blocks_whose_ranges_leave_no_room_are_listed():
+    mesh = AbstractMesh((2, 4), ('x', 'y'))
+    drawn = visualize(leaf((8 * 10**12, 4 * 10**12), P('x', 'y'), mesh)).to_text(60).splitlines()
+    assert drawn[3:7] == [
+        'dim 0: 8000000000000 over x=2; dim 1: 4000000000000 over y=4',
+        '  [0:4000000000000, 0:1000000000000]  0',
+        '  [0:4000000000000, 1000000000000:2000000000000]  1',
+        '  [0:4000000000000, 2000000000000:3000000000000]  2',
+    ]
+
+
+# --- Trees ----------------------------------------------------------------------------------------
+
+
+def test_tree_has_a_picture_for_each_way_of_lying():
+    layer = {'up': np.zeros((8, 16), np.float32), 'gate': np.zeros((8, 16), np.float32), 'norm': np.zeros(4)}
+    params = {'layers': [layer] * 3, 'head': np.zeros((8, 16), np.float16)}
+    # P('fsdp', 'tp') and P('fsdp', ('tp',)) are one way.
+    rules = TreePathShardingRule(('gate', P('fsdp', ('tp',))), ('up|head', P('fsdp', 'tp')), ('', P()))
+    assert (
+        text(HELPER.abstract(params, rules))
+        == """\
+head: float16[8,16]
+layers/{0..2}/gate: 3 x float32[8,16]
+layers/{0..2}/up: 3 x float32[8,16]
+P('fsdp', 'tp'): 8 blocks of [2,8], each on 1 device
+dim 0 ↓ 8 over fsdp=4; dim 1 → 16 over tp=2
+      0:8    8:16
+    ┌──────┬──────┐
+0:2 │  0   │  1   │
+    ├──────┼──────┤
+2:4 │  2   │  3   │
+    ├──────┼──────┤
+4:6 │  4   │  5   │
+    ├──────┼──────┤
+6:8 │  6   │  7   │
+    └──────┴──────┘
+
+layers/{0..2}/norm: 3 x float32[4]
+P(): 1 block of [4], on all 8 devices
+dim 0: 4, whole
+┌───────────────┐
+│ all 8 devices │
+└───────────────┘"""
+    )
+
+
+def test_layers_of_flax_linen_share_a_name():
+    params = {f'layers_{i}': {'w': leaf((8,), P('tp')), 'v': leaf((8,), P('tp'))} for i in range(3)}
+    (picture,) = visualize({'params': params}).pictures
+    assert [member.name for member in picture.members] == ['params/layers_{0..2}/v', 'params/layers_{0..2}/w']
+    assert picture.paths[:3] == ('params/layers_0/v', 'params/layers_1/v', 'params/layers_2/v')
+
+
+def test_pictures_hold_what_is_drawn():
+    (picture,) = visualize({'w': leaf((8,), P('tp')), 'v': leaf((8,), P('tp'))}).pictures
+    assert picture.paths == ('v', 'w')
+    assert picture.blocks.holders == {(0,): (0, 2, 4, 6), (1,): (1, 3, 5, 7)}
+
+
+def test_meshes_of_several_kinds_say_what_their_numbers_are():
+    other = AbstractMesh((2,), ('x',))
+    drawn = visualize([leaf((8,), P('tp')), leaf((8,), P('x'), other)]).to_text(120)
+    assert [line for line in drawn.splitlines() if line.startswith('Numbers')] == [
+        NUMBERS,
+        'Numbers are positions, in mesh order, in the abstract mesh (x=2), which has no devices.',
+    ]
+
+
+def test_many_kinds_of_leaves_are_counted():
+    drawn = visualize({f'{size:02}': leaf((size,), P()) for size in range(60)}).to_text(100)
+    assert drawn.count('all 8 devices │') == 50
+    assert (
+        '\n\n... and 10 arrays with 10 other shardings are not drawn: visualize a part of the tree.\n'
+        in drawn
+    )
+    drawn = visualize({f'leaf {"x" * size}': leaf((1,), P()) for size in range(20)}).to_text(80)
+    assert '\n... and 12 more arrays with this sharding\n' in drawn
+
+
+def test_tree_without_arrays():
+    assert str(visualize({'a': None})) == 'There are no arrays in the tree.'
