@@ -20,7 +20,7 @@ import pytest
 from tests.support import ROOT
 
 README = ROOT / 'README.md'
-FILES = [path for path in [README, *sorted(ROOT.glob('docs/**/*.md'))] if path.exists()]
+FILES = [README, ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/**/*.md'))]
 
 COMMENT = re.compile(r'\s*<!--\s*(skip|prints)\b\s*:?\s*(.*?)\s*-->\s*')
 

@@ -1,0 +1,26 @@
+"""The rule that CONTRIBUTING.md adds as an example passes the tests that it is given there."""
+
+import os
+import subprocess
+import sys
+
+from tests.support import ROOT
+from tests.support.docs_blocks import read_blocks
+
+
+def test_the_worked_example(tmp_path):
+    page = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    rule, tests = [block.text for block in read_blocks(page) if block.is_python]
+    file = tmp_path / 'test_last_dimension.py'
+    file.write_text(f'{rule}\n\n{tests}\n', encoding='utf-8')
+    command = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-p', 'no:randomly']
+    done = subprocess.run(
+        [*command, '-c', str(ROOT / 'pyproject.toml'), '--doctest-modules', '-o', 'addopts=', str(file)],
+        cwd=tmp_path,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_NUM_CPU_DEVICES': '8'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert '6 passed' in done.stdout  # five tests and the example of the docstring
