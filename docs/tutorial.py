@@ -1,17 +1,17 @@
 # %% [markdown]
 # # Sharding in JAX, from specs to tensor parallelism
 #
-# How an array is spread over devices, how JAX keeps track of it, and who decides: you, the types, or the
-# compiler. In four parts:
+# How arrays are sharded over devices, how JAX tracks it, and who decides: you, the types, or the compiler. In
+# four parts:
 #
-# 1. **Placing arrays**: specs, shardings, explicit axes, pictures.
-# 2. **Programs**: how shardings propagate, what `grad`, `vmap` and `scan` do to them, constraints.
-# 3. **One device's view**: `shard_map` and its collectives.
-# 4. **Mixing**: axes of several types, `auto_axes` and `explicit_axes`, and two layouts that models are
-#    trained with, with their collectives counted.
+# 1. **Placing arrays**: specs, shardings, Explicit axes, pictures.
+# 2. **Programs**: propagation of shardings, `grad`, `vmap` and `scan`, constraints.
+# 3. **Per-device code**: `shard_map` and its collectives.
+# 4. **Mixing**: axes of several types, `auto_axes` and `explicit_axes`, and two common training layouts with
+#    their collectives counted.
 #
-# Everything runs on eight simulated devices, and just so on eight real ones. This page is made from
-# `docs/tutorial.py` by `make tutorial`.
+# Everything runs on eight simulated devices, and unchanged on eight real ones. `make tutorial` generates this
+# page from `docs/tutorial.py`.
 
 # %%
 import functools
@@ -40,15 +40,14 @@ jax.config.update('jax_num_cpu_devices', 8)  # before JAX looks for its devices
 #
 # ## A mesh
 #
-# A mesh gives the axes of a grid of devices names. Here `dp` is for data parallelism and `mp` for model
-# parallelism; `-1` stands for what is left of the eight devices. Each axis has a *type*:
+# A mesh names the axes of a grid of devices. Here `dp` is for data parallelism and `mp` for model
+# parallelism; `-1` is inferred from the eight devices. Each axis has a *type*:
 #
-# - **Explicit**: how an array lies along the axis is part of its JAX type, and JAX works it out while
+# - **Explicit**: the sharding along the axis is part of an array's JAX type, and JAX computes it during
 #   tracing.
 # - **Auto**: it is not; the compiler decides, and you may constrain it.
 #
-# (`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones. A helper has Auto axes unless told
-# otherwise.)
+# (`jax.make_mesh` makes Explicit axes, `jax.sharding.Mesh` Auto ones. A helper has Auto axes by default.)
 
 # %%
 helper = MeshShardingHelper([-1, 2], ['dp', 'mp'], axis_types=AxisType.Explicit)
@@ -57,19 +56,19 @@ print(helper)
 print(auto)
 
 # %% [markdown]
-# ## PartitionSpec: what is cut along what
+# ## PartitionSpec: sharding dimensions
 #
 # A spec has one entry for each dimension of an array:
 #
 # | entry | the dimension is |
 # |---|---|
-# | `None` | not cut: every device has all of it |
-# | `'dp'` | cut along mesh axis `dp` |
-# | `('dp', 'mp')` | cut along both, `dp` being the outer one |
+# | `None` | not sharded: every device has all of it |
+# | `'dp'` | sharded over mesh axis `dp` |
+# | `('dp', 'mp')` | sharded over both, with `dp` as the outer one |
 #
-# A spec may be shorter than the array has dimensions; the rest is not cut. A mesh axis may appear once, and
-# a dimension has to divide by the axes that cut it. A spec says nothing about devices or shapes, so that
-# such mistakes show only where it meets an array:
+# A spec may be shorter than the array has dimensions; the rest is not sharded. A mesh axis may appear once,
+# and a dimension must divide by its axes. A spec knows neither devices nor shapes, so such mistakes show only
+# when it is applied to an array:
 
 # %%
 x = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -82,10 +81,10 @@ for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp')))
 # %% [markdown]
 # ## NamedSharding: a spec on a mesh
 #
-# A `NamedSharding` is a spec together with a mesh, and so knows the block of each device.
-# `helper.match_sharding_rule` makes them of specs, and of the rules that scalax has for whole models.
+# A `NamedSharding` is a spec and a mesh, and so determines the block of each device.
+# `helper.match_sharding_rule` makes NamedShardings from specs, and from scalax's rules for whole models.
 #
-# `P('dp')` and `P('dp', None)` mean the same, and are not equal. Compare shardings with `is_equivalent_to`.
+# `P('dp')` and `P('dp', None)` mean the same, but are not equal. Compare shardings with `is_equivalent_to`.
 
 # %%
 sharding = helper.match_sharding_rule(P('dp', 'mp'), x)
@@ -98,9 +97,8 @@ print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.
 # ## Sharded arrays, and their types
 #
 # `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
-# for one sharding). Every array then says where it lies: `.sharding`, with its `.mesh` and `.spec`,
-# `.devices()`, and `.addressable_shards`, the blocks that this process has. On Explicit axes its type says
-# so too.
+# for one sharding). Every array then has a `.sharding`, with its `.mesh` and `.spec`, `.devices()`, and
+# `.addressable_shards`, the blocks of this process. On Explicit axes its type has the sharding too.
 
 # %%
 explicit_x = helper.shard(x, P('dp', 'mp'))
@@ -113,8 +111,8 @@ print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist(
 # %% [markdown]
 # ## reshard
 #
-# `jax.reshard` gives an array another sharding along Explicit axes, at once or inside a program. A spec is
-# enough where a mesh is known: inside `sjit`, or under `jax.set_mesh`. Elsewhere it takes a NamedSharding.
+# `jax.reshard` gives an array another sharding along Explicit axes, eagerly or inside a program. If a mesh is
+# set (inside `sjit`, or under `jax.set_mesh`), a spec is enough. Otherwise it takes a NamedSharding.
 
 # %%
 turned = helper.sjit(lambda x: jax.reshard(x, P('mp', 'dp')))(explicit_x)
@@ -126,9 +124,9 @@ print(jax.typeof(jax.reshard(explicit_x, NamedSharding(helper.mesh, P('mp')))))
 # %% [markdown]
 # ## Pictures
 #
-# `helper.visualize` draws which device holds which block, of one array or of a tree. With a rule it draws
-# what would be, so that nothing has to be placed. (`jax.debug.visualize_array_sharding` is for one array of
-# at most two dimensions.)
+# `helper.visualize` draws which device holds which block, of one array or of a tree. With a rule it draws the
+# resolved shardings, without placing anything. (`jax.debug.visualize_array_sharding` draws one array of at
+# most two dimensions.)
 
 # %%
 helper.visualize({'both axes': explicit_x, 'turned': turned})
@@ -143,9 +141,9 @@ helper.visualize(
 #
 # ## Propagation, in the types
 #
-# On Explicit axes, each operation works out the sharding of its result from the types of its arguments,
-# while JAX traces. So types can be printed in a program, and mistakes are errors with a line. New arrays
-# are replicated, unless `out_sharding` says otherwise, or they are made like another.
+# On Explicit axes, each operation computes the sharding of its result from the types of its arguments during
+# tracing. So you can print types in a program, and mistakes are errors with a line number. New arrays are
+# replicated, unless `out_sharding` is given or they are made like another array.
 
 
 # %%
@@ -167,13 +165,12 @@ row = helper.shard(np.ones(4, np.float32), P())
 result = program(explicit_x, row)
 
 # %% [markdown]
-# ## out_sharding, where there are several answers
+# ## out_sharding: resolving ambiguity
 #
-# Sometimes there is no one answer. A product that contracts a sharded dimension leaves a part of the sum on
-# each device: shall the sum be replicated, or scattered? In `x + x.T` each dimension is cut along `dp` in
-# one array and along `mp` in the other. After a `reshape`, what a device holds may be no block at all.
-# JAX does not guess: it raises an error. Products, `einsum`, `reshape`, gathers and others take
-# `out_sharding`.
+# Some results have no unique sharding. A product that contracts a sharded dimension leaves a part of the sum
+# on each device; the result may be replicated or scattered. In `x + x.T` each dimension is sharded over `dp`
+# in one array and over `mp` in the other. After a `reshape`, a device's data may not be a block at all. JAX
+# does not guess: it raises an error. Products, `einsum`, `reshape`, gathers and others take `out_sharding`.
 
 # %%
 w = helper.shard(np.ones((4, 8), np.float32), P('mp'))
@@ -205,9 +202,9 @@ for y in products(explicit_x, w):
 # %% [markdown]
 # ## grad, vmap and scan
 #
-# A gradient has the type of what it is the gradient of. Under `vmap` the mapped dimension keeps its axis,
-# though the function does not see it. The carry of `scan` has to keep its type, sharding included: if it
-# changes, reshard it.
+# A gradient has the type of its parameter. Under `vmap` the mapped dimension keeps its axis, though the
+# function does not see it. The carry of `scan` must keep its type, sharding included: if it changes, reshard
+# it.
 
 # %%
 print('gradient:', jax.typeof(helper.sjit(jax.grad(lambda x: (x**2).sum()))(explicit_x)))
@@ -241,10 +238,10 @@ print('the carry is brought back: ', jax.typeof(kept(explicit_x)))
 # %% [markdown]
 # ## Auto axes: the compiler's choice, and constraints
 #
-# On Auto axes types say nothing, and the compiler propagates shardings through the whole program, forwards
-# and backwards. Where it has to be told, a *constraint* tells it. `jax.lax.with_sharding_constraint` is for
-# Auto axes: on Explicit axes it only asserts what the type is, and there `jax.reshard` moves. scalax's
-# `with_sharding_constraint` does what each axis needs, so that a model with constraints runs on any mesh.
+# On Auto axes types contain no shardings, and the compiler propagates shardings through the whole program,
+# forwards and backwards. A *constraint* guides it. `jax.lax.with_sharding_constraint` is for Auto axes: on
+# Explicit axes it only asserts the type, and `jax.reshard` moves. scalax's `with_sharding_constraint` does
+# what each axis needs, so a model with constraints runs on any mesh.
 
 
 # %%
@@ -263,11 +260,11 @@ except AssertionError as error:
     print('AssertionError:', str(error).split('.')[0])
 
 # %% [markdown]
-# ## What a layout costs
+# ## The cost of a layout
 #
-# Where data lies otherwise than an operation needs it, the compiler inserts collectives. They are the price
-# of a layout, and should be known. `helper.plan` compiles a program without running it and lists them;
-# tests assert them with `scalax.testing.assert_collectives`.
+# If data has another sharding than an operation needs, the compiler inserts collectives: the cost of a
+# layout. `helper.plan` compiles a program without running it and lists them; tests assert them with
+# `scalax.testing.assert_collectives`.
 
 
 # %%
@@ -295,18 +292,18 @@ for name, specs in layouts.items():
     collectives(auto.plan(product, *auto.shard((a, a), specs)))
 
 # %% [markdown]
-# # Part 3: One device's view
+# # Part 3: Per-device code
 #
 # ## shard_map
 #
-# So far a program was about whole arrays. `shard_map` is the other view: a function of one device's blocks,
-# which says itself what is sent. `in_specs` say how arguments are cut, `out_specs` how the blocks of
-# results are put together. `helper.shard_map` takes rules where `jax.shard_map` takes specs, and reshards
-# arguments that lie otherwise.
+# So far programs computed on whole arrays. `shard_map` takes a function of one device's blocks, with explicit
+# communication. `in_specs` define how arguments are cut, `out_specs` how the blocks of results are joined.
+# `helper.shard_map` takes rules where `jax.shard_map` takes specs, and reshards arguments with other
+# shardings.
 #
-# Inside, the type of a block says along which mesh axes it *varies*: `{V:dp}` differs from device to device
-# along `dp`. What varies along an axis cannot be returned as if it were replicated along it: JAX checks
-# that.
+# Inside, the type of a block contains the mesh axes along which it *varies*: `{V:dp}` differs from device to
+# device along `dp`. A value that varies along an axis cannot be returned as replicated along it; JAX checks
+# this.
 
 
 # %%
@@ -332,12 +329,12 @@ except ValueError as error:
 # |---|---|---|
 # | `psum` | a block | the sum of all blocks |
 # | `all_gather(tiled=True)` | a block | all blocks, joined in one dimension (`tiled=False`: in a new one) |
-# | `psum_scatter(tiled=True)` | a block | its part of their sum; other systems say *reduce-scatter* |
-# | `all_to_all(tiled=True)` | a part of its block to each | the parts that are for it, joined |
+# | `psum_scatter(tiled=True)` | a block | its part of their sum; also called *reduce-scatter* |
+# | `all_to_all(tiled=True)` | a part of its block to each | the parts for it, joined |
 # | `ppermute` | a block to one other device | a block of another one |
 #
-# A `psum` is a `psum_scatter` followed by an `all_gather`. An `all_to_all` moves the cut from one dimension
-# to another.
+# A `psum` is a `psum_scatter` followed by an `all_gather`. An `all_to_all` moves the sharding from one
+# dimension to another.
 
 
 # %%
@@ -366,11 +363,11 @@ show(
 )
 
 # %% [markdown]
-# ## shard_map is a function like any other
+# ## shard_map composes with transformations
 #
 # It can be differentiated, mapped with `vmap` and scanned, from outside or inside. The transpose of a
-# `psum_scatter` is an `all_gather`, and so on: the collectives of the backward pass follow from those of
-# the forward pass. With `axis_names` only some mesh axes are *manual*; the others stay what they are.
+# `psum_scatter` is an `all_gather`, and so on: the collectives of the backward pass follow from those of the
+# forward pass. With `axis_names` only some mesh axes are *manual*; the others keep their types.
 
 # %%
 mean_square = helper.shard_map(
@@ -394,8 +391,8 @@ print(
 #
 # ## Axes of several types
 #
-# Each axis of a mesh has its own type. A type then mentions the Explicit axes, and the compiler keeps the
-# others. One dimension of an array may be cut along axes of one type only.
+# Each axis of a mesh has its own type. An array's type then contains the Explicit axes, and the compiler
+# decides about the others. A dimension of an array may be sharded over axes of one type only.
 
 # %%
 mixed = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=[AxisType.Explicit, AxisType.Auto])
@@ -403,10 +400,10 @@ mixed_x = mixed.shard(x, P('dp', 'mp'))
 print(mixed_x.sharding.spec, jax.typeof(mixed_x))
 
 # %% [markdown]
-# ## auto_axes: a part for the compiler
+# ## auto_axes: leaving part of a program to the compiler
 #
-# Inside `helper.auto_axes` Explicit axes are Auto: the compiler does what JAX has no answer for. On the way
-# out types need an answer again, which is `out_sharding`: a spec, a tree of specs, or rules.
+# Inside `helper.auto_axes` Explicit axes are Auto, so the compiler handles operations that JAX cannot
+# resolve. Results need types again, given by `out_sharding`: a spec, a tree of specs, or rules.
 # (`jax.sharding.auto_axes` is the same with specs, under `jax.set_mesh`.)
 
 
@@ -429,10 +426,10 @@ def half_auto(x):
 print('outside:', jax.typeof(half_auto(square)))
 
 # %% [markdown]
-# ## explicit_axes: a part with types
+# ## explicit_axes: types in part of a program
 #
-# The other way round, in a program over Auto axes. On the way in types need an answer, which is
-# `in_sharding`. On the way out they lose it: the compiler may do as it likes from there on.
+# The reverse, in a program over Auto axes. Arguments need types, given by `in_sharding`. Results lose theirs:
+# from there on the compiler decides.
 
 
 # %%
@@ -446,21 +443,21 @@ y = auto.sjit(typed)(a)
 print('outside:', jax.typeof(y), y.sharding.spec)
 
 # %% [markdown]
-# ## Where an array lies, and what its type says
+# ## The sharding of an array and of its type
 #
-# `.sharding` is where an array lies: all axes, and only arrays have it, not the values of a program that is
-# being traced. `jax.typeof(x).sharding` is what is known while tracing: Explicit axes alone. On Auto axes
-# the two differ.
+# `.sharding` is the sharding of a concrete array over all axes; values that are being traced do not have it.
+# `jax.typeof(x).sharding` is known during tracing, and has only the Explicit axes. On Auto axes the two
+# differ.
 
 # %%
 for name, each in {'Explicit': explicit_x, 'Auto': auto_x, 'dp Explicit, mp Auto': mixed_x}.items():
     print(f'{name:21} lies as {each.sharding.spec!s:17} has the type {jax.typeof(each).sharding.spec}')
 
 # %% [markdown]
-# ## FSDP, for real
+# ## FSDP in practice
 #
 # *Fully sharded data parallelism*: each device has a part of every parameter and of the batch. This is the
-# network, for one device. It names a place, `hidden`, and no mesh axis.
+# network, for one device. It names a value, `hidden`, and no mesh axis.
 
 
 # %%
@@ -496,11 +493,11 @@ batch = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
 on_one_device = jax.jit(train_step)(params, batch)
 
 # %% [markdown]
-# A rule for the parameters, a spec for the batch, and it runs on eight devices. Is it FSDP, where
-# parameters are gathered before each layer? Only the collectives say. Each parameter has 65,536 bytes. With
-# 32 rows, what is gathered has 8,192, as the batch has: rather than the parameters, the compiler sends all
-# rows to all devices. With 4,096 rows that would be more, and the parameters are sent. (A plan compiles and
-# does not run: shapes are enough.)
+# With a rule for the parameters and a spec for the batch, it runs on eight devices. The collectives show
+# whether this is FSDP, in which parameters are gathered before each layer. Each parameter has 65,536 bytes.
+# With 32 rows, the gathered arrays have 8,192 bytes, the size of the batch: instead of the parameters, the
+# compiler sends all rows to all devices. With 4,096 rows that would be more, and the parameters are sent. (A
+# plan compiles but does not run: shapes are enough.)
 
 # %%
 fsdp = MeshShardingHelper([-1], ['fsdp'])
@@ -512,10 +509,10 @@ for rows in (32, 4096):
     collectives(fsdp.plan(step, params, jax.ShapeDtypeStruct((rows, 64), np.float32)))
 
 # %% [markdown]
-# So as not to depend on such a choice, bind the place: the hidden values lie as the batch does. Then
-# parameters are gathered whatever the batch is, and what comes back are sums of gradients, of which each
-# device keeps its part. (The plan shows an all-reduce for these; of an all-reduce of which only a part is
-# kept, the compilers for TPUs and GPUs make a reduce-scatter.)
+# To avoid depending on such a choice, bind the name: the hidden values get the sharding of the batch. Then
+# parameters are gathered for any batch, and gradients are summed, with each device keeping its part. (The
+# plan shows an all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs
+# turn it into a reduce-scatter.)
 
 # %%
 step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})
@@ -528,12 +525,12 @@ collectives(fsdp.plan(step, params, batch))
 fsdp.visualize(stepped)
 
 # %% [markdown]
-# ## Tensor parallelism, for real
+# ## Tensor parallelism in practice
 #
-# Each device computes a part of each layer. `up` is cut by columns, so that the hidden values come out cut,
-# and nothing is sent: `gelu` works on each part by itself. `down` is cut by rows, along the dimension that
-# is contracted, so that each device has a part of the sum: *one* all-reduce a layer in the forward pass,
-# none between the two products.
+# Each device computes a part of each layer. `up` is sharded by columns, so the hidden values are sharded,
+# without communication: `gelu` works on each part by itself. `down` is sharded by rows, along the contracted
+# dimension, so each device has a part of the sum: *one* all-reduce per layer in the forward pass, none
+# between the two products.
 
 # %%
 tensor_parallel = TreePathShardingRule(('up', P(None, 'mp')), ('down', P('mp')))
@@ -547,9 +544,9 @@ print('as on one device:', same(stepped, on_one_device))
 collectives(auto.plan(step, params, batch))
 
 # %% [markdown]
-# The two go together: `tensor_parallel & FSDPShardingRule('dp')` fills the dimensions that tensor
-# parallelism left free. On Explicit axes the same program needs one `out_sharding`, at the product whose
-# sum is spread out:
+# The two combine: `tensor_parallel & FSDPShardingRule('dp')` fills the dimensions that tensor parallelism
+# left free. On Explicit axes the same program needs one `out_sharding`, at the product whose sum is
+# distributed:
 
 
 # %%
@@ -566,10 +563,9 @@ both = tensor_parallel & FSDPShardingRule('dp', min_fsdp_size=1024)
 print(jax.tree.map(lambda p: str(p.spec), auto.match_sharding_rule(both, params)))
 
 # %% [markdown]
-# ## From here
+# ## Next steps
 #
-# - [The guide](guide.md) has rules, `sjit` and data; [rules.md](rules.md) the layouts that people train
-#   with.
-# - `examples/ring_attention.py` and `examples/expert_parallel.py` are written with `helper.shard_map`:
-#   attention over sequences that no device holds whole, and experts that tokens travel to.
-# - [planning.md](planning.md): the same counts for hardware that is not here.
+# - [The guide](guide.md) covers rules, `sjit` and data; [rules.md](rules.md) common training layouts.
+# - `examples/ring_attention.py` and `examples/expert_parallel.py` use `helper.shard_map`: attention over
+#   sequences that no device holds whole, and experts that receive tokens from other devices.
+# - [planning.md](planning.md): the same counts for hardware you do not have.
