@@ -399,6 +399,8 @@ def test_dict():
         'counted': 'exactly',
         'bytes': F32,
         'networks': [],
+        'part': [],
+        'scattered': False,
         'source': {
             'annotation': '',
             'file': __file__,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._plan import plan_json
 from scalax._plan.collectives import KINDS, Collective
 from scalax._plan.flops import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of
@@ -19,13 +19,17 @@ from scalax._plan.memory import Buffer, Memory
 from scalax._plan.roofline import Roofline, Seconds, communication_of, devices_per_chip
 from scalax._plan.text import render
 from scalax._plan.torus import NETWORKS, Network, Place, places_on_torus
+from scalax._report import saved
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes
 from scalax._tree.specs import axis_sizes_text
+from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ReportDiff, ShardingReport
 
 _NO_WORK = Work()
+_MOST_DEVICES = 1 << 24
+_MOST_AXES = 32
 _CollectiveKey = tuple[str, tuple[str, ...], int]
 
 
@@ -76,6 +80,23 @@ class Plan:
     quick: bool = False
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.mesh.values())
+        if not 0 < size <= _MOST_DEVICES or len(self.mesh) > _MOST_AXES:
+            raise PlanError(f'mesh has {brief(size)} devices along {len(self.mesh)} axes')
+        if not 0 < self.devices <= size:
+            raise PlanError(f'devices are {self.devices}, and the mesh has {size}')
+        for row in self.collectives:
+            if not self.mesh.keys() >= set(row.axes) or any(device >= size for device in row.part):
+                raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
+        if self.places:
+            axes = {len(place.coords) for place in self.places}
+            if len(self.places) != size or len(axes) > 1 or max(axes) > _MOST_AXES:
+                raise PlanError(f'places are not one for each of {size} devices, of as many coordinates each')
+            longest = [max(axis) + 1 for axis in zip(*(place.coords for place in self.places), strict=True)]
+            if math.prod(longest) * (max(place.core for place in self.places) + 1) > _MOST_DEVICES:
+                raise PlanError('places are too far from one another')
 
     @property
     def fits(self) -> bool | None:
@@ -260,44 +281,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
-        return {
-            'name': self.name,
-            'mesh': dict(self.mesh),
-            'devices': self.devices,
-            'platform': self.platform,
-            'memory': {**dataclasses.asdict(self.memory), 'total': self.memory.total},
-            'fits': self.fits,
-            'quick': self.quick,
-            'refusal': self.refusal,
-            'buffers': [{**row._asdict(), 'source': row.source._asdict()} for row in self.buffers],
-            'flops': self.flops,
-            'flops_counted': self.flops_counted.value,
-            'model_flops': self.model_flops,
-            'work': {**dataclasses.asdict(self.work), 'counted': self.work.counted.value},
-            'device_kind': self.device_kind,
-            'places': [place._asdict() for place in self.places],
-            'inputs': self.inputs.to_dict(),
-            'outputs': self.outputs.to_dict(),
-            'collectives': [
-                {
-                    'kind': row.kind,
-                    'axes': list(row.axes),
-                    'group': row.group,
-                    'count': row.count,
-                    'counted': row.counted.value,
-                    'bytes': row.bytes,
-                    'source': row.source._asdict(),
-                    'networks': list(row.networks),
-                    **({'part': list(row.part)} if row.part else {}),
-                    **({'scattered': True} if row.scattered else {}),
-                }
-                for row in self.collectives
-            ],
-        }
+        fields = dataclasses.fields(self)
+        values: dict[str, Any] = {field.name: saved.plain(getattr(self, field.name)) for field in fields}
+        memory = {**values['memory'], 'total': self.memory.total}
+        return {**values, 'memory': memory, 'fits': self.fits}
 
     def to_json(self) -> str:
         """The plan as JSON: `to_dict` and a version; keep it beside a test, and compare."""
-        return plan_json.write(self.to_dict(), {'inputs': self.inputs, 'outputs': self.outputs})
+        return saved.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> Plan:
@@ -310,9 +301,8 @@ class Plan:
             DataError: this is not a plan, or one of another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
-            OSError: there is no such file, or it cannot be read.
         """
-        return plan_json.read(cls, text_or_path)
+        return saved.read(cls, text_or_path, 'plan')
 
     def diff(self, other: Plan) -> PlanDiff:
         """The changes in *other*, a later plan; false when nothing changed.

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from scalax._report import saved
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichTable, print_rich
 from scalax.explain._rows import (
@@ -124,25 +124,15 @@ class ShardingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
-        return {
-            'mesh': dict(self.mesh),
-            'bytes': self.bytes,
-            'bytes_per_device': self.bytes_per_device,
-            'replicated': {
-                'paths': list(self.replicated.paths),
-                'bytes': self.replicated.bytes,
-            },
-            'unused_rules': list(self.unused_rules),
-            'shadowed_rules': list(self.shadowed_rules),
-            'rows': [plain_row(row) for row in self.rows],
-        }
+        names = ('mesh', 'bytes', 'bytes_per_device', 'replicated', 'unused_rules', 'shadowed_rules', 'rows')
+        return {name: saved.plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
         """The report as JSON: `to_dict` and a version, a line for each leaf; for golden files.
 
         Keep it beside a test, and compare: ``ShardingReport.load(path).diff(report)``.
         """
-        return write(self.to_dict())
+        return saved.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> ShardingReport:
@@ -152,12 +142,11 @@ class ShardingReport:
             text_or_path: the JSON itself, or the path of a file of it.
 
         Raises:
-            DataError: this is no report, or one of another version, or the file cannot be read.
+            DataError: this is not a report, or one of another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
-            OSError: there is no such file, or it cannot be read.
         """
-        return cls(**read(text_or_path))
+        return saved.read(cls, text_or_path, 'report')
 
     def diff(self, other: ShardingReport) -> ReportDiff:
         """What is not the same in *other*, a later report; false when nothing changed.
