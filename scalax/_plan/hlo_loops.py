@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from scalax._plan.flops import Counted, loop_rounds
+from scalax._plan.formulas import Counted, at_least_one_round, loop_rounds
 from scalax._plan.hlo import Computation, Instruction, Module
 
 
@@ -37,9 +37,7 @@ def _calls(
 ) -> Iterator[tuple[str, int, Counted]]:
     """The computations that an instruction calls: (name, how often, how well that is known)."""
     if instruction.opcode == 'while':
-        trips = trip_count(module, computation, instruction)
-        known = Counted.AT_LEAST if trips is None else Counted.EXACTLY
-        rounds = 1 if trips is None else trips
+        rounds, known = at_least_one_round(trip_count(module, computation, instruction))
         yield from ((name, rounds, known) for name in instruction.called('body'))
         # The condition runs once more than the body.
         yield from ((name, rounds + 1, known) for name in instruction.called('condition'))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalax._plan.collectives import KINDS, Collective
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory

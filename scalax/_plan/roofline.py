@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scalax._plan.collectives import Collective, Kind
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from scalax._plan.collectives import Collective
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.memory import Buffer, Memory
 from scalax._plan.roofline import Roofline
 from scalax._plan.torus import Network, Place
