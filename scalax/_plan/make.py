@@ -179,8 +179,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own."""
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    leaves, treedef = jax.tree.flatten(structs)
-    known = treedef.unflatten(map(_sharding_of_leaf, shardings, leaves))
+    placed = map(_sharding_of_leaf, shardings, jax.tree.leaves(structs))
+    known = jax.tree.unflatten(jax.tree.structure(structs), placed)
     resolution = resolve(known, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
     # These are the dtypes on the devices. Outside of x64, reports show float64 as float32.
     with jax.enable_x64(True):

@@ -91,7 +91,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
         rows = [
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
-            # A rule of both params and their state sees the paths of the state nowhere.
+            # A rule used for both params and optimizer state does not see the paths of the state.
             if _key(rule) in outside and not (params and _is_of_state(answer))
         ]
         for number, pattern in enumerate(patterns):
@@ -99,7 +99,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             # The tables of the catalogue are for many models: most of their rows are idle in each.
             if (_key(rule), number) in used or text in catalogue.REGEXES:
                 continue
-            # Whom a parameter belongs to is not to be seen in the paths of a state, which may lack it too.
+            # The paths of a state do not show which parameter a leaf belongs to, and may lack parameters.
             mine = [path for path in params if re.search(pattern, path)]
             if any(not any(re.search(earlier, path) for earlier in patterns[:number]) for path in mine):
                 continue
@@ -107,8 +107,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             if not hits and not mine:
                 unused.append(text)
                 continue
-            # Arrays of one element are nobody's to decide about; and a nested rule may have been asked,
-            # and have had no answer.
+            # No rule decides about arrays of one element. A nested rule may have had no answer.
             others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
             if _nests(rule, number):
                 others = [answer for answer in others if _decided_before(rule, number, answer)]
@@ -130,7 +129,7 @@ def _decided_before(rule: ShardingRule, number: int, answer: Decision) -> bool:
 
 
 def _key(rule: ShardingRule) -> Any:
-    """What a rule is found by. One that holds a user's rule need not have a hash."""
+    """The rule as a key of a dict; one that holds a user's rule may have no hash, and is told by its id."""
     try:
         hash(rule)
     except TypeError:
@@ -144,7 +143,7 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
     for rule in rules:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
-                # Arrays of one element are nobody's to decide about.
+                # No rule decides about arrays of one element.
                 paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
                 for table, _ in _tables([section.rule]):
                     found.setdefault(_key(table), []).extend(paths)
@@ -161,7 +160,7 @@ def _tables(
 
     Args:
         rules: where to look.
-        within_states: whether those below an OptimizerStateShardingRule count.
+        within_states: whether to look below an OptimizerStateShardingRule.
     """
     found: dict[Any, tuple[ShardingRule, tuple[Any, ...]]] = {}
     for rule in rules:
