@@ -26,7 +26,7 @@ _INSPECT = (
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """Leaves that differ in numbers in their paths only.
+    """Leaves whose paths differ only in numbers.
 
     Attributes:
         name: their paths as one: ``layers/{0..79}/w``.
@@ -46,8 +46,8 @@ class Picture:
     """Leaves of one shape and sharding.
 
     Attributes:
-        members: which leaves these are.
-        blocks: who holds what of each of them.
+        members: the leaves.
+        blocks: the blocks of each of them, and the devices that hold them.
     """
 
     members: tuple[Member, ...]
@@ -68,7 +68,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     """A picture for each shape and sharding, in the order of the first leaf of each.
 
     Raises:
-        ShardingError: some leaves have no sharding that could be shown; all of them are named.
+        ShardingError: some leaves have no sharding that can be shown; names all of them.
     """
     tree = NamedTree.of(pytree)
     shardings = [_sharding(leaf) for leaf in tree.leaves]
@@ -108,14 +108,14 @@ def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) 
 
 
 def _layout(sharding: Hashable) -> Hashable:
-    """What is equal for shardings that say the same: ``P('x')`` and ``P('x', None)``."""
+    """A key that is equal for equivalent shardings, such as ``P('x')`` and ``P('x', None)``."""
     if isinstance(sharding, NamedSharding):
         return sharding.mesh, specs.canonical(sharding.spec), sharding.memory_kind
     return sharding
 
 
 def _sharding(leaf: Any) -> Sharding | specs.Fault:
-    """The sharding of a leaf, or why there is none to show."""
+    """The sharding of a leaf, or why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
         return specs.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
     traced = isinstance(leaf, jax.core.Tracer)
@@ -136,7 +136,7 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
 
 
 def _is_typed(sharding: Any) -> bool:
-    """Whether the type of a traced value says all about its sharding: all of its axes are Explicit."""
+    """Whether the type of a traced value determines its sharding: all mesh axes are Explicit."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
