@@ -1,4 +1,4 @@
-"""Plans: what a compiled step holds, moves and takes, as one value; and the difference of two."""
+"""Plans: memory, communication and time of a compiled step; and the difference of two plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.roofline import Roofline, Seconds, communication_of, devices_per_chip
+from scalax._plan.roofline import Roofline, Seconds, communication_of
 from scalax._plan.text import render
-from scalax._plan.torus import NETWORKS, Network, Place, places_on_torus
+from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
 from scalax._report import saved
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes
@@ -35,7 +35,7 @@ _CollectiveKey = tuple[str, tuple[str, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a compiled step holds, moves and takes; ``str()`` of it is a page of text.
+    """Memory, communication and time of a compiled step; ``str()`` of it is a page of text.
 
     `MeshShardingHelper.plan` makes one.
 
@@ -57,10 +57,10 @@ class Plan:
         device_kind: what JAX calls the devices.
         places: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
-            layout, which is close to the final one, and shardings are those that were asked for.
+            layout, which is close to the final one, and shardings are the requested ones.
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
-            for one that it made, and for quick plans.
-        buffers: what takes most of the memory at the peak, the largest first; for TPUs only.
+            if it fits, and for quick plans.
+        buffers: the largest arrays in memory at its peak, the largest first; for TPUs only.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Plan:
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
         """The bytes moved along mesh axes: axes -> kind of collective -> bytes of all executions.
 
-        Bytes are those of whole arrays, as in `Collective.bytes`.
+        Bytes are counted as in `Collective.bytes`.
         """
         totals: dict[tuple[str, ...], collections.Counter[str]] = {}
         for row in self.collectives:
@@ -142,8 +142,8 @@ class Plan:
         """How often collectives of a kind run in one call.
 
         Args:
-            kind: such as ``'all-gather'``.
-            axes: count only those along exactly these mesh axes (or this one).
+            kind: one of `KINDS`, such as ``'all-gather'``.
+            axes: count only collectives along exactly these mesh axes (or this one).
 
         Raises:
             ArgumentError: an unknown kind, or an axis that the mesh does not have.
@@ -246,17 +246,17 @@ class Plan:
         """The plan as text.
 
         Args:
-            width: the columns to use; those of the terminal by default.
+            width: the width in columns; that of the terminal by default.
         """
         return render(self, width)
 
     def _repr_html_(self) -> str:
-        from scalax._plan.page import render_fragment  # here, because few programs show pages or pictures
+        from scalax._plan.page import render_fragment  # here, because few programs show pages
 
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page of its own, which loads nothing and runs no script.
+        """Writes the plan as a page that loads nothing and runs no script.
 
         Args:
             path: the file to write.
@@ -354,14 +354,14 @@ class PlanDiff:
         return self.before.outputs.diff(self.after.outputs)
 
     def __bool__(self) -> bool:
-        return bool(self._numbers() or self.collectives or self.inputs or self.outputs)
+        return bool(self._changed_numbers() or self.collectives or self.inputs or self.outputs)
 
     def __str__(self) -> str:
         if not self:
             return visible(f'{self.after.name}: nothing changed')
         meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
         lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
-        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._numbers()]
+        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_numbers()]
         if self.collectives:
             lines += ['', 'collectives (times before -> after):']
             lines += [
@@ -373,7 +373,7 @@ class PlanDiff:
             lines += ['', f'{name}:', str(report)] if report else []
         return '\n'.join(lines)
 
-    def _numbers(self) -> list[tuple[str, str, str]]:
+    def _changed_numbers(self) -> list[tuple[str, str, str]]:
         """The numbers that changed, as text."""
         pairs = zip(_numbers(self.before), _numbers(self.after), strict=True)
         return [(name, old, new) for (name, old), (_, new) in pairs if old != new]

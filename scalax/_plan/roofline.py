@@ -63,8 +63,8 @@ class Communication:
     Attributes:
         network: ``'ici'`` inside a slice, ``'dcn'`` between slices, ``'chip'`` between the devices of a chip.
         axes: the mesh axes.
-        lines: the axes of the torus that these run along: which, how long, whether closed.
-        seconds: the time of all of it.
+        lines: the axes of the torus that they run along.
+        seconds: the total time.
     """
 
     network: Network
@@ -89,7 +89,7 @@ class Roofline:
         compute: seconds of computing.
         hbm: seconds of moving bytes between the memory and the cores of each device.
         communication: seconds of each network along each set of mesh axes, the longest first.
-        model_flops: the operations that the model needs, if the plan was told; else None.
+        model_flops: the operations that the model needs; None if unknown.
         counted: how well the counts behind these numbers are known.
     """
 
@@ -117,23 +117,23 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What takes longest: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
+        """The longest part: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
-        Mesh axes may share links. Of the axes on the busiest links, it is the one that uses them most.
+        If mesh axes share the busiest links, it is the one that uses them most.
         """
         return max(self._busy(), key=lambda pair: pair[1])[0]
 
     @property
     def mfu(self) -> float | None:
-        """The model's own operations as a part of the peak, if the step takes no more than its bound.
+        """The model's own operations as a part of the peak, if the step takes no longer than its bound.
 
-        None unless the plan was told them (`Plan.with_model_flops`), and for a step that takes no time.
+        None if the model's operations are unknown (see `Plan.with_model_flops`), or the step takes no time.
         """
         bound = self.step_seconds.bound
         return None if self.model_flops is None or not bound else self.model_flops / (self.peak * bound)
 
     def _busy(self) -> list[tuple[str, float]]:
-        """The seconds that each unit and each set of links is busy, under the name of its largest user."""
+        """The busy seconds of each unit and each set of links, under the name of its largest user."""
         users: dict[tuple[str, int], list[Communication]] = collections.defaultdict(list)
         for row in self.communication:  # the longest first
             for link in [line.axis for line in row.lines] or [0]:
@@ -169,13 +169,6 @@ def _line_text(line: Line) -> str:
     return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
-def devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
-    """The number that the devices report, else that of the hardware, else one."""
-    if any(place.coords for place in places):
-        return max(collections.Counter((place.slice, place.coords) for place in places).values())
-    return hardware.devices_per_chip or 1
-
-
 def communication_of(
     collectives: Sequence[Collective],
     mesh: Mapping[str, int],
@@ -199,7 +192,6 @@ def communication_of(
         return (), Counted.EXACTLY
     _require_torus(hardware, places, device_kind)
     torus = torus_of(places, hardware)
-    per_chip = devices_per_chip(places, hardware)
     routes: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
     total: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = {}
     counted = Counted.EXACTLY
@@ -207,7 +199,9 @@ def communication_of(
         counted = counted.along(row.counted)
         if (row.axes, row.part) not in routes:
             routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
-        for network, lines, seconds in _slowest(row, routes[row.axes, row.part], hardware, per_chip):
+        for network, lines, seconds in _slowest(
+            row, routes[row.axes, row.part], hardware, torus.devices_per_chip
+        ):
             key = network, row.axes, lines
             total[key] = total.get(key, 0.0) + row.count * seconds
     rows = (Communication(network, axes, lines, seconds) for (network, axes, lines), seconds in total.items())
