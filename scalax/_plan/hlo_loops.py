@@ -72,7 +72,7 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> int |
     start, stop = _initial(outside, loop, index), None
     if isinstance(bound, int):
         stop = bound
-    elif isinstance(bound, _StateElement) and _returned(body, bound) == bound:
+    elif isinstance(bound, _StateElement) and _element(body, _returned(body, bound)) == bound:
         stop = _initial(outside, loop, bound)
     return loop_rounds(start, stop, _increment(body, index))
 
@@ -117,16 +117,15 @@ def _initial(outside: Computation, loop: Instruction, element: _StateElement) ->
     return found if isinstance(found, int) else None
 
 
-def _returned(body: Computation, element: _StateElement) -> int | _StateElement | None:
+def _returned(body: Computation, element: _StateElement) -> str:
+    """The name of the instruction that makes an element for the next round."""
     root = body.instructions[body.root]
-    return _element(body, root.operands[element.index] if root.opcode == 'tuple' else root.name)
+    return root.operands[element.index] if root.opcode == 'tuple' else root.name
 
 
 def _increment(body: Computation, element: _StateElement) -> int | None:
     """The constant that a round adds to an element; None if it does not."""
-    root = body.instructions[body.root]
-    name = root.operands[element.index] if root.opcode == 'tuple' else root.name
-    instruction = body.instructions.get(name)
+    instruction = body.instructions.get(_returned(body, element))
     while instruction is not None and instruction.opcode in _FORWARDING:
         instruction = body.instructions.get(instruction.operands[0])
     if instruction is None or instruction.opcode != 'add':

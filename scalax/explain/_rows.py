@@ -150,11 +150,8 @@ def spec_text(row: ReportRow) -> str:
 
 def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
     """The lines of a table; without folding there is one for each row."""
-    if folded:
-        folds = fold((row.path, _all_but_path(row)) for row in rows)
-    else:
-        folds = [Fold((row.path,), index) for index, row in enumerate(rows)]
-    return [(item, rows[item.first]) for item in folds]
+    leaves = ((row.path, (_all_but_path(row), folded or index)) for index, row in enumerate(rows))
+    return [(item, rows[item.first]) for item in fold(leaves)]
 
 
 def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:

@@ -79,7 +79,11 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     ]
     if problems:
         raise _error(problems)
-    layouts = _numbered(tree.shapes, shardings)
+    known: dict[Hashable, int] = {}
+    layouts = [
+        known.setdefault((shape, _layout(sharding)), len(known))
+        for shape, sharding in zip(tree.shapes, shardings, strict=True)
+    ]
     dtypes = [str(leaf.dtype) for leaf in tree.leaves]
     groups: dict[int, list[Fold]] = {}
     for item in fold(zip(tree.paths, zip(layouts, dtypes, strict=True), strict=True)):
@@ -94,17 +98,6 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
         )
         pictures.append(Picture(members, blocks_of(sharding, tree.shapes[first])))
     return tuple(pictures)
-
-
-def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) -> list[int]:
-    """A number for each leaf, the same for leaves of one shape and sharding."""
-    # Trees have many leaves and few shardings, and those are slow to hash.
-    distinct = {id(sharding): sharding for sharding in shardings}
-    layouts: dict[Hashable, int] = {}
-    known = {key: layouts.setdefault(_layout(sharding), len(layouts)) for key, sharding in distinct.items()}
-    numbers: dict[tuple[tuple[int, ...], int], int] = {}
-    pairs = zip(shapes, (known[id(sharding)] for sharding in shardings), strict=True)
-    return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
 
 
 def _layout(sharding: Hashable) -> Hashable:
