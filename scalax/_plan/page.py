@@ -30,7 +30,7 @@ def render_fragment(plan: PlanView) -> str:
         _section('Memory of each device', _memory(plan)),
         _section('Seconds of one call', _times(plan)),
         _section('Collectives of one call', _collectives(plan)),
-        _section('Where mesh axes lie on the torus', _torus(plan)),
+        _section('Mesh axes on the torus', _torus(plan)),
     ]
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
 
@@ -45,7 +45,7 @@ def _section(heading: str, body: str) -> str:
 
 
 def _texts(lines: Sequence[str]) -> str:
-    return f'<div style="overflow-wrap: anywhere">{paragraphs(lines)}</div>'
+    return paragraphs(lines, 'overflow-wrap: anywhere')
 
 
 def _memory(plan: PlanView) -> str:

@@ -68,9 +68,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[
     return f'<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
-def paragraphs(lines: Iterable[str]) -> str:
-    """Lines of text, a paragraph each."""
-    return '\n'.join(f'<p>{escape(line)}</p>' for line in lines)
+def paragraphs(lines: Iterable[str], style: str = '') -> str:
+    """Lines of text, a paragraph each, perhaps with a style."""
+    start = f'<p style="{style}">' if style else '<p>'
+    return '\n'.join(f'{start}{escape(line)}</p>' for line in lines)
 
 
 def still_page(title: str, body: str) -> str:

@@ -38,6 +38,16 @@ def human_bytes(count: int) -> str:
     return f'{size:.1f} TiB'
 
 
+def array_text(dtype: str, shape: Sequence[int]) -> str:
+    """An array type as tables show it.
+
+    Example:
+        >>> array_text('float32', (8, 16))
+        'float32[8,16]'
+    """
+    return f'{dtype}[{",".join(map(str, shape))}]'
+
+
 def terminal_width(width: int | None) -> int:
     """The width of a table in columns: *width*, or that of the terminal; at least 60.
 

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import array_text, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import checked_flag, plural
-from scalax.explain._rows import ReportRow, array_text, folded_path, spec_text
+from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
@@ -159,11 +159,11 @@ def _cells(diff: ReportDiff, folded: bool) -> list[tuple[str, ...]]:
     return cells
 
 
-def _sides(before: ReportRow | None, after: ReportRow | None) -> tuple[str, str]:
+def _sides(before: ReportRow | None, after: ReportRow | None) -> list[str]:
     """A leaf before and after: its spec, with its array if that changed."""
-    changed = before and after and array_text(before) != array_text(after)
-    old, new = (
-        '' if row is None else f'{array_text(row)} {spec_text(row)}' if changed else spec_text(row)
-        for row in (before, after)
-    )
-    return old, new
+    changed = len({(row.dtype, row.shape) for row in (before, after) if row}) > 1
+    texts = []
+    for row in (before, after):
+        array = f'{array_text(row.dtype, row.shape)} ' if row and changed else ''
+        texts.append(f'{array}{spec_text(row)}' if row else '')
+    return texts

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import human_bytes
+from scalax._report.tables import array_text, human_bytes
 from scalax._util.folding import MOST_RUNS, Fold, runs
 from scalax.errors import plural
-from scalax.explain._rows import HEADS, Line, array_text, cells_of, spec_text
+from scalax.explain._rows import HEADS, Line, cells_of, spec_text
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def data(
     values = [
         [
             _path(fold),
-            *map(number_of, (array_text(row), spec_text(row), row.rule, row.reason)),
+            *map(number_of, (array_text(row.dtype, row.shape), spec_text(row), row.rule, row.reason)),
             row.bytes,
             row.bytes_per_device,
             int(row.is_replicated),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from scalax._report.pages import visible
-from scalax._report.tables import fits, human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import array_text, fits, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text, text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import plural
@@ -135,11 +135,6 @@ def folded_path(item: Fold) -> str:
     return visible(item.short_name(MOST_RUNS)) or '(leaf)'
 
 
-def array_text(row: ReportRow, count: int = 1) -> str:
-    """The array of a row, and how many of them: ``80 x float32[8,16]``."""
-    return f'{times(count)}{row.dtype}[{",".join(map(str, row.shape))}]'
-
-
 def spec_text(row: ReportRow) -> str:
     """The spec of a row, and its memory where that is not the default one."""
     # A spec with reduced axes is shown in full.
@@ -157,7 +152,13 @@ def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
 def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
     """The cells of a line."""
     size = human_bytes(row.bytes_per_device * item.count)
-    return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
+    return (
+        folded_path(item),
+        f'{times(item.count)}{array_text(row.dtype, row.shape)}',
+        spec_text(row),
+        size,
+        row.why,
+    )
 
 
 def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:

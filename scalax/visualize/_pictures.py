@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
+from scalax._report.tables import array_text
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
-from scalax._util.folding import Fold, fold, times
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import Problem, ShardingError, plural, shown
-from scalax.explain._rows import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
@@ -154,8 +154,7 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
     return ShardingError(problems, message='\n'.join(lines))
 
 
-def array_text(picture: Picture, member: Member) -> str:
+def member_text(picture: Picture, member: Member) -> str:
     """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
-    shape = ','.join(map(str, picture.blocks.shape))
     name = f'{member.name}: ' if member.name else ''
-    return f'{name}{times(member.count)}{member.dtype}[{shape}]'
+    return f'{name}{times(member.count)}{array_text(member.dtype, picture.blocks.shape)}'

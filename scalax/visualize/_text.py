@@ -22,7 +22,7 @@ from scalax.visualize._panels import (
     picked,
     writings,
 )
-from scalax.visualize._pictures import Picture, array_text
+from scalax.visualize._pictures import Picture, member_text
 
 MOST_PICTURES = 50
 _MOST_MEMBERS = 8
@@ -43,7 +43,7 @@ def render_text(pictures: Sequence[Picture], width: int | None) -> str:
 
 def arrays_texts(picture: Picture) -> list[str]:
     """The arrays of a picture, a line for each kind."""
-    lines = [array_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
+    lines = [member_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
     rest = sum(member.count for member in picture.members[_MOST_MEMBERS:])
     if rest:
         lines.append(f'... and {plural(rest, "more array", "more arrays")} with this sharding')

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._report.pages import escape, still_page
+from scalax._report.pages import paragraphs, still_page
 from scalax._report.svg import FONT, Drawn, below, document, text_lines
 from scalax._report.tables import wrapped
 from scalax.visualize._panels import dimension_texts
@@ -47,7 +47,7 @@ class Visualization:
 
     def _repr_html_(self) -> str:
         figures = [_figure(picture, self.pictures) for picture in self.pictures[:MOST_PICTURES]]
-        last = _paragraphs(closing(self.pictures), 'opacity: 0.75')
+        last = paragraphs(closing(self.pictures), f'{_TEXT}; opacity: 0.75')
         return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
@@ -115,15 +115,13 @@ def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
         f'display: block; width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
     )
     svg = document(drawn, _label(picture), style)
-    names = ''.join(
-        f'<p style="{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px">{escape(line)}</p>'
-        for line in arrays_texts(picture)
-    )
+    bold = f'{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px'
     return (
-        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">{names}'
-        f'{_paragraphs([placement_text(picture), _dimensions(picture)])}</figcaption>'
+        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">'
+        f'{paragraphs(arrays_texts(picture), bold)}'
+        f'{paragraphs([placement_text(picture), _dimensions(picture)], _TEXT)}</figcaption>'
         f'<div style="overflow-x: auto">{svg}</div>'
-        f'{_paragraphs(notes(picture, pictures), "margin-top: 8px; opacity: 0.75")}</figure>'
+        f'{paragraphs(notes(picture, pictures), f"{_TEXT}; margin-top: 8px; opacity: 0.75")}</figure>'
     )
 
 
@@ -147,7 +145,3 @@ def _label(picture: Picture) -> str:
 
 def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
     return text_lines(wrapped(lines, MOST_LINE), weight)
-
-
-def _paragraphs(lines: Iterable[str], style: str = '') -> str:
-    return ''.join(f'<p style="{_TEXT}; {style}">{escape(line)}</p>' for line in lines if line)
