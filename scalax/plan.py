@@ -1,4 +1,4 @@
-"""Plans: what a compiled step will hold, send and take, before any run; and the search for the best mesh."""
+"""Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
 
 from scalax._plan.collectives import KINDS, Collective
 from scalax._plan.flops import Flops, count_flops

@@ -1,12 +1,12 @@
 """Floating-point operations of a function, counted in its jaxpr with loops multiplied out.
 
-A jaxpr is the whole step before it is partitioned: forward, backward, and what ``jax.checkpoint`` recomputes
-are all written out in it, and the lengths of scans are known. (The compiler's ``cost_analysis()`` counts the
-body of a loop once.) Results that nobody uses are not counted, because compilers remove them.
+A jaxpr is the whole step before partitioning. It contains the forward and the backward pass and everything
+that ``jax.checkpoint`` recomputes, and the lengths of scans are known. (The compiler's ``cost_analysis()``
+counts the body of a loop once.) Unused results are not counted, because compilers remove them.
 
-A multiplication and an addition are two operations, as everywhere in the field: a product of M x K and
-K x N matrices takes 2 M N K. Counted are matrix products, convolutions and FFTs. Elementwise operations and
-reductions are not: they run on other units, and the peak of hardware is that of its matrix units.
+A multiplication and an addition are two operations: a product of M x K and K x N matrices takes 2 M N K.
+Matrix products, convolutions and FFTs are counted. Elementwise operations and reductions are not: they run
+on other units, and the peak of hardware is that of its matrix units.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CALLS = {
 }
 # Primitives that hold a jaxpr of scalars, such as the sum of a reduction.
 _REDUCERS = ('reduce', 'scatter', 'select_and_scatter', 'select_and_gather')
-# Primitives whose operations are not counted here: other computations with matrices, and code of others.
+# Primitives whose operations are not counted: other computations with matrices, and external code.
 _UNCOUNTED = frozenset(
     {
         *('cholesky', 'cholesky_update', 'eig', 'eigh', 'hessenberg', 'householder_product', 'lu', 'qr'),
@@ -60,7 +60,7 @@ class Flops:
     """Floating-point operations of one call, on all devices together.
 
     Attributes:
-        count: how many: those of matrix products, convolutions and FFTs.
+        count: the operations of matrix products, convolutions and FFTs.
         counted: how well that is known: AT_LEAST if the length of a loop depends on data, or if something
             runs whose operations cannot be counted; AT_MOST if branches differ (the largest counts).
     """
@@ -69,7 +69,7 @@ class Flops:
     counted: Counted = Counted.EXACTLY
 
     def __add__(self, other: Flops) -> Flops:
-        # Zero is exact, even if it is not known how often it runs.
+        # Zero is exact, even if the number of executions is not known.
         mine, theirs = (Counted.EXACTLY if part._is_none else part.counted for part in (self, other))
         return Flops(self.count + other.count, mine.along(theirs))
 
@@ -152,7 +152,7 @@ class _Counter:
         flops = sum(map(self._all_of, inner), _NONE)
         if name.startswith(_REDUCERS):
             return flops, every
-        # An unknown primitive: how often it runs its jaxprs is not known; a single one runs at least once.
+        # An unknown primitive runs its jaxprs an unknown number of times; a single one at least once.
         counted = Counted.AT_LEAST if len(inner) == 1 else Counted.UNKNOWN
         return flops.times(1, counted), every
 
@@ -178,7 +178,7 @@ class _Counter:
         carried = _leading(equation.outvars, body.outvars)
         stacked = _leading(equation.invars[::-1], body.invars[::-1], alike=False)
         constants = len(body.invars) - carried - stacked
-        while True:  # the state that a round needs has to come out of the previous round
+        while True:  # state that a round needs has to be a result of the previous round
             flops, needed = self.jaxpr(body, live)
             state = needed[constants : constants + carried]
             grown = tuple(map(any, zip(state, live, strict=False))) + live[carried:]
@@ -203,7 +203,7 @@ class _Counter:
 
 
 def _leading(outside: Sequence[Any], inside: Sequence[Any], alike: bool = True) -> int:
-    """How many variables, from the first on, have the same rank outside and inside a scan (or another one).
+    """The number of leading variables with the same rank outside and inside a scan (or with another rank).
 
     Carried state keeps its rank; stacked arrays have one dimension more outside.
     """

@@ -12,8 +12,8 @@ import numpy as np
 class Counted(enum.Enum):
     """How well a number of executions is known.
 
-    EXACTLY; AT_LEAST: inside a loop whose length depends on data, counted as one round; AT_MOST: inside
-    one branch of several.
+    AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside one branch of
+    several. UNKNOWN: both.
     """
 
     EXACTLY = 'exactly'

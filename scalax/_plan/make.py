@@ -69,8 +69,8 @@ def make_plan(
         traced = function.trace(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
-            f'Thus there is no plan of {name!r}: a plan is made without values. Make what decides a static '
-            'argument (static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
+            'argument (static_argnames), or use jax.lax.cond or jnp.where'
         )
         raise
     lowered = traced.lower()

@@ -1,7 +1,7 @@
 """The roofline of a step: seconds of computing, of memory and of each network, on some hardware.
 
-Every time has a *bound*, which cannot be beaten even if everything overlaps, and an *estimate* of what it
-takes if nothing overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
+Every time has a *bound*, the least time if everything overlaps, and an *estimate*, the time if nothing
+overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
 
 The time of a collective: V is the bytes of the whole (gathered) array of one group, N its devices, w the
 one-way bandwidth of a link, and hop the least time from one chip to the next
@@ -11,8 +11,8 @@ one-way bandwidth of a link, and hop the least time from one chip to the next
   hop * (half of each ring + the whole of each line). Where nothing is a ring, a chip receives only what it
   lacks: V (N - 1) / N. See the book's problems "AllGather time" and "AllGather latency".
 - all-reduce: twice that.
-- all-to-all: what has to cross the middle of the longest axis: a quarter of V each way. On one ring that is
-  a quarter of an all-gather.
+- all-to-all: a quarter of V crosses the middle of the longest axis each way. On one ring that takes a quarter
+  of an all-gather.
 - collective-permute: each device sends its part to a neighbour, over one link.
 
 Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.

@@ -72,20 +72,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('python -m scalax', description='Know before you run.', epilog=_EPILOG)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-    plan = _command(commands, 'plan', 'what a step holds, sends and takes', _PLAN)
-    plan.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
+    plan = _command(commands, 'plan', 'memory, communication and time of a step', _PLAN)
+    plan.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
     _add_mesh(plan)
     plan.add_argument(
         '--quick',
         action='store_true',
-        help='seconds instead of minutes: no code is made, and memory is that of the layout',
+        help='seconds instead of minutes: makes no code; memory is that of the layout',
     )
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
     plan.add_argument('--html', type=_page, metavar='OUT.html', help='also write the plan as a page')
     plan.set_defaults(run=_commands.plan)
 
-    search = _command(commands, 'search', 'which mesh is best for a step', _SEARCH)
-    search.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
+    search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
+    search.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
     search.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
     search.add_argument(
@@ -104,18 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         '--html', type=_page, metavar='OUT.html', help='write the plan of the best mesh as a page'
     )
-    search.add_argument('--json', action='store_true', help='print what was found as JSON')
+    search.add_argument('--json', action='store_true', help='print the result as JSON')
     search.set_defaults(run=_commands.search)
 
-    explain = _command(commands, 'explain', 'which sharding each leaf gets, and why', _EXPLAIN)
-    explain.add_argument('function', metavar='FILE.py:make_state', help='what makes the tree and its rules')
+    explain = _command(commands, 'explain', 'the sharding of each leaf, and why', _EXPLAIN)
+    explain.add_argument(
+        'function', metavar='FILE.py:make_state', help='the function that makes the tree and its rules'
+    )
     _add_mesh(explain)
     explain.add_argument('--json', action='store_true', help='print the report as JSON')
     explain.set_defaults(run=_commands.explain)
 
-    topologies = _command(
-        commands, 'topologies', 'which TPU slices are known', 'TPU slices, and their chips.'
-    )
+    topologies = _command(commands, 'topologies', 'the known TPU slices', 'TPU slices, and their chips.')
     topologies.set_defaults(run=_commands.topologies)
     return parser
 
