@@ -84,7 +84,7 @@ def test_missing_numbers_are_named():
     with pytest.raises(PlanError) as error:
         Hardware('mine').need('name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline')
     assert str(error.value) == (
-        "a roofline needs 3 numbers that the hardware 'mine' does not have: flops_per_second, hbm_bytes, "
+        "a roofline needs numbers that the hardware 'mine' does not have: flops_per_second, hbm_bytes, "
         'torus_axes. Add them: dataclasses.replace(hardware, flops_per_second=..., hbm_bytes=..., '
         'torus_axes=...)'
     )

@@ -116,8 +116,8 @@ def test_without_numbers_of_the_hardware():
     # Nor is the reason kept back in text, of devices that have a roofline elsewhere.
     made = dataclasses.replace(plan(), device_kind='TPU7x')
     assert (
-        "no roofline: a roofline of communication along a torus needs a number that the hardware 'tpu7x' "
-        'does not have: ring_multiple. Add it: dataclasses.replace(hardware, ring_multiple=...)'
+        "no roofline: a roofline of communication along a torus needs numbers that the hardware 'tpu7x' "
+        'does not have: ring_multiple. Add them: dataclasses.replace(hardware, ring_multiple=...)'
     ) in str(made).splitlines()
 
 

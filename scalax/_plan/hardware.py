@@ -51,8 +51,8 @@ class Hardware:
         >>> mine.need('ici_bytes_per_second', 'hop_seconds', for_='communication')
         Traceback (most recent call last):
             ...
-        scalax.errors.PlanError: communication needs a number that the hardware 'mine' does not have: \
-ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second=...)
+        scalax.errors.PlanError: communication needs numbers that the hardware 'mine' does not have: \
+ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_second=...)
     """
 
     name: str
@@ -105,12 +105,10 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
         """
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
-            a_number = 'a number' if len(missing) == 1 else f'{len(missing)} numbers'
-            them = ', '.join(f'{name}=...' for name in missing)
+            given = ', '.join(f'{name}=...' for name in missing)
             raise PlanError(
-                f'{for_} needs {a_number} that the hardware {self.name!r} does not have: '
-                f'{", ".join(missing)}. Add {"it" if len(missing) == 1 else "them"}: '
-                f'dataclasses.replace(hardware, {them})'
+                f'{for_} needs numbers that the hardware {self.name!r} does not have: {", ".join(missing)}. '
+                f'Add them: dataclasses.replace(hardware, {given})'
             )
 
 
