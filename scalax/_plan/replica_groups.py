@@ -88,9 +88,10 @@ def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
     if order is not None:
         found = _ORDER.match(order)
         ids = np.array(_integers(order)) if found is None else _order(_integers(found[1]), found[2])
-    # A position is the sum over axes of index times step. The devices of a group agree in the rest of that sum,
-    # without the named axes.
-    strides = dict(zip(mesh, np.cumprod([1, *reversed(mesh.values())])[-2::-1].tolist(), strict=True))
+    # A position is the sum over axes of index times stride. The devices of a group agree in the rest of that
+    # sum, without the named axes.
+    sizes_of_axes = list(mesh.values())
+    strides = {name: math.prod(sizes_of_axes[number + 1 :]) for number, name in enumerate(mesh)}
     rest, member, count = position, np.zeros_like(position), 1
     for name, _, before, part in _AXIS.findall(named):
         size = int(part or mesh[name])
