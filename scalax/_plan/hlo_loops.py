@@ -94,7 +94,8 @@ def _element(computation: Computation, operand: str) -> int | _StateElement | No
     if instruction is None:
         return None
     if instruction.opcode == 'constant':
-        return _integer(instruction.operands[0])
+        digits = instruction.operands[0].strip()
+        return int(digits) if digits.removeprefix('-').isdigit() else None
     if instruction.opcode == 'parameter':
         return _StateElement(int(element or 0))
     if instruction.opcode == 'get-tuple-element':
@@ -133,8 +134,3 @@ def _increment(body: Computation, element: _StateElement) -> int | None:
     parts = [_element(body, operand) for operand in instruction.operands]
     steps = [part for part in parts if isinstance(part, int)]
     return steps[0] if element in parts and len(steps) == 1 else None
-
-
-def _integer(text: str) -> int | None:
-    digits = text.strip()
-    return int(digits) if digits.lstrip('-').isdigit() else None

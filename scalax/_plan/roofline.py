@@ -294,7 +294,7 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
     hop = hardware.hop_seconds
     if kind == 'collective-permute':
         way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
-        return max(hop * min(line.stride for line in route.lines), whole / _group_size(route) / (link * way))
+        return max(hop * min(line.stride for line in route.lines), whole / route.size / (link * way))
     least = hop * sum(line.hops for line in route.lines)
     if kind in _EXCHANGES:
         box = math.prod(line.length for line in route.lines)
@@ -307,7 +307,7 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
 
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
     hardware.need('ici_bytes_per_second', for_=_FOR)
-    moved = _lacking(kind, whole, route.devices, _group_size(route))
+    moved = _lacking(kind, whole, route.devices, route.size)
     return max(hardware.hop_seconds, moved / (hardware.ici_bytes_per_second or 1))
 
 
@@ -315,7 +315,7 @@ def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, 
     hardware.need('dcn_bytes_per_second', 'chips_per_host', for_='a roofline of communication between slices')
     share = (hardware.dcn_bytes_per_second or 1) / ((hardware.chips_per_host or 1) * per_chip)
     part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
-    return _lacking(kind, part, route.slices, _group_size(route)) / share
+    return _lacking(kind, part, route.slices, route.size) / share
 
 
 def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
@@ -324,8 +324,3 @@ def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
         return whole / devices
     lacking = whole * (parts - 1) / parts
     return lacking / devices if kind in _EXCHANGES else lacking
-
-
-def _group_size(route: Route) -> int:
-    """The number of devices of a group."""
-    return route.slices * route.devices

@@ -188,6 +188,11 @@ class Route:
     lines: tuple[Line, ...]
     crowd: int = 1
 
+    @property
+    def size(self) -> int:
+        """The number of devices of the group."""
+        return self.slices * self.devices
+
 
 @dataclasses.dataclass(frozen=True)
 class Torus:

@@ -92,7 +92,7 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
             # A rule used for both params and optimizer state does not see the paths of the state.
-            if _key(rule) in outside and not (params and _is_of_state(answer))
+            if _key(rule) in outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
         ]
         for number, pattern in enumerate(patterns):
             text = str(getattr(pattern, 'pattern', pattern))
@@ -109,19 +109,12 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
                 continue
             # No rule decides about arrays of one element. A nested rule may have had no answer.
             others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
-            if _nests(rule, number):
+            nests = isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
+            if nests:
                 others = [answer for answer in others if _decided_before(rule, number, answer)]
             if others or mine:
                 shadowed.append(text)
     return unused, shadowed
-
-
-def _is_of_state(answer: Decision) -> bool:
-    return OptimizerStateShardingRule.__name__ in answer.origin
-
-
-def _nests(rule: ShardingRule, number: int) -> bool:
-    return isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
 
 
 def _decided_before(rule: ShardingRule, number: int, answer: Decision) -> bool:

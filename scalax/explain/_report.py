@@ -175,7 +175,8 @@ class ShardingReport:
             ShardingError: one of these does not hold; names the leaves or rules.
             ArgumentError: *max_replicated_bytes* is not a number of bytes.
         """
-        if max_replicated_bytes is not None and not _is_size(max_replicated_bytes):
+        most = 0 if max_replicated_bytes is None else max_replicated_bytes
+        if not isinstance(most, numbers.Real) or isinstance(most, bool) or not most >= 0:
             raise ArgumentError(
                 f'max_replicated_bytes is a number of bytes, 0 or more, got {max_replicated_bytes!r}: '
                 '10 MiB are 10 * 2**20'
@@ -209,7 +210,3 @@ def _largest_replicated(rows: Sequence[ReportRow]) -> list[str]:
         row, times = whole[item.first], f'{item.count} x ' if item.count > 1 else ''
         lines.append(f'{folded_path(item)}: {times}{row.bytes:,} bytes ({row.why})')
     return lines
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= 0

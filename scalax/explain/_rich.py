@@ -96,35 +96,20 @@ def _cells(
 
 
 def _styled(head: str, text: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
+    """The text of a cell in the colours of its column."""
     from rich.text import Text
 
-    if head == 'path':
-        return _path_text(text)
-    if head == 'spec':
-        return _spec_text(text, row, mesh)
+    if head == 'path':  # the part that many leaves share is dimmed
+        shared = text.rfind('}') + 1
+        return Text.assemble((text[:shared], 'dim'), text[shared:])
+    if head == 'spec' and not row.is_replicated and row.spec is not None:
+        colored = Text(text)
+        for number, name in enumerate(mesh):
+            colored.highlight_regex(re.escape(repr(name)), _AXES[number % len(_AXES)])
+        return colored
+    spec = _WARN if row.is_replicated else 'italic dim'
     bar = _WARN if row.is_replicated else 'blue'
-    return Text(text, {'array': 'dim', 'rule': 'dim', _BAR_HEAD: bar}.get(head, ''))
-
-
-def _path_text(path: str) -> Text:
-    """A path; the part that many leaves share is dimmed."""
-    from rich.text import Text
-
-    shared = path.rfind('}') + 1
-    return Text.assemble((path[:shared], 'dim'), path[shared:])
-
-
-def _spec_text(spec: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
-    from rich.text import Text
-
-    if row.is_replicated:
-        return Text(spec, _WARN)
-    if row.spec is None:
-        return Text(spec, 'italic dim')
-    text = Text(spec)
-    for number, name in enumerate(mesh):
-        text.highlight_regex(re.escape(repr(name)), _AXES[number % len(_AXES)])
-    return text
+    return Text(text, {'spec': spec, 'array': 'dim', 'rule': 'dim', _BAR_HEAD: bar}.get(head, ''))
 
 
 def _bar(share: float) -> str:
