@@ -69,18 +69,28 @@ def panels(blocks: Blocks, most_rows: int, most_columns: int, *, upright: bool =
         upright: whether a single dimension is drawn as a column.
     """
     across, down, through = _directions(blocks, upright)
-    rows = picked(_parts(blocks, down), most_rows)
-    columns = picked(_parts(blocks, across), most_columns)
-    if through is None:
-        return [_panel(blocks, {}, '', (down, rows), (across, columns))]
-    parts = blocks.dimensions[through].ranges
+    rows, columns = _side(blocks, down, most_rows), _side(blocks, across, most_columns)
+
+    def cell(*parts: int | None) -> Cell | None:
+        if None in parts:
+            return None
+        at = dict(zip((down, across, through), parts, strict=True))
+        index = tuple(at.get(dim) or 0 for dim in range(len(blocks.dimensions)))
+        return Cell(index, blocks.at(index))
+
     found: list[Panel | str] = []
-    for part in picked(len(parts), MOST_PANELS):
+    for part, label in _side(blocks, through, MOST_PANELS):
         if part is None:
-            found.append(f'... {left_out(len(parts), MOST_PANELS)} ...')
+            found.append(f'... {label} ...')
             continue
-        title = f'dim {through} = {range_text(parts[part])}'
-        found.append(_panel(blocks, {through: part}, title, (down, rows), (across, columns)))
+        found.append(
+            Panel(
+                '' if through is None else f'dim {through} = {label}',
+                tuple(label for _, label in rows),
+                tuple(label for _, label in columns),
+                tuple(tuple(cell(row, column, part) for column, _ in columns) for row, _ in rows),
+            )
+        )
     return found
 
 
@@ -99,43 +109,15 @@ def _directions(blocks: Blocks, upright: bool) -> tuple[int | None, int | None, 
     return last[-1], last[-2], last[-3]
 
 
-def _parts(blocks: Blocks, dim: int | None) -> int:
-    return 1 if dim is None else len(blocks.dimensions[dim].ranges)
-
-
-def left_out(count: int, most: int) -> str:
-    """The number of things that `picked` leaves out, as text."""
-    return f'{count - most + 1} more'
-
-
-def _panel(
-    blocks: Blocks,
-    fixed: dict[int | None, int],
-    title: str,
-    down: tuple[int | None, list[int | None]],
-    across: tuple[int | None, list[int | None]],
-) -> Panel:
-    def cell(row: int | None, column: int | None) -> Cell | None:
-        if row is None or column is None:
-            return None
-        parts: dict[int | None, int] = {**fixed, down[0]: row, across[0]: column}
-        index = tuple(parts.get(dim, 0) for dim in range(len(blocks.dimensions)))
-        return Cell(index, blocks.at(index))
-
-    return Panel(
-        title,
-        _labels(blocks, *down),
-        _labels(blocks, *across),
-        tuple(tuple(cell(row, column) for column in across[1]) for row in down[1]),
-    )
-
-
-def _labels(blocks: Blocks, dim: int | None, parts: Sequence[int | None]) -> tuple[str, ...]:
+def _side(blocks: Blocks, dim: int | None, most: int) -> list[tuple[int | None, str]]:
+    """The parts of a dimension that are shown, with their labels; one without label if there is none."""
     if dim is None:
-        return ('',) * len(parts)
+        return [(0, '')]
     ranges = blocks.dimensions[dim].ranges
-    more = left_out(len(ranges), len(parts))
-    return tuple(more if part is None else range_text(ranges[part]) for part in parts)
+    return [
+        (part, f'{len(ranges) - most + 1} more' if part is None else range_text(ranges[part]))
+        for part in picked(len(ranges), most)
+    ]
 
 
 # --- Texts ----------------------------------------------------------------------------------------
