@@ -150,7 +150,7 @@ _CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': 
 _SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
 _V3: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 32, 'devices_per_chip': 2, 'chips_per_host': 8}
 _7X: dict[str, Any] = {'torus_axes': 3, 'devices_per_chip': 2, 'chips_per_host': 4}
-_V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are taken not to close'}
+_V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are assumed not to close'}
 _7X_SOURCES = {
     'flops_per_second': _GOOGLE_7X,
     'hbm_bytes_per_second': _GOOGLE_7X,

@@ -85,19 +85,19 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     shadowed: list[str] = []
     given = jax.tree.leaves(rules, is_leaf=is_rule)
     of_params = _parameters(given)
-    outside = {_key(rule) for rule, _ in _tables(given, within_states=False)}
-    for rule, patterns in _tables(given):
-        params = of_params.get(_key(rule), [])
+    outside = _tables(given, within_states=False)
+    for key, (rule, patterns) in _tables(given).items():
+        params = of_params.get(key, [])
         rows = [
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
             # A rule used for both params and optimizer state does not see the paths of the state.
-            if _key(rule) in outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
+            if key in outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
         ]
         for number, pattern in enumerate(patterns):
             text = str(getattr(pattern, 'pattern', pattern))
             # The tables of the catalogue are for many models: most of their rows are idle in each.
-            if (_key(rule), number) in used or text in catalogue.REGEXES:
+            if (key, number) in used or text in catalogue.REGEXES:
                 continue
             # The paths of a state do not show which parameter a leaf belongs to, and may lack parameters.
             mine = [path for path in params if re.search(pattern, path)]
@@ -107,18 +107,19 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             if not hits and not mine:
                 unused.append(text)
                 continue
+            nested = isinstance(rule, TreePathShardingRule) and isinstance(
+                rule.rules[number][1], ShardingRule
+            )
             # No rule decides about arrays of one element. A nested rule may have had no answer.
-            others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
-            nests = isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
-            if nests:
-                others = [answer for answer in others if _decided_before(rule, number, answer)]
+            others = [
+                answer
+                for answer in hits
+                if answer.reason != ONE_ELEMENT
+                and (not nested or any(owner == rule and clause < number for owner, clause in answer.clauses))
+            ]
             if others or mine:
                 shadowed.append(text)
     return unused, shadowed
-
-
-def _decided_before(rule: ShardingRule, number: int, answer: Decision) -> bool:
-    return any(owner == rule and clause < number for owner, clause in answer.clauses)
 
 
 def _key(rule: ShardingRule) -> Any:
@@ -138,8 +139,8 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
             for section in rule.sections:
                 # No rule decides about arrays of one element.
                 paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
-                for table, _ in _tables([section.rule]):
-                    found.setdefault(_key(table), []).extend(paths)
+                for key in _tables([section.rule]):
+                    found.setdefault(key, []).extend(paths)
         elif isinstance(rule, ShardingRule):
             for key, paths in _parameters(rule.parts).items():
                 found.setdefault(key, []).extend(paths)
@@ -148,8 +149,8 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
 
 def _tables(
     rules: Sequence[Any], within_states: bool = True
-) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
-    """Every rule that holds a table of regexes, nested ones too, with its regexes.
+) -> dict[Any, tuple[ShardingRule, tuple[Any, ...]]]:
+    """Every rule with a table of regexes, including nested ones, and its regexes, by `_key`.
 
     Args:
         rules: where to look.
@@ -164,6 +165,5 @@ def _tables(
         if isinstance(rule, ShardingRule) and (
             within_states or not isinstance(rule, OptimizerStateShardingRule)
         ):
-            nested = _tables(rule.parts, within_states)
-            found.update((_key(one), (one, patterns)) for one, patterns in nested)
-    return found.values()
+            found.update(_tables(rule.parts, within_states))
+    return found
