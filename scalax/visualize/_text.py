@@ -66,9 +66,9 @@ def closing(pictures: Sequence[Picture]) -> list[str]:
     if not pictures:
         return ['There are no arrays in the tree.']
     rest = pictures[MOST_PICTURES:]
-    count = sum(picture.count for picture in rest)
-    ways = f'{count} arrays with {len(rest)} other shardings' if len(rest) > 1 else '1 more kind of array'
-    lines = [f'... and {ways} are not drawn: visualize a part of the tree.'] if rest else []
+    arrays = plural(sum(picture.count for picture in rest), 'array')
+    shardings = plural(len(rest), 'other sharding')
+    lines = [f'Not drawn: {arrays} with {shardings}. Visualize a part of the tree.'] if rest else []
     numberings = _numberings(pictures)
     return [*lines, *(numberings if len(numberings) == 1 else [])]
 
