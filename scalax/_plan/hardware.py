@@ -112,6 +112,12 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
             )
 
 
+def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[float]:
+    """Numbers of some hardware; raises as `Hardware.need` does if some are unknown."""
+    hardware.need(*names, for_=for_)
+    return [getattr(hardware, name) for name in names]
+
+
 _BOOK_SOURCES = {
     **dict.fromkeys(('flops_per_second', 'hbm_bytes_per_second'), _SPECS),
     'ici_bytes_per_second': f'{_SPECS}, the table of interconnects',

@@ -13,7 +13,7 @@ from typing import Any
 
 from scalax._plan.collectives import KINDS, Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import Hardware, find_hardware, hardware_of
+from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
 from scalax._plan.roofline import Roofline, Seconds, communication_of
@@ -205,7 +205,9 @@ class Plan:
         """
         hardware = find_hardware(hardware, self.device_kind)
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
-        hardware.need('flops_per_second', 'hbm_bytes_per_second', for_='a roofline')
+        flops_rate, hbm_rate = numbers_of(
+            hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
+        )
         per_chip = devices_per_chip(places, hardware)
         flops = max(self.flops / self.devices, self.work.flops)
         memory = self.memory
@@ -216,9 +218,9 @@ class Plan:
         return Roofline(
             hardware=hardware,
             devices=self.devices,
-            peak=self.devices * (hardware.flops_per_second or 1) / per_chip,
-            compute=flops * per_chip / (hardware.flops_per_second or 1),
-            hbm=moved * per_chip / (hardware.hbm_bytes_per_second or 1),
+            peak=self.devices * flops_rate / per_chip,
+            compute=flops * per_chip / flops_rate,
+            hbm=moved * per_chip / hbm_rate,
             communication=communication,
             model_flops=self.model_flops,
             counted=self.flops_counted.along(self.work.counted).along(counted),

@@ -34,7 +34,7 @@ import numpy as np
 
 from scalax._plan.collectives import Collective, Kind
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import Hardware
+from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
 from scalax.errors import PlanError
@@ -209,7 +209,7 @@ def communication_of(
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
-    hardware.need('torus_axes', for_='a roofline of communication')
+    hardware.need('torus_axes', for_=_FOR)
     if not places or (hardware.torus_axes and not all(place.coords for place in places)):
         raise PlanError(
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
@@ -281,16 +281,16 @@ def collective_seconds(
         join = _on_torus if route.lines else _on_switch
         ici = times * join(kind, inside, route, hardware)
     elif route.devices > 1:
-        hardware.need('hbm_bytes_per_second', for_=_FOR)
-        chip = times * inside / (hardware.hbm_bytes_per_second or 1)
+        [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=_FOR)
+        chip = times * inside / hbm_rate
     if route.slices > 1:
         dcn = times * _between_slices(kind, whole, route, hardware, per_chip)
     return NetworkSeconds(ici, dcn, chip)
 
 
 def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    hardware.need('ici_bytes_per_second', for_=_FOR)
-    link = (hardware.ici_bytes_per_second or 1) / route.crowd
+    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
+    link = link_rate / route.crowd
     hop = hardware.hop_seconds
     if kind == 'collective-permute':
         way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
@@ -306,14 +306,15 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
 
 
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    hardware.need('ici_bytes_per_second', for_=_FOR)
-    moved = _lacking(kind, whole, route.devices, route.size)
-    return max(hardware.hop_seconds, moved / (hardware.ici_bytes_per_second or 1))
+    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
+    return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
 
 
 def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int) -> float:
-    hardware.need('dcn_bytes_per_second', 'chips_per_host', for_='a roofline of communication between slices')
-    share = (hardware.dcn_bytes_per_second or 1) / ((hardware.chips_per_host or 1) * per_chip)
+    host_rate, chips = numbers_of(
+        hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{_FOR} between slices'
+    )
+    share = host_rate / (chips * per_chip)
     part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
     return _lacking(kind, part, route.slices, route.size) / share
 

@@ -225,8 +225,8 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
         )
     if long:
         hardware.need('ring_multiple', for_='a roofline of communication along a torus')
-    multiple = hardware.ring_multiple
-    closed = tuple(bool(multiple) and extent % (multiple or 1) == 0 for extent in extents)
+    multiple = hardware.ring_multiple or 0
+    closed = tuple(multiple > 0 and extent % multiple == 0 for extent in extents)
     if hardware.ring_needs_all:
         closed = (all(closed),) * len(extents)
     rings = tuple(extent > 1 and ring for extent, ring in zip(extents, closed, strict=True))
