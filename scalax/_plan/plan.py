@@ -61,6 +61,9 @@ class Plan:
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
             if it fits, and for quick plans.
         buffers: the largest arrays in memory at its peak, the largest first; for TPUs only.
+
+    Raises:
+        PlanError: it names devices that the mesh does not have, or the mesh is too large.
     """
 
     name: str
