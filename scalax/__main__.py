@@ -6,7 +6,7 @@ import threading
 
 from scalax.cli import main
 
-_INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
+_INTERRUPTED = 130  # the exit code in shells of a program that Ctrl-C has ended
 
 
 def _run() -> int:
@@ -15,7 +15,7 @@ def _run() -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever reads has read enough, as `head` has: what is left goes nowhere.
+        # The reader, such as `head`, has closed the pipe: the rest of the output is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -26,7 +26,7 @@ def _run() -> int:
 if __name__ == '__main__':
     code = _run()
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        # A compiler that Ctrl-C has left behind, for which Python would wait.
+        # Ctrl-C left a compiler running. Python would wait for its thread.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

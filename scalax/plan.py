@@ -1,7 +1,8 @@
-"""Plans: what a compiled step will hold, send and take, before any run; and the search for the best mesh."""
+"""Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
 
 from scalax._plan.collectives import KINDS, Collective
-from scalax._plan.flops import Counted, Flops, count_flops
+from scalax._plan.flops import Flops, count_flops
+from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware
 from scalax._plan.hlo_cost import Work
 from scalax._plan.make import make_plan

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from scalax._plan.collectives import KINDS
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, owner_of, told_apart

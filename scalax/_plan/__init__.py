@@ -1,6 +1,6 @@
-"""Plans: what a compiled step holds, sends and takes, read from what the compiler writes, before any run.
+"""Plans: memory, communication and time of a step, read from the compiler's output before any run.
 
-`make` compiles a function (`compilation`) and reads the program (`hlo`); `collectives`, `flops`, `hlo_cost`
+`make` compiles a function (`compilation`) and parses the program (`hlo`); `collectives`, `flops`, `hlo_cost`
 and `memory` count, `torus` and `roofline` turn counts into seconds. The result is a `plan`, which `text`,
-`page`, `png` and `plan_json` show and store. Users import from `scalax.plan`.
+`page` and `png` show. Users import from `scalax.plan`.
 """

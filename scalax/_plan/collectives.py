@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_loops import visits
 from scalax._plan.provenance import Source, source_of

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ class Compiled:
     """A compiled program.
 
     Attributes:
-        text: the HLO after SPMD partitioning; empty for one device, where nothing is partitioned.
+        text: the HLO after SPMD partitioning; empty for one device.
         devices: the number of devices that it runs on: one, if neither arguments nor outputs have shardings.
         memory: see `Memory`.
-        executable: what JAX compiled; None if the compiler refused to, or was not asked for code.
+        executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
         refusal: the error of the compiler for a program that does not fit into memory.
-        buffers: what takes most of the memory, the largest first; empty if the compiler does not say.
+        buffers: the largest arrays in memory at its peak; empty if the compiler does not report them.
     """
 
     text: str
@@ -80,7 +80,7 @@ class _Dump:
 def compile_lowered(
     lowered: Any, platform: str, *, quick: bool = False, limit: int | None = None
 ) -> Compiled:
-    """Compiles what ``jax.jit(...).lower(...)`` gave, and keeps the program as the partitioner left it.
+    """Compiles a lowered function, and keeps the program as the partitioner left it.
 
     Args:
         lowered: a ``jax.stages.Lowered``.
@@ -100,8 +100,10 @@ def compile_lowered(
         dump = dataclasses.replace(dump, text=text)
     else:
         dump = _compile(lowered, {})
-    if dump.executable is None:
-        return _compiled_without_code(dump, quick)
+    if dump.executable is None:  # too large, or quick
+        devices = _partitions(dump.text or dump.optimized)
+        refusal = '' if quick else dump.refusal
+        return Compiled(dump.text, devices, assigned_memory(dump.tables), None, refusal, _buffers(dump))
     devices = _partitions(dump.text or dump.executable.as_text())
     if not dump.text and devices > 1:
         # The program came from a persistent compilation cache. This option changes only its key.
@@ -126,12 +128,12 @@ def compile_lowered(
 
 
 def _compile_layout(lowered: Any, limit: int) -> _Dump:
-    """The layout of a program in memory, scheduled for *limit* bytes; the program itself is refused.
+    """The layout of a program in memory, scheduled for *limit* bytes; the compiler refuses to make code.
 
-    A compiler spends most of its time on code, which it makes after the layout. So it is told that the device
-    has too little memory, of which instructions may hold enough percent to equal the memory of the real
-    device. The closer the pretended memory is to what the program takes, the closer the layout is to that for
-    the real device; half of it is close enough.
+    A compiler spends most of its time on code, which it makes after the layout. So it is told of a device
+    with too little memory, and of shares of it, in percent, that equal the memory of the real device. The
+    closer that pretended memory is to the needs of the program, the closer the layout is to the real one;
+    half of them is close enough.
     """
     first = _compile(lowered, _small_device(_MIB, limit))
     peak = 0 if first.executable else assigned_memory(first.tables).peak
@@ -145,15 +147,6 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
         'xla_tpu_max_hbm_size_mib': str(size // _MIB),
         **dict.fromkeys(_SHARES, str(-(-100 * limit // size))),
     }
-
-
-def _compiled_without_code(dump: _Dump, quick: bool) -> Compiled:
-    """A program that was laid out and refused, because it is too large or the plan is quick."""
-    memory = assigned_memory(dump.tables)
-    refusal = '' if quick else dump.refusal
-    return Compiled(
-        dump.text, _partitions(dump.text or dump.optimized), memory, None, refusal, _buffers(dump)
-    )
 
 
 def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
@@ -176,7 +169,10 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
         folder = Path(name)
         executable, refusal = None, ''
         try:
-            executable = _interruptibly(lowered.compile, {'xla_dump_to': name, **_DUMP, **options})
+            options = {'xla_dump_to': name, **_DUMP, **options}
+            # Ctrl-C does not interrupt a compiler in the main thread. It leaves this thread behind, for which
+            # Python waits at exit: stopping a compiler halfway would abort the process.
+            executable = in_a_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
             if 'RESOURCE_EXHAUSTED' not in refusal or not _last_file(folder, _TABLES[0]):
@@ -187,15 +183,6 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
         return _Dump(
             executable, refusal.partition('\n')[0], text, _last_file(folder, 'after_optimizations'), tables
         )
-
-
-def _interruptibly(compile_: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Compiles in another thread, because Ctrl-C does not interrupt a compiler in the main thread.
-
-    Ctrl-C leaves the thread behind. Python waits for it at exit: stopping a compiler halfway would abort the
-    process.
-    """
-    return in_a_thread('scalax-plan', lambda: compile_(compiler_options=options))
 
 
 def _last_file(folder: Path, what: str) -> str:
@@ -218,17 +205,15 @@ def lowered_shardings(
     """
     for operation in lowered.compiler_ir().body.operations:
         if str(operation.attributes['sym_name']) == '"main"':
-            arguments = [_argument_name(argument) for argument in operation.arguments]
+            # Locations are written as ``loc("params['w']")``.
+            arguments = [
+                str(argument.location)[len('loc("') : -len('")')] for argument in operation.arguments
+            ]
             known = dict(zip(arguments, _shardings_in(operation.attributes['arg_attrs'], mesh), strict=True))
             return [known.get(name) for name in names], list(
                 _shardings_in(operation.attributes['res_attrs'], mesh)
             )
     return [None] * len(names), []
-
-
-def _argument_name(argument: Any) -> str:
-    """``loc("params['w']")`` -> ``params['w']``."""
-    return str(argument.location)[len('loc("') : -len('")')]
 
 
 def _shardings_in(attributes: Iterable[Any], mesh: Mesh) -> Iterable[NamedSharding | None]:

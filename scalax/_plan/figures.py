@@ -27,7 +27,7 @@ class Bar(NamedTuple):
         label: its text.
         value: bytes or seconds.
         color: such as ``'#77AADD'``.
-        marked: whether it is the one that bounds the step.
+        marked: whether it bounds the step.
     """
 
     label: str
@@ -74,6 +74,11 @@ class AxisOnTorus:
     layers: tuple[npt.NDArray[np.int64], ...]
     slices: int
     across: bool
+
+    @property
+    def label(self) -> str:
+        """The heading of its drawing."""
+        return f'{self.axis}={self.size}: a colour for each place along it'
 
 
 def axes_on_torus(mesh: Mapping[str, int], places: Sequence[Place]) -> tuple[AxisOnTorus, ...]:

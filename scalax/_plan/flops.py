@@ -1,18 +1,17 @@
 """Floating-point operations of a function, counted in its jaxpr with loops multiplied out.
 
-A jaxpr is the whole step before it is partitioned: forward, backward, and what ``jax.checkpoint`` recomputes
-are all written out in it, and the lengths of scans are known. (The compiler's ``cost_analysis()`` counts the
-body of a loop once.) Results that nobody uses are not counted, because compilers remove them.
+A jaxpr is the whole step before partitioning. It contains the forward and the backward pass and everything
+that ``jax.checkpoint`` recomputes, and the lengths of scans are known. (The compiler's ``cost_analysis()``
+counts the body of a loop once.) Unused results are not counted, because compilers remove them.
 
-A multiplication and an addition are two operations, as everywhere in the field: a product of M x K and
-K x N matrices takes 2 M N K. Counted are matrix products, convolutions and FFTs. Elementwise operations and
-reductions are not: they run on other units, and the peak of hardware is that of its matrix units.
+A multiplication and an addition are two operations: a product of M x K and K x N matrices takes 2 M N K.
+Matrix products, convolutions and FFTs are counted. Elementwise operations and reductions are not: they run
+on other units, and the peak of hardware is that of its matrix units.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from scalax._plan.formulas import (
+    Counted,
+    at_least_one_round,
+    fft_flops,
+    loop_rounds,
+    product_flops,
+    window_overlaps,
+)
 
 Live = tuple[bool, ...]
 
@@ -35,7 +43,7 @@ _CALLS = {
 }
 # Primitives that hold a jaxpr of scalars, such as the sum of a reduction.
 _REDUCERS = ('reduce', 'scatter', 'select_and_scatter', 'select_and_gather')
-# Primitives whose operations are not counted here: other computations with matrices, and code of others.
+# Primitives whose operations are not counted: other computations with matrices, and external code.
 _UNCOUNTED = frozenset(
     {
         *('cholesky', 'cholesky_update', 'eig', 'eigh', 'hessenberg', 'householder_product', 'lu', 'qr'),
@@ -47,30 +55,12 @@ _UNCOUNTED = frozenset(
 )
 
 
-class Counted(enum.Enum):
-    """How well a number of executions is known.
-
-    EXACTLY; AT_LEAST: inside a loop whose length depends on data, counted as one round; AT_MOST: inside
-    one branch of several.
-    """
-
-    EXACTLY = 'exactly'
-    AT_LEAST = 'at least'
-    AT_MOST = 'at most'
-    UNKNOWN = 'about'
-
-    def along(self, other: Counted) -> Counted:
-        """How well a product is known."""
-        known = {self, other} - {Counted.EXACTLY}
-        return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
-
-
 @dataclasses.dataclass(frozen=True)
 class Flops:
     """Floating-point operations of one call, on all devices together.
 
     Attributes:
-        count: how many: those of matrix products, convolutions and FFTs.
+        count: the operations of matrix products, convolutions and FFTs.
         counted: how well that is known: AT_LEAST if the length of a loop depends on data, or if something
             runs whose operations cannot be counted; AT_MOST if branches differ (the largest counts).
     """
@@ -79,7 +69,7 @@ class Flops:
     counted: Counted = Counted.EXACTLY
 
     def __add__(self, other: Flops) -> Flops:
-        # Zero is exact, even if it is not known how often it runs.
+        # Zero is exact, even if the number of executions is not known.
         mine, theirs = (Counted.EXACTLY if part._is_none else part.counted for part in (self, other))
         return Flops(self.count + other.count, mine.along(theirs))
 
@@ -157,12 +147,12 @@ class _Counter:
         if name == 'pallas_call':
             grid = equation.params['grid_mapping'].grid
             known = all(isinstance(size, int) for size in grid)
-            rounds = math.prod(grid) if known else 1
-            return self._all_of(equation.params['jaxpr']).times(rounds, _exactly_if(known)), every
+            rounds = at_least_one_round(math.prod(grid) if known else None)
+            return self._all_of(equation.params['jaxpr']).times(*rounds), every
         flops = sum(map(self._all_of, inner), _NONE)
         if name.startswith(_REDUCERS):
             return flops, every
-        # An unknown primitive: how often it runs its jaxprs is not known; a single one runs at least once.
+        # An unknown primitive runs its jaxprs an unknown number of times; a single one at least once.
         counted = Counted.AT_LEAST if len(inner) == 1 else Counted.UNKNOWN
         return flops.times(1, counted), every
 
@@ -188,7 +178,7 @@ class _Counter:
         carried = _leading(equation.outvars, body.outvars)
         stacked = _leading(equation.invars[::-1], body.invars[::-1], alike=False)
         constants = len(body.invars) - carried - stacked
-        while True:  # the state that a round needs has to come out of the previous round
+        while True:  # state that a round needs has to be a result of the previous round
             flops, needed = self.jaxpr(body, live)
             state = needed[constants : constants + carried]
             grown = tuple(map(any, zip(state, live, strict=False))) + live[carried:]
@@ -198,9 +188,7 @@ class _Counter:
 
     def _while(self, equation: Any) -> Flops:
         params = equation.params
-        rounds = rounds_of_while(equation)
-        known = _exactly_if(rounds is not None)
-        rounds = 1 if rounds is None else rounds
+        rounds, known = at_least_one_round(rounds_of_while(equation))
         # The condition runs once more than the body.
         return self._all_of(params['body_jaxpr'].jaxpr).times(rounds, known) + self._all_of(
             params['cond_jaxpr'].jaxpr
@@ -214,12 +202,8 @@ class _Counter:
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
 
 
-def _exactly_if(known: bool) -> Counted:
-    return Counted.EXACTLY if known else Counted.AT_LEAST
-
-
 def _leading(outside: Sequence[Any], inside: Sequence[Any], alike: bool = True) -> int:
-    """How many variables, from the first on, have the same rank outside and inside a scan (or another one).
+    """The number of leading variables with the same rank outside and inside a scan (or with another rank).
 
     Carried state keeps its rank; stacked arrays have one dimension more outside.
     """
@@ -279,13 +263,6 @@ def rounds_of_while(equation: Any) -> int | None:
     return loop_rounds(start, stop, _increment(body, body.invars[constants + index], body.outvars[index]))
 
 
-def loop_rounds(start: int | None, stop: int | None, step: int | None) -> int | None:
-    """The rounds of ``for (i = start; i < stop; i += step)``; None if they are not known."""
-    if start is None or stop is None or step is None or step <= 0:
-        return None
-    return max(0, -(-(stop - start) // step))
-
-
 def _state_index(var: Any, arguments: list[Any], constants: int) -> int | None:
     """The element of a loop's state that a variable is; negative for a constant, None for neither."""
     return next((i - constants for i, other in enumerate(arguments) if other is var), None)
@@ -326,7 +303,7 @@ def _dot(equation: Any) -> int:
     if not contracted:
         return 0  # an elementwise product
     left, (result,) = equation.invars[0].aval, _shapes(equation.outvars)
-    return _multiply_adds(math.prod(result) * math.prod(left.shape[i] for i in contracted), equation)
+    return _product(math.prod(result) * math.prod(left.shape[i] for i in contracted), equation)
 
 
 def _ragged_dot(equation: Any) -> int:
@@ -336,7 +313,7 @@ def _ragged_dot(equation: Any) -> int:
     left, right = _shapes(equation.invars[:2])
     shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
     free = math.prod(size for i, size in enumerate(right) if i not in shared)
-    return _multiply_adds(math.prod(left) * free, equation)
+    return _product(math.prod(left) * free, equation)
 
 
 def _convolution(equation: Any) -> int:
@@ -354,39 +331,19 @@ def _convolution(equation: Any) -> int:
         )
     )
     outputs = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
-    return _multiply_adds(outputs * right[numbers.rhs_spec[1]] * taken, equation)
-
-
-def window_overlaps(
-    size: int, kernel: int, result: int, stride: int, low: int, dilated_input: int, dilated_kernel: int
-) -> int:
-    """In one dimension: how many pairs of an output and a kernel position cover an element of the input."""
-    places = (
-        np.arange(result, dtype=np.int64)[:, None] * stride
-        + np.arange(kernel, dtype=np.int64) * dilated_kernel
-        - low
-    )
-    inside = (places >= 0) & (places <= (size - 1) * dilated_input) & (places % dilated_input == 0)
-    return int(inside.sum())
+    return _product(outputs * right[numbers.rhs_spec[1]] * taken, equation)
 
 
 def _fft(equation: Any) -> int:
-    """5 N log2 N by convention, half of that where one side is real (http://www.fftw.org/speed/method.html)."""
     variables = equation.invars[0], equation.outvars[0]
     complex_ = all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in variables)
     return fft_flops(variables[0].aval.shape, equation.params['fft_lengths'], complex_)
 
 
-def fft_flops(shape: Sequence[int], lengths: Sequence[int], complex_: bool) -> int:
-    """The operations of FFTs of these *lengths* along the last dimensions of an array."""
-    size, many = math.prod(lengths), math.prod(shape[: len(shape) - len(lengths)])
-    return round((5 if complex_ else 2.5) * size * math.log2(size) * many) if size else 0
-
-
-def _multiply_adds(count: int, equation: Any) -> int:
-    """The operations of that many multiplications and additions; a complex one takes eight."""
-    dtypes = [var.aval.dtype for var in equation.invars[:2]]
-    return count * (8 if all(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes) else 2)
+def _product(count: int, equation: Any) -> int:
+    return product_flops(
+        count, all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in equation.invars[:2])
+    )
 
 
 def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -51,8 +51,8 @@ class Hardware:
         >>> mine.need('ici_bytes_per_second', 'hop_seconds', for_='communication')
         Traceback (most recent call last):
             ...
-        scalax.errors.PlanError: communication needs a number that the hardware 'mine' does not have: \
-ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second=...)
+        scalax.errors.PlanError: communication needs numbers that the hardware 'mine' does not have: \
+ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_second=...)
     """
 
     name: str
@@ -80,15 +80,18 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
             if field.name in others or value is None:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool):
-                wrong.append(f'{field.name} has to be a number, got {value!r}')
+                needed = 'a number'
+            elif field.name in may_be_zero and not 0 <= value < math.inf:
+                needed = 'at least 0'
+            elif field.name not in may_be_zero and not 0 < value < math.inf:
+                needed = 'more than 0'
+            elif field.name in whole and not isinstance(value, int):
+                needed = 'a whole number'
             else:
-                least = 'at least 0' if field.name in may_be_zero else 'more than 0'
-                if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
-                    wrong.append(f'{field.name} has to be {least}, got {value!r}')
-                elif field.name in whole and not isinstance(value, int):
-                    wrong.append(f'{field.name} has to be a whole number, got {value!r}')
+                continue
+            wrong.append(f'{field.name} has to be {needed}, got {value!r}')
         if wrong:
-            raise PlanError(f'the hardware {self.name!r} cannot be: {"; ".join(wrong)}')
+            raise PlanError(f'the hardware {self.name!r} is invalid: {"; ".join(wrong)}')
 
     def need(self, *names: str, for_: str) -> None:
         """Checks that some numbers are known.
@@ -102,104 +105,75 @@ ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second
         """
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
-            a_number = 'a number' if len(missing) == 1 else f'{len(missing)} numbers'
-            them = ', '.join(f'{name}=...' for name in missing)
+            given = ', '.join(f'{name}=...' for name in missing)
             raise PlanError(
-                f'{for_} needs {a_number} that the hardware {self.name!r} does not have: '
-                f'{", ".join(missing)}. Add {"it" if len(missing) == 1 else "them"}: '
-                f'dataclasses.replace(hardware, {them})'
+                f'{for_} needs numbers that the hardware {self.name!r} does not have: {", ".join(missing)}. '
+                f'Add them: dataclasses.replace(hardware, {given})'
             )
 
 
-def _book(**more: str) -> dict[str, str]:
-    """The sources of most numbers of a chip in the book."""
-    return {
-        **dict.fromkeys(('flops_per_second', 'hbm_bytes_per_second'), _SPECS),
-        'ici_bytes_per_second': f'{_SPECS}, the table of interconnects',
-        **dict.fromkeys(('torus_axes', 'ring_multiple', 'ring_needs_all'), _NETWORK),
-        'chips_per_host': f'{_SPECS}, "Host size"',
-        'dcn_bytes_per_second': f'{_SPECS}: bytes a second of one chip, times the chips of a host',
-        'hop_seconds': f'{_BOOK}/sharding, "A note on ICI latency": about 1 us',
-        'hbm_bytes': 'the TPU compiler (libtpu 0.0.42.1), where it refuses a program that does not fit',
-        'devices_per_chip': 'the topologies of the TPU compiler (libtpu 0.0.42.1)',
-        'device_kinds': 'the topologies of the TPU compiler (libtpu 0.0.51)',
-        **more,
-    }
+def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[float]:
+    """Numbers of some hardware; raises as `Hardware.need` does if some are unknown."""
+    hardware.need(*names, for_=for_)
+    return [getattr(hardware, name) for name in names]
 
 
-def _gib(size: float) -> int:
-    return round(size * 2**30)
+_BOOK_SOURCES = {
+    **dict.fromkeys(('flops_per_second', 'hbm_bytes_per_second'), _SPECS),
+    'ici_bytes_per_second': f'{_SPECS}, the table of interconnects',
+    **dict.fromkeys(('torus_axes', 'ring_multiple', 'ring_needs_all'), _NETWORK),
+    'chips_per_host': f'{_SPECS}, "Host size"',
+    'dcn_bytes_per_second': f'{_SPECS}: bytes a second of one chip, times the chips of a host',
+    'hop_seconds': f'{_BOOK}/sharding, "A note on ICI latency": about 1 us',
+    'hbm_bytes': 'the TPU compiler (libtpu 0.0.42.1), where it refuses a program that does not fit',
+    'devices_per_chip': 'the topologies of the TPU compiler (libtpu 0.0.42.1)',
+    'device_kinds': 'the topologies of the TPU compiler (libtpu 0.0.51)',
+}
 
 
-_V3 = Hardware(
-    *('v3', 1.4e14, 9.0e11, None, 1e11),
-    torus_axes=2,
-    ring_multiple=32,
-    devices_per_chip=2,
-    chips_per_host=8,
-    device_kinds=('TPU v3',),
-    sources=_book(ring_multiple=f'{_SPECS}: a pod is 32x32; smaller ones are taken not to close'),
-)
+def _tpu(
+    name: str,
+    flops: float,
+    hbm: float,
+    gib: float | None,
+    ici: float,
+    dcn: float | None,
+    kinds: tuple[str, ...],
+    sources: Mapping[str, str] | None = None,
+    **network: Any,
+) -> Hardware:
+    """A TPU, with a source for each number that it has: the book's, unless another is given."""
+    size = None if gib is None else round(gib * 2**30)
+    chip = Hardware(name, flops, hbm, size, ici, dcn_bytes_per_second=dcn, device_kinds=kinds, **network)
+    every = {**_BOOK_SOURCES, **(sources or {})}
+    return dataclasses.replace(
+        chip, sources={field: every[field] for field in every if getattr(chip, field) is not None}
+    )
+
+
 # The networks of two kinds of chips: cubes (v4, v5p) and squares (v5e, v6e).
 _CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': True, 'chips_per_host': 4}
 _SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
-_V4 = Hardware(
-    *('v4', 2.75e14, 1.2e12, _gib(15.25), 4.5e10),
-    devices_per_chip=2,
-    dcn_bytes_per_second=2.5e10,
-    **_CUBE,
-    device_kinds=('TPU v4',),
-    sources=_book(),
-)
-_V5E = Hardware(
-    *('v5e', 1.97e14, 8.1e11, _gib(15.75), 4.5e10),
-    dcn_bytes_per_second=2.5e10,
-    **_SQUARE,
-    device_kinds=('TPU v5 lite', 'TPU v5e'),
-    sources=_book(),
-)
-_V5P = Hardware(
-    *('v5p', 4.59e14, 2.8e12, _gib(95.74), 9e10),
-    devices_per_chip=1,
-    dcn_bytes_per_second=2.5e10,
-    **_CUBE,
-    device_kinds=('TPU v5', 'TPU v5p'),
-    sources=_book(),
-)
-_V6E = Hardware(
-    *('v6e', 9.20e14, 1.6e12, _gib(31.25), 9e10),
-    dcn_bytes_per_second=1e11,
-    **_SQUARE,
-    device_kinds=('TPU v6 lite', 'TPU v6e'),
-    sources=_book(),
-)
-_TPU7X = Hardware(
-    *('tpu7x', 2.307e15, 7.38e12, _gib(94.75), 1e11),
-    torus_axes=3,
-    devices_per_chip=2,
-    dcn_bytes_per_second=5e10,
-    chips_per_host=4,
-    device_kinds=('TPU7x',),
-    sources=_book(
-        flops_per_second=_GOOGLE_7X,
-        hbm_bytes_per_second=_GOOGLE_7X,
-        ici_bytes_per_second=f'{_GOOGLE_7X}: 1200 GB/s of a chip, both ways over six links',
-        torus_axes='the topologies of the TPU compiler (libtpu 0.0.51)',
-        dcn_bytes_per_second=f'{_GOOGLE_7X}: 100 Gb/s of a chip, four chips a host',
-        chips_per_host=f'{_GOOGLE_7X}: a VM has four chips',
-    ),
-)
-
-
-def _with_sources(entry: Hardware) -> Hardware:
-    """The entry without sources for numbers that it does not have."""
-    kept = {name: source for name, source in entry.sources.items() if getattr(entry, name) is not None}
-    return dataclasses.replace(entry, sources=kept)
-
-
-HARDWARE: Mapping[str, Hardware] = {
-    entry.name: _with_sources(entry) for entry in (_V3, _V4, _V5E, _V5P, _V6E, _TPU7X)
+_V3: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 32, 'devices_per_chip': 2, 'chips_per_host': 8}
+_7X: dict[str, Any] = {'torus_axes': 3, 'devices_per_chip': 2, 'chips_per_host': 4}
+_V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are assumed not to close'}
+_7X_SOURCES = {
+    'flops_per_second': _GOOGLE_7X,
+    'hbm_bytes_per_second': _GOOGLE_7X,
+    'ici_bytes_per_second': f'{_GOOGLE_7X}: 1200 GB/s of a chip, both ways over six links',
+    'torus_axes': 'the topologies of the TPU compiler (libtpu 0.0.51)',
+    'dcn_bytes_per_second': f'{_GOOGLE_7X}: 100 Gb/s of a chip, four chips a host',
+    'chips_per_host': f'{_GOOGLE_7X}: a VM has four chips',
 }
+_CHIPS = (
+    _tpu('v3', 1.4e14, 9e11, None, 1e11, None, ('TPU v3',), _V3_SOURCES, **_V3),
+    _tpu('v4', 2.75e14, 1.2e12, 15.25, 4.5e10, 2.5e10, ('TPU v4',), devices_per_chip=2, **_CUBE),
+    _tpu('v5e', 1.97e14, 8.1e11, 15.75, 4.5e10, 2.5e10, ('TPU v5 lite', 'TPU v5e'), **_SQUARE),
+    _tpu('v5p', 4.59e14, 2.8e12, 95.74, 9e10, 2.5e10, ('TPU v5', 'TPU v5p'), devices_per_chip=1, **_CUBE),
+    _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, ('TPU v6 lite', 'TPU v6e'), **_SQUARE),
+    _tpu('tpu7x', 2.307e15, 7.38e12, 94.75, 1e11, 5e10, ('TPU7x',), _7X_SOURCES, **_7X),
+)
+HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in _CHIPS}
 """The chips whose numbers are known, by name."""
 
 

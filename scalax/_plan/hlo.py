@@ -72,7 +72,7 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """The text of one attribute: up to the comma that ends it."""
         found = re.search(rf'(?:^|[ ,]){name}=', self.attributes)
-        return None if found is None else _up_to_comma(self.attributes, found.end())
+        return None if found is None else next(iter(_split(self.attributes[found.end() :])), '').strip()
 
     def called(self, name: str) -> tuple[str, ...]:
         """The computations that an attribute names."""
@@ -245,10 +245,6 @@ def _split(text: str) -> list[str]:
     return [part for part in [*parts, text[start:]] if part.strip()]
 
 
-def _up_to_comma(text: str, start: int) -> str:
-    return _split(text[start:])[0].strip() if text[start:].strip() else ''
-
-
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     """Stack frame number -> the frame and the number of the one outside it."""
     files, functions = (
@@ -259,7 +255,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
         places[number] = Frame(file, function, fields['line'])
-    # The number of the parent is written one too high, so that 0 can mean none.
+    # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
         for number, fields in _records(tables.get('StackFrames', []))

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 
 from scalax._plan.collectives import KINDS, distinct
-from scalax._plan.flops import Counted, fft_flops, window_overlaps
+from scalax._plan.formulas import Counted, fft_flops, product_flops, window_overlaps
 from scalax._plan.hlo import Array, Computation, Instruction, Module
 from scalax._plan.hlo_loops import visits
 
@@ -69,7 +69,7 @@ def _dot(instruction: Instruction, operands: list[Array]) -> int:
     if not contracted:
         return 0  # an elementwise product
     inner = math.prod(operands[0].dims[i] for i in contracted)
-    return _multiply_adds(math.prod(instruction.arrays[0].dims) * inner, operands)
+    return _product(math.prod(instruction.arrays[0].dims) * inner, operands)
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> int:
@@ -90,7 +90,7 @@ def _convolution(instruction: Instruction, operands: list[Array]) -> int:
         low = int(window['pad'].split('x')[place].partition('_')[0]) if 'pad' in window else 0
         taken *= window_overlaps(size, width, out, stride, low, hole, gap)
     outputs = sizes[2][result.index('b')] * sizes[2][result.index('f')]
-    return _multiply_adds(outputs * sizes[1][kernel.index('i')] * taken, operands)
+    return _product(outputs * sizes[1][kernel.index('i')] * taken, operands)
 
 
 def _fft(instruction: Instruction, operands: list[Array]) -> int:
@@ -103,9 +103,8 @@ def _integers(text: str | None) -> list[int]:
     return [int(number) for number in _DIGITS.findall(text or '')]
 
 
-def _multiply_adds(count: int, operands: list[Array]) -> int:
-    """The operations of that many multiplications and additions; a complex one takes eight."""
-    return count * (8 if all(array.dtype.startswith('c') for array in operands[:2]) else 2)
+def _product(count: int, operands: list[Array]) -> int:
+    return product_flops(count, all(array.dtype.startswith('c') for array in operands[:2]))
 
 
 _COUNTS: dict[str, Callable[[Instruction, list[Array]], int]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from scalax._plan.flops import Counted, loop_rounds
+from scalax._plan.formulas import Counted, at_least_one_round, loop_rounds
 from scalax._plan.hlo import Computation, Instruction, Module
 
 
@@ -37,9 +37,7 @@ def _calls(
 ) -> Iterator[tuple[str, int, Counted]]:
     """The computations that an instruction calls: (name, how often, how well that is known)."""
     if instruction.opcode == 'while':
-        trips = trip_count(module, computation, instruction)
-        known = Counted.AT_LEAST if trips is None else Counted.EXACTLY
-        rounds = 1 if trips is None else trips
+        rounds, known = at_least_one_round(trip_count(module, computation, instruction))
         yield from ((name, rounds, known) for name in instruction.called('body'))
         # The condition runs once more than the body.
         yield from ((name, rounds + 1, known) for name in instruction.called('condition'))
@@ -74,7 +72,7 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> int |
     start, stop = _initial(outside, loop, index), None
     if isinstance(bound, int):
         stop = bound
-    elif isinstance(bound, _StateElement) and _returned(body, bound) == bound:
+    elif isinstance(bound, _StateElement) and _element(body, _returned(body, bound)) == bound:
         stop = _initial(outside, loop, bound)
     return loop_rounds(start, stop, _increment(body, index))
 
@@ -96,7 +94,8 @@ def _element(computation: Computation, operand: str) -> int | _StateElement | No
     if instruction is None:
         return None
     if instruction.opcode == 'constant':
-        return _integer(instruction.operands[0])
+        digits = instruction.operands[0].strip()
+        return int(digits) if digits.removeprefix('-').isdigit() else None
     if instruction.opcode == 'parameter':
         return _StateElement(int(element or 0))
     if instruction.opcode == 'get-tuple-element':
@@ -119,16 +118,15 @@ def _initial(outside: Computation, loop: Instruction, element: _StateElement) ->
     return found if isinstance(found, int) else None
 
 
-def _returned(body: Computation, element: _StateElement) -> int | _StateElement | None:
+def _returned(body: Computation, element: _StateElement) -> str:
+    """The name of the instruction that makes an element for the next round."""
     root = body.instructions[body.root]
-    return _element(body, root.operands[element.index] if root.opcode == 'tuple' else root.name)
+    return root.operands[element.index] if root.opcode == 'tuple' else root.name
 
 
 def _increment(body: Computation, element: _StateElement) -> int | None:
     """The constant that a round adds to an element; None if it does not."""
-    root = body.instructions[body.root]
-    name = root.operands[element.index] if root.opcode == 'tuple' else root.name
-    instruction = body.instructions.get(name)
+    instruction = body.instructions.get(_returned(body, element))
     while instruction is not None and instruction.opcode in _FORWARDING:
         instruction = body.instructions.get(instruction.operands[0])
     if instruction is None or instruction.opcode != 'add':
@@ -136,8 +134,3 @@ def _increment(body: Computation, element: _StateElement) -> int | None:
     parts = [_element(body, operand) for operand in instruction.operands]
     steps = [part for part in parts if isinstance(part, int)]
     return steps[0] if element in parts and len(steps) == 1 else None
-
-
-def _integer(text: str) -> int | None:
-    digits = text.strip()
-    return int(digits) if digits.lstrip('-').isdigit() else None

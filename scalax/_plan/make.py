@@ -1,4 +1,4 @@
-"""Making of plans: a function is compiled for the mesh of a helper, and the program read; nothing is run."""
+"""Makes a plan: compiles a function for the mesh of a helper, without running it, and reads the program."""
 
 from __future__ import annotations
 
@@ -69,28 +69,15 @@ def make_plan(
         traced = function.trace(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
-            f'Thus there is no plan of {name!r}: a plan is made without values. Make what decides a static '
-            'argument (static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
+            'argument (static_argnames), or use jax.lax.cond or jnp.where'
         )
         raise
     lowered = traced.lower()
     device = mesh.devices.flat[0]
     hardware = hardware_of(device.device_kind)
     limit = hardware.hbm_bytes if hardware else None
-    try:
-        compiled = compile_lowered(lowered, device.platform, quick=quick, limit=limit)
-    except jax.errors.JaxRuntimeError as error:
-        # JAX asked the compiler of the local devices, which does not know the options of the other one.
-        if device.platform == 'tpu' and 'No such compile option' in str(error):
-            raise ArgumentError(
-                f'nothing says that {name!r} runs on this mesh, whose devices are not here: give '
-                'its arguments or outputs shardings: helper.sjit(fun, in_shardings=...), or '
-                'helper.abstract(tree, rules)'
-            ) from error
-        raise PlanError(
-            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
-            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
-        ) from error
+    compiled = _compile(lowered, mesh, name, quick, limit)
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
     module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
@@ -129,6 +116,25 @@ def make_plan(
     )
 
 
+def _compile(lowered: Any, mesh: Mesh, name: str, quick: bool, limit: int | None) -> Compiled:
+    """Compiles for the devices of a mesh; *name* is that of the function, for messages."""
+    device = mesh.devices.flat[0]
+    try:
+        return compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+    except jax.errors.JaxRuntimeError as error:
+        # JAX asked the compiler of the local devices, which does not know the options of the other one.
+        if device.platform == 'tpu' and 'No such compile option' in str(error):
+            raise ArgumentError(
+                f'nothing says that {name!r} runs on this mesh, whose devices are not here: give '
+                'its arguments or outputs shardings: helper.sjit(fun, in_shardings=...), or '
+                'helper.abstract(tree, rules)'
+            ) from error
+        raise PlanError(
+            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
+            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
+        ) from error
+
+
 def reject_own_argument(fun: Any, name: str) -> None:
     """Raises ArgumentError for an option that is also an argument of the user's function."""
     if any(name == own for own, _ in _parameters(fun)):
@@ -139,7 +145,7 @@ def reject_own_argument(fun: Any, name: str) -> None:
 
 
 def _shardings(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """The shardings of arguments and outputs; for a refused program those that were asked for."""
+    """The shardings of arguments and outputs; those that were asked for if the program was refused."""
     if compiled.executable is not None:
         positional, by_name = compiled.executable.input_shardings
         inputs: Any = jax.tree.structure(lowered.args_info)
@@ -172,17 +178,15 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own."""
-    laid_flat: tuple[list[Any], Any] = jax.tree.flatten(tree)
-    leaves, treedef = laid_flat
-    structs = treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-    known = treedef.unflatten(
-        [_sharding_of_leaf(own, leaf) for own, leaf in zip(shardings, leaves, strict=True)]
-    )
+    structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    placed = map(_sharding_of_leaf, shardings, jax.tree.leaves(structs))
+    known = jax.tree.unflatten(jax.tree.structure(structs), placed)
     resolution = resolve(known, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
-    report = make_report(known, resolution, dict(mesh.shape))
-    return dataclasses.replace(
-        report, rows=tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
-    )
+    # These are the dtypes on the devices. Outside of x64, reports show float64 as float32.
+    with jax.enable_x64(True):
+        report = make_report(known, resolution, dict(mesh.shape))
+    rows = tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
+    return dataclasses.replace(report, rows=rows)
 
 
 def _sharding_of_leaf(own: Any, leaf: Any) -> NamedSharding | None:

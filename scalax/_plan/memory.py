@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scalax._plan.hlo import Array, Computation, Instruction, Module
+from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.provenance import Source, source_of
+from scalax._report.tables import array_text
 from scalax.errors import PlanError
 
 _ALLOCATION = re.compile(r'allocation \d+: size (\d+)(?:, color (\d+))?, ')
@@ -144,7 +145,7 @@ def largest_buffers(tables: MemoryTables, module: Module) -> tuple[Buffer, ...]:
         if place is None or name not in owners or (place in held and held[place].bytes >= size):
             continue
         computation, instruction = owners[name]
-        held[place] = Buffer(size, _array_text(instruction, index), _source(module, computation, instruction))
+        held[place] = Buffer(size, _type_at(instruction, index), _source(module, computation, instruction))
     buffers = sorted(held.values(), key=lambda buffer: -buffer.bytes)[:_SHOWN]
     return tuple(buffer for buffer in buffers if buffer.bytes * _SMALL >= buffers[0].bytes)
 
@@ -169,11 +170,10 @@ def _positions(assignment: str) -> dict[tuple[str, str], tuple[int, int]]:
     return places
 
 
-def _array_text(instruction: Instruction, index: str) -> str:
+def _type_at(instruction: Instruction, index: str) -> str:
     arrays = instruction.arrays
     place = int(index) if index.isdigit() else 0
-    array: Array = arrays[place] if place < len(arrays) else arrays[0]
-    return f'{array.dtype}[{",".join(map(str, array.dims))}]'
+    return array_text(*(arrays[place] if place < len(arrays) else arrays[0]))
 
 
 def _source(module: Module, computation: Computation, instruction: Instruction) -> Source:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalax._plan.figures import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
-from scalax._plan.text import HEADS, MOST_BUFFERS, PlanView, cells_of, head, verdict
+from scalax._plan.text import HEADS, MOST_BUFFERS, PlanView, cells_of, head, rest_of_collectives, verdict
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes
@@ -24,13 +24,13 @@ _NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular
 
 
 def render_fragment(plan: PlanView) -> str:
-    """A plan as HTML to put into a page; it takes the colours and the fonts of that page."""
+    """A plan as part of a page, in the colours and fonts of that page."""
     parts = [
         _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
         _section('Memory of each device', _memory(plan)),
         _section('Seconds of one call', _times(plan)),
         _section('Collectives of one call', _collectives(plan)),
-        _section('Where mesh axes lie on the torus', _torus(plan)),
+        _section('Mesh axes on the torus', _torus(plan)),
     ]
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
 
@@ -45,7 +45,7 @@ def _section(heading: str, body: str) -> str:
 
 
 def _texts(lines: Sequence[str]) -> str:
-    return f'<div style="overflow-wrap: anywhere">{paragraphs(lines)}</div>'
+    return paragraphs(lines, 'overflow-wrap: anywhere')
 
 
 def _memory(plan: PlanView) -> str:
@@ -113,9 +113,7 @@ def _collectives(plan: PlanView) -> str:
     if not plan.collectives:
         return _texts(['none'])
     shown = table(HEADS, map(cells_of, plan.collectives[:MOST_ROWS]), right=[2, 3])
-    rest = plan.collectives[MOST_ROWS:]
-    moved = human_bytes(sum(row.count * row.bytes for row in rest))
-    more = [f'... and {len(rest)} more, {moved} together'] if rest else []
+    more = rest_of_collectives(plan, MOST_ROWS)
     return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *more])
 
 
@@ -136,7 +134,6 @@ def _torus(plan: PlanView) -> str:
 
 
 def _axis(chips: AxisOnTorus) -> str:
-    label = f'{chips.axis}={chips.size}: a colour for each place along it'
     if chips.across:
         return _texts([f'{chips.axis}={chips.size}: from slice to slice'])
     colors = told_apart(chips.size)
@@ -149,10 +146,12 @@ def _axis(chips: AxisOnTorus) -> str:
     ]
     figures = ''.join(
         '<span style="display: inline-block; margin: 0 14px 10px 0">'
-        f'{document(part, f"{label}, z={z}", "")}</span>'
+        f'{document(part, f"{chips.label}, z={z}", "")}</span>'
         for z, part in enumerate(drawn)
     )
-    return f'<figure style="margin: 0 0 16px"><figcaption>{escape(label)}</figcaption>{figures}</figure>'
+    return (
+        f'<figure style="margin: 0 0 16px"><figcaption>{escape(chips.label)}</figcaption>{figures}</figure>'
+    )
 
 
 def _layer(layer: np.ndarray, cell: float, colors: Sequence[str]) -> Drawn:

@@ -1,37 +1,41 @@
-"""Plans: what a compiled step holds, moves and takes, as one value; and the difference of two."""
+"""Plans: memory, communication and time of a compiled step; and the difference of two plans."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._plan import plan_json
 from scalax._plan.collectives import KINDS, Collective
-from scalax._plan.flops import Counted
-from scalax._plan.hardware import Hardware, find_hardware, hardware_of
+from scalax._plan.formulas import Counted
+from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.roofline import Roofline, Seconds, communication_of, devices_per_chip
+from scalax._plan.roofline import Roofline, Seconds, communication_of
 from scalax._plan.text import render
-from scalax._plan.torus import NETWORKS, Network, Place, places_on_torus
+from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
+from scalax._report import saved
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes
 from scalax._tree.specs import axis_sizes_text
+from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ReportDiff, ShardingReport
 
 _NO_WORK = Work()
+_MOST_DEVICES = 1 << 24
+_MOST_AXES = 32
 _CollectiveKey = tuple[str, tuple[str, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a compiled step holds, moves and takes; ``str()`` of it is a page of text.
+    """Memory, communication and time of a compiled step; ``str()`` of it is a page of text.
 
     `MeshShardingHelper.plan` makes one.
 
@@ -53,10 +57,13 @@ class Plan:
         device_kind: what JAX calls the devices.
         places: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
-            layout, which is close to the final one, and shardings are those that were asked for.
+            layout, which is close to the final one, and shardings are the requested ones.
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
-            for one that it made, and for quick plans.
-        buffers: what takes most of the memory at the peak, the largest first; for TPUs only.
+            if it fits, and for quick plans.
+        buffers: the largest arrays in memory at its peak, the largest first; for TPUs only.
+
+    Raises:
+        PlanError: it names devices that the mesh does not have, or the mesh is too large.
     """
 
     name: str
@@ -76,6 +83,23 @@ class Plan:
     quick: bool = False
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = math.prod(self.mesh.values())
+        if not 0 < size <= _MOST_DEVICES or len(self.mesh) > _MOST_AXES:
+            raise PlanError(f'mesh has {brief(size)} devices along {len(self.mesh)} axes')
+        if not 0 < self.devices <= size:
+            raise PlanError(f'devices are {self.devices}, and the mesh has {size}')
+        for row in self.collectives:
+            if not self.mesh.keys() >= set(row.axes) or any(device >= size for device in row.part):
+                raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
+        if self.places:
+            axes = {len(place.coords) for place in self.places}
+            if len(self.places) != size or len(axes) > 1 or max(axes) > _MOST_AXES:
+                raise PlanError(f'places are not one for each of {size} devices, of as many coordinates each')
+            longest = [max(axis) + 1 for axis in zip(*(place.coords for place in self.places), strict=True)]
+            if math.prod(longest) * (max(place.core for place in self.places) + 1) > _MOST_DEVICES:
+                raise PlanError('places are too far from one another')
 
     @property
     def fits(self) -> bool | None:
@@ -102,7 +126,7 @@ class Plan:
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
         """The bytes moved along mesh axes: axes -> kind of collective -> bytes of all executions.
 
-        Bytes are those of whole arrays, as in `Collective.bytes`.
+        Bytes are counted as in `Collective.bytes`.
         """
         totals: dict[tuple[str, ...], collections.Counter[str]] = {}
         for row in self.collectives:
@@ -121,8 +145,8 @@ class Plan:
         """How often collectives of a kind run in one call.
 
         Args:
-            kind: such as ``'all-gather'``.
-            axes: count only those along exactly these mesh axes (or this one).
+            kind: one of `KINDS`, such as ``'all-gather'``.
+            axes: count only collectives along exactly these mesh axes (or this one).
 
         Raises:
             ArgumentError: an unknown kind, or an axis that the mesh does not have.
@@ -184,7 +208,9 @@ class Plan:
         """
         hardware = find_hardware(hardware, self.device_kind)
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
-        hardware.need('flops_per_second', 'hbm_bytes_per_second', for_='a roofline')
+        flops_rate, hbm_rate = numbers_of(
+            hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
+        )
         per_chip = devices_per_chip(places, hardware)
         flops = max(self.flops / self.devices, self.work.flops)
         memory = self.memory
@@ -195,9 +221,9 @@ class Plan:
         return Roofline(
             hardware=hardware,
             devices=self.devices,
-            peak=self.devices * (hardware.flops_per_second or 1) / per_chip,
-            compute=flops * per_chip / (hardware.flops_per_second or 1),
-            hbm=moved * per_chip / (hardware.hbm_bytes_per_second or 1),
+            peak=self.devices * flops_rate / per_chip,
+            compute=flops * per_chip / flops_rate,
+            hbm=moved * per_chip / hbm_rate,
             communication=communication,
             model_flops=self.model_flops,
             counted=self.flops_counted.along(self.work.counted).along(counted),
@@ -225,17 +251,17 @@ class Plan:
         """The plan as text.
 
         Args:
-            width: the columns to use; those of the terminal by default.
+            width: the width in columns; that of the terminal by default.
         """
         return render(self, width)
 
     def _repr_html_(self) -> str:
-        from scalax._plan.page import render_fragment  # here, because few programs show pages or pictures
+        from scalax._plan.page import render_fragment  # here, because few programs show pages
 
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page of its own, which loads nothing and runs no script.
+        """Writes the plan as a page that loads nothing and runs no script.
 
         Args:
             path: the file to write.
@@ -260,44 +286,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
-        return {
-            'name': self.name,
-            'mesh': dict(self.mesh),
-            'devices': self.devices,
-            'platform': self.platform,
-            'memory': {**dataclasses.asdict(self.memory), 'total': self.memory.total},
-            'fits': self.fits,
-            'quick': self.quick,
-            'refusal': self.refusal,
-            'buffers': [{**row._asdict(), 'source': row.source._asdict()} for row in self.buffers],
-            'flops': self.flops,
-            'flops_counted': self.flops_counted.value,
-            'model_flops': self.model_flops,
-            'work': {**dataclasses.asdict(self.work), 'counted': self.work.counted.value},
-            'device_kind': self.device_kind,
-            'places': [place._asdict() for place in self.places],
-            'inputs': self.inputs.to_dict(),
-            'outputs': self.outputs.to_dict(),
-            'collectives': [
-                {
-                    'kind': row.kind,
-                    'axes': list(row.axes),
-                    'group': row.group,
-                    'count': row.count,
-                    'counted': row.counted.value,
-                    'bytes': row.bytes,
-                    'source': row.source._asdict(),
-                    'networks': list(row.networks),
-                    **({'part': list(row.part)} if row.part else {}),
-                    **({'scattered': True} if row.scattered else {}),
-                }
-                for row in self.collectives
-            ],
-        }
+        fields = dataclasses.fields(self)
+        values: dict[str, Any] = {field.name: saved.plain(getattr(self, field.name)) for field in fields}
+        memory = {**values['memory'], 'total': self.memory.total}
+        return {**values, 'memory': memory, 'fits': self.fits}
 
     def to_json(self) -> str:
         """The plan as JSON: `to_dict` and a version; keep it beside a test, and compare."""
-        return plan_json.write(self.to_dict(), {'inputs': self.inputs, 'outputs': self.outputs})
+        return saved.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> Plan:
@@ -310,9 +306,8 @@ class Plan:
             DataError: this is not a plan, or one of another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
-            OSError: there is no such file, or it cannot be read.
         """
-        return plan_json.read(cls, text_or_path)
+        return saved.read(cls, text_or_path, 'plan')
 
     def diff(self, other: Plan) -> PlanDiff:
         """The changes in *other*, a later plan; false when nothing changed.
@@ -364,14 +359,14 @@ class PlanDiff:
         return self.before.outputs.diff(self.after.outputs)
 
     def __bool__(self) -> bool:
-        return bool(self._numbers() or self.collectives or self.inputs or self.outputs)
+        return bool(self._changed_numbers() or self.collectives or self.inputs or self.outputs)
 
     def __str__(self) -> str:
         if not self:
             return visible(f'{self.after.name}: nothing changed')
         meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
         lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
-        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._numbers()]
+        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_numbers()]
         if self.collectives:
             lines += ['', 'collectives (times before -> after):']
             lines += [
@@ -383,7 +378,7 @@ class PlanDiff:
             lines += ['', f'{name}:', str(report)] if report else []
         return '\n'.join(lines)
 
-    def _numbers(self) -> list[tuple[str, str, str]]:
+    def _changed_numbers(self) -> list[tuple[str, str, str]]:
         """The numbers that changed, as text."""
         pairs = zip(_numbers(self.before), _numbers(self.after), strict=True)
         return [(name, old, new) for (name, old), (_, new) in pairs if old != new]

@@ -34,7 +34,7 @@ def save_png(plan: PlanView, path: str | os.PathLike[str]) -> None:
     bars = [] if roofline is None else time_bars(roofline)
     torus = [chips for chips in axes_on_torus(plan.mesh, plan.places) if not chips.across]
     heights = [1.9, *([0.9 + 0.32 * len(bars)] if bars else []), *[0.7 + _WIDTH / _MOST_LAYERS] * len(torus)]
-    # Not by pyplot, whose windows and settings are the user's.
+    # Without pyplot, whose windows and settings belong to the user.
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout='constrained')
     FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
@@ -85,7 +85,7 @@ def _draw_torus(part: Any, chips: AxisOnTorus) -> None:
     )
     slices = f', the first of {chips.slices} slices' if chips.slices > 1 else ''
     part.suptitle(
-        _plain(f'{chips.axis}={chips.size}: a colour for each place along it{rest}{slices}'),
+        _plain(f'{chips.label}{rest}{slices}'),
         fontsize=10,
         x=0.02,
         ha='left',
@@ -105,7 +105,7 @@ def _draw_torus(part: Any, chips: AxisOnTorus) -> None:
 
 
 def _plain(text: str) -> str:
-    r"""The text escaped for matplotlib, which takes what is between two dollars for a formula.
+    r"""The text escaped for matplotlib, which reads text between two dollars as a formula.
 
     Example:
         >>> _plain('$x$')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from scalax._plan.hlo import Computation, Frame, Instruction, Module
@@ -22,14 +22,14 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Source(NamedTuple):
-    """A place in the user's program; empty where it is not known.
+    """A place in the user's program; fields that are not known are empty.
 
     Attributes:
         annotation: the name of the `with_sharding_annotation` behind it.
         file: the path of the file.
         line: the line, from 1.
         function: the function.
-        operand: the argument, if it is moved before anything is computed with it.
+        operand: the argument, if it is moved before anything is computed from it.
     """
 
     annotation: str = ''
@@ -49,9 +49,9 @@ class Source(NamedTuple):
 def source_of(module: Module, computation: Computation, instruction: Instruction) -> Source:
     """The place in the user's program that an instruction comes from.
 
-    The partitioner puts a collective where a value is made or where it is used; an annotation is looked for
-    in both. The line is that of the instruction itself, or, if the partitioner moves a value for its users,
-    that of the first user; otherwise that of the nearest instruction that has one.
+    The partitioner puts a collective where a value is made or where it is used, so an annotation may be at
+    either. The line is that of the instruction itself, or of the first user if the partitioner moves a value
+    for its users; otherwise that of the nearest instruction with a line.
     """
     users = list(_users(computation, instruction))
     near = [instruction, *users, *_operands(computation, instruction)]
@@ -78,18 +78,26 @@ def _users_own(stack: Iterable[Frame]) -> Frame | None:
 
 def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
     """The users of a value, also through instructions that only forward it."""
-    level = [instruction]
-    for _ in range(_FAR):
-        level = [user for item in level for user in computation.users.get(item.name, [])]
-        yield from level
-        level = [user for user in level if user.opcode in _FORWARDS]
+    return _reached(instruction, lambda item: computation.users.get(item.name, []))
 
 
 def _operands(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
     """The operands of an instruction, also through instructions that only forward them."""
-    level = [instruction]
+    found = computation.instructions
+
+    def step(item: Instruction) -> Iterator[Instruction]:
+        names = (operand.partition('#')[0] for operand in item.operands)
+        return (found[name] for name in names if name in found)
+
+    return _reached(instruction, step)
+
+
+def _reached(
+    start: Instruction, step: Callable[[Instruction], Iterable[Instruction]]
+) -> Iterator[Instruction]:
+    """The instructions reached by a few steps, the nearest first."""
+    level = [start]
     for _ in range(_FAR):
-        names = [operand.partition('#')[0] for item in level for operand in item.operands]
-        level = [computation.instructions[name] for name in names if name in computation.instructions]
+        level = [other for item in level for other in step(item)]
         yield from level
         level = [item for item in level if item.opcode in _FORWARDS]

@@ -82,31 +82,26 @@ def replica_groups(text: str, devices: int) -> Groups:
 
 
 def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
+    """The groups along *named* axes of a mesh, or along parts of them."""
     mesh = {name: int(size) for name, size, _, _ in _AXIS.findall(sizes)}
-    ids = np.arange(math.prod(mesh.values()))
+    ids = position = np.arange(math.prod(mesh.values()))
     if order is not None:
         found = _ORDER.match(order)
         ids = np.array(_integers(order)) if found is None else _order(_integers(found[1]), found[2])
-    wanted: list[tuple[str, int, int]] = []  # (axis, size before it, size) of each axis or part of one
-    for name, _, before, size in _AXIS.findall(named):
-        wanted.append((name, int(before or 1), int(size or mesh[name])))
-    # Split every axis into what is before the named part, that part, and what is after it.
-    parts: list[int] = []
-    places: list[int] = []
-    for name, size in mesh.items():
-        mine = sorted((item for item in wanted if item[0] == name), key=lambda item: item[1])
-        done = 1
-        for item in mine:
-            parts += [item[1] // done, item[2]]
-            places.append(len(parts) - 1)
-            done = item[1] * item[2]
-        parts.append(size // done)
-    order_of = [item for name in mesh for item in sorted(i for i in wanted if i[0] == name)]
-    axes = [places[order_of.index(item)] for item in wanted]
-    grid = ids.reshape(parts)
-    rest = [axis for axis in range(len(parts)) if axis not in axes]
-    count = math.prod(parts[axis] for axis in axes)
-    return np.ascontiguousarray(grid.transpose([*rest, *axes]).reshape(-1, count))
+    # A position is the sum over axes of index times stride. The devices of a group agree in the rest of that
+    # sum, without the named axes.
+    sizes_of_axes = list(mesh.values())
+    strides = {name: math.prod(sizes_of_axes[number + 1 :]) for number, name in enumerate(mesh)}
+    rest, member, count = position, np.zeros_like(position), 1
+    for name, _, before, part in _AXIS.findall(named):
+        size = int(part or mesh[name])
+        after, remainder = divmod(mesh[name], int(before or 1) * size)
+        if remainder:
+            raise ValueError('the part of an axis does not divide it')
+        step = strides[name] * after
+        index = position // step % size
+        rest, member, count = rest - index * step, member * size + index, count * size
+    return ids.reshape(position.size)[np.lexsort((member, rest))].reshape(np.unique(rest).size, count)
 
 
 def source_target_pairs(text: str) -> npt.NDArray[np.int64]:

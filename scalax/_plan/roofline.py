@@ -1,7 +1,7 @@
 """The roofline of a step: seconds of computing, of memory and of each network, on some hardware.
 
-Every time has a *bound*, which cannot be beaten even if everything overlaps, and an *estimate* of what it
-takes if nothing overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
+Every time has a *bound*, the least time if everything overlaps, and an *estimate*, the time if nothing
+overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
 
 The time of a collective: V is the bytes of the whole (gathered) array of one group, N its devices, w the
 one-way bandwidth of a link, and hop the least time from one chip to the next
@@ -11,8 +11,8 @@ one-way bandwidth of a link, and hop the least time from one chip to the next
   hop * (half of each ring + the whole of each line). Where nothing is a ring, a chip receives only what it
   lacks: V (N - 1) / N. See the book's problems "AllGather time" and "AllGather latency".
 - all-reduce: twice that.
-- all-to-all: what has to cross the middle of the longest axis: a quarter of V each way. On one ring that is
-  a quarter of an all-gather.
+- all-to-all: a quarter of V crosses the middle of the longest axis each way. On one ring that takes a quarter
+  of an all-gather.
 - collective-permute: each device sends its part to a neighbour, over one link.
 
 Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
@@ -33,8 +33,8 @@ from typing import NamedTuple
 import numpy as np
 
 from scalax._plan.collectives import Collective, Kind
-from scalax._plan.flops import Counted
-from scalax._plan.hardware import Hardware
+from scalax._plan.formulas import Counted
+from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
 from scalax.errors import PlanError
@@ -63,8 +63,8 @@ class Communication:
     Attributes:
         network: ``'ici'`` inside a slice, ``'dcn'`` between slices, ``'chip'`` between the devices of a chip.
         axes: the mesh axes.
-        lines: the axes of the torus that these run along: which, how long, whether closed.
-        seconds: the time of all of it.
+        lines: the axes of the torus that they run along.
+        seconds: the total time.
     """
 
     network: Network
@@ -89,7 +89,7 @@ class Roofline:
         compute: seconds of computing.
         hbm: seconds of moving bytes between the memory and the cores of each device.
         communication: seconds of each network along each set of mesh axes, the longest first.
-        model_flops: the operations that the model needs, if the plan was told; else None.
+        model_flops: the operations that the model needs; None if unknown.
         counted: how well the counts behind these numbers are known.
     """
 
@@ -117,23 +117,23 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What takes longest: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
+        """The longest part: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
-        Mesh axes may share links. Of the axes on the busiest links, it is the one that uses them most.
+        If mesh axes share the busiest links, it is the one that uses them most.
         """
         return max(self._busy(), key=lambda pair: pair[1])[0]
 
     @property
     def mfu(self) -> float | None:
-        """The model's own operations as a part of the peak, if the step takes no more than its bound.
+        """The model's own operations as a part of the peak, if the step takes no longer than its bound.
 
-        None unless the plan was told them (`Plan.with_model_flops`), and for a step that takes no time.
+        None if the model's operations are unknown (see `Plan.with_model_flops`), or the step takes no time.
         """
         bound = self.step_seconds.bound
         return None if self.model_flops is None or not bound else self.model_flops / (self.peak * bound)
 
     def _busy(self) -> list[tuple[str, float]]:
-        """The seconds that each unit and each set of links is busy, under the name of its largest user."""
+        """The busy seconds of each unit and each set of links, under the name of its largest user."""
         users: dict[tuple[str, int], list[Communication]] = collections.defaultdict(list)
         for row in self.communication:  # the longest first
             for link in [line.axis for line in row.lines] or [0]:
@@ -169,13 +169,6 @@ def _line_text(line: Line) -> str:
     return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
-def devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
-    """The number that the devices report, else that of the hardware, else one."""
-    if any(place.coords for place in places):
-        return max(collections.Counter((place.slice, place.coords) for place in places).values())
-    return hardware.devices_per_chip or 1
-
-
 def communication_of(
     collectives: Sequence[Collective],
     mesh: Mapping[str, int],
@@ -199,7 +192,6 @@ def communication_of(
         return (), Counted.EXACTLY
     _require_torus(hardware, places, device_kind)
     torus = torus_of(places, hardware)
-    per_chip = devices_per_chip(places, hardware)
     routes: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
     total: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = {}
     counted = Counted.EXACTLY
@@ -207,7 +199,9 @@ def communication_of(
         counted = counted.along(row.counted)
         if (row.axes, row.part) not in routes:
             routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
-        for network, lines, seconds in _slowest(row, routes[row.axes, row.part], hardware, per_chip):
+        for network, lines, seconds in _slowest(
+            row, routes[row.axes, row.part], hardware, torus.devices_per_chip
+        ):
             key = network, row.axes, lines
             total[key] = total.get(key, 0.0) + row.count * seconds
     rows = (Communication(network, axes, lines, seconds) for (network, axes, lines), seconds in total.items())
@@ -215,7 +209,7 @@ def communication_of(
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
-    hardware.need('torus_axes', for_='a roofline of communication')
+    hardware.need('torus_axes', for_=_FOR)
     if not places or (hardware.torus_axes and not all(place.coords for place in places)):
         raise PlanError(
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
@@ -287,20 +281,20 @@ def collective_seconds(
         join = _on_torus if route.lines else _on_switch
         ici = times * join(kind, inside, route, hardware)
     elif route.devices > 1:
-        hardware.need('hbm_bytes_per_second', for_=_FOR)
-        chip = times * inside / (hardware.hbm_bytes_per_second or 1)
+        [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=_FOR)
+        chip = times * inside / hbm_rate
     if route.slices > 1:
         dcn = times * _between_slices(kind, whole, route, hardware, per_chip)
     return NetworkSeconds(ici, dcn, chip)
 
 
 def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    hardware.need('ici_bytes_per_second', for_=_FOR)
-    link = (hardware.ici_bytes_per_second or 1) / route.crowd
+    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
+    link = link_rate / route.crowd
     hop = hardware.hop_seconds
     if kind == 'collective-permute':
         way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
-        return max(hop * min(line.stride for line in route.lines), whole / _group_size(route) / (link * way))
+        return max(hop * min(line.stride for line in route.lines), whole / route.size / (link * way))
     least = hop * sum(line.hops for line in route.lines)
     if kind in _EXCHANGES:
         box = math.prod(line.length for line in route.lines)
@@ -312,16 +306,17 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
 
 
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    hardware.need('ici_bytes_per_second', for_=_FOR)
-    moved = _lacking(kind, whole, route.devices, _group_size(route))
-    return max(hardware.hop_seconds, moved / (hardware.ici_bytes_per_second or 1))
+    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
+    return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
 
 
 def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int) -> float:
-    hardware.need('dcn_bytes_per_second', 'chips_per_host', for_='a roofline of communication between slices')
-    share = (hardware.dcn_bytes_per_second or 1) / ((hardware.chips_per_host or 1) * per_chip)
+    host_rate, chips = numbers_of(
+        hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{_FOR} between slices'
+    )
+    share = host_rate / (chips * per_chip)
     part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
-    return _lacking(kind, part, route.slices, _group_size(route)) / share
+    return _lacking(kind, part, route.slices, route.size) / share
 
 
 def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
@@ -330,8 +325,3 @@ def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
         return whole / devices
     lacking = whole * (parts - 1) / parts
     return lacking / devices if kind in _EXCHANGES else lacking
-
-
-def _group_size(route: Route) -> int:
-    """The number of devices of a group."""
-    return route.slices * route.devices

@@ -1,4 +1,4 @@
-"""Plans as text, on one screen: memory, seconds, and the collectives with their mesh axes and sources."""
+"""Plans as text: memory, seconds, and the collectives with their mesh axes and sources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from scalax._plan.collectives import Collective
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.memory import Buffer, Memory
 from scalax._plan.roofline import Roofline
 from scalax._plan.torus import Network, Place
@@ -20,12 +20,12 @@ HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 MOST_BUFFERS = 8
 _BECAUSE = 4  # the column of sources
-_LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, were over 8 % off
+_LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
 class PlanView(Protocol):
-    """The parts of a `Plan` that text, pages and pictures show."""
+    """The parts of a `Plan` that text, pages and pictures show; so that these do not import `Plan`."""
 
     @property
     def name(self) -> str: ...
@@ -77,7 +77,7 @@ def head(plan: PlanView) -> str:
 
 
 def verdict(plan: PlanView) -> str:
-    """The memory that is taken and that there is, whether it fits, and how well that is known."""
+    """The memory needed and available, whether the program fits, and how well that is known."""
     return f'{_taken(plan)}{_how_known(plan)}'
 
 
@@ -138,15 +138,19 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
     yield 'collectives in one call (bytes: the whole array of one group, each time):'
     cells = [HEADS, *map(cells_of, plan.collectives[:_SHOWN])]
     yield from table(cells, width, _BECAUSE, 3)
-    if len(plan.collectives) > _SHOWN:
-        rest = plan.collectives[_SHOWN:]
-        moved = human_bytes(sum(row.count * row.bytes for row in rest))
-        yield f'... and {len(rest)} more, {moved} together'
+    yield from rest_of_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
         yield f'along {_along(axes, networks[axes])}: {each}'
+
+
+def rest_of_collectives(plan: PlanView, shown: int) -> list[str]:
+    """The number and the bytes of the collectives that a table does not show; empty if it shows all."""
+    rest = plan.collectives[shown:]
+    moved = human_bytes(sum(row.count * row.bytes for row in rest))
+    return [f'... and {len(rest)} more, {moved} together'] if rest else []
 
 
 def cells_of(row: Collective) -> tuple[str, ...]:

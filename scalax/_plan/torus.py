@@ -1,10 +1,9 @@
 """Positions of devices in the torus of chips, and the links that join the devices of a group.
 
-A group of devices is known by their coordinates. In each slice its chips form a box whose members are evenly
-spaced along each axis of the torus. Most meshes give such groups, also where one axis of the torus serves
-several mesh axes (the groups are then segments of it, or are interleaved on it), or a mesh axis takes several
-axes of the torus. A group of another form, such as every other chip of a path that winds through the torus,
-is assumed to use the links of the smallest box around it, and to share them with the other groups in the box.
+In most meshes the chips of a group are evenly spaced along each axis of the torus, in a box of each slice. If
+one axis of the torus serves several mesh axes, the groups are segments of it, or are interleaved on it. Chips
+of another form, such as every other chip of a path that winds through the torus, are assumed to use the links
+of the smallest box around them, and to share these with the other groups in the box.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ class Place(NamedTuple):
     """The position of one device.
 
     Attributes:
-        slice: the slice, which it reaches without the data centre's network; its host if JAX names no slice.
+        slice: the slice, in which devices are joined without the data-center network; the host if JAX
+            reports no slice.
         coords: the coordinates of its chip in the torus; empty if there is no torus.
         core: its number among the devices of its chip.
     """
@@ -84,7 +84,7 @@ def networks_of(groups: Groups, places: Sequence[Place]) -> tuple[Network, ...]:
 def places_on_torus(
     torus: Mapping[str, int | Sequence[int]], mesh: Mapping[str, int], hardware: Hardware
 ) -> tuple[Place, ...]:
-    """The positions of devices if each mesh axis has axes of the torus to itself, and each device is a chip.
+    """The positions of devices if each mesh axis has its own axes of the torus, and each device is a chip.
 
     Args:
         torus: mesh axis -> the lengths of the axes of the torus that it runs along. Mesh axes that are not
@@ -147,8 +147,8 @@ class Line:
     """Chips along one axis of the torus.
 
     Attributes:
-        axis: which axis.
-        length: how many chips of the group there are along it.
+        axis: the axis.
+        length: the number of chips of the group along it.
         ring: whether the last chip is joined to the first.
         stride: the links between one chip and the next; also the number of interleaved groups, which share
             every link.
@@ -161,7 +161,7 @@ class Line:
 
     @property
     def ways(self) -> float:
-        """The links into the chip that has the fewest: two in a ring, one at the end of a line."""
+        """The links into the chip with the fewest: two in a ring, one at the end of a line."""
         return (2 if self.ring else 1) / self.stride
 
     @property
@@ -188,6 +188,11 @@ class Route:
     lines: tuple[Line, ...]
     crowd: int = 1
 
+    @property
+    def size(self) -> int:
+        """The number of devices of the group."""
+        return self.slices * self.devices
+
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
@@ -195,7 +200,7 @@ class Torus:
 
     Attributes:
         extents: the length of each axis of the torus.
-        devices_per_chip: how many devices share a chip.
+        devices_per_chip: the number of devices that share a chip.
         rings: which axes of the torus are closed.
     """
 
@@ -211,7 +216,6 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
         PlanError: it has more axes than the torus of the hardware, or a number of the hardware is unknown.
     """
     coords = [place.coords for place in places]
-    chips = collections.Counter((place.slice, place.coords) for place in places)
     extents = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
     long = sum(extent > 1 for extent in extents)
     if hardware.torus_axes is not None and long > hardware.torus_axes:
@@ -221,14 +225,19 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
         )
     if long:
         hardware.need('ring_multiple', for_='a roofline of communication along a torus')
-    multiple = hardware.ring_multiple
-    closed = tuple(bool(multiple) and extent % (multiple or 1) == 0 for extent in extents)
+    multiple = hardware.ring_multiple or 0
+    closed = tuple(multiple > 0 and extent % multiple == 0 for extent in extents)
     if hardware.ring_needs_all:
         closed = (all(closed),) * len(extents)
-    per_chip = max(chips.values()) if extents else hardware.devices_per_chip or 1
-    return Torus(
-        extents, per_chip, tuple(extent > 1 and ring for extent, ring in zip(extents, closed, strict=True))
-    )
+    rings = tuple(extent > 1 and ring for extent, ring in zip(extents, closed, strict=True))
+    return Torus(extents, devices_per_chip(places, hardware), rings)
+
+
+def devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
+    """The number that the devices report, else that of the hardware, else one."""
+    if any(place.coords for place in places):
+        return max(collections.Counter((place.slice, place.coords) for place in places).values())
+    return hardware.devices_per_chip or 1
 
 
 def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
@@ -272,7 +281,7 @@ def _route_in_slice(members: Sequence[Place], torus: Torus, along: str) -> Route
     strides = [{after - before for before, after in itertools.pairwise(places)} for places in along_each]
     even = all(len(steps) <= 1 for steps in strides)
     if not even or math.prod(map(len, along_each)) != len(chips):
-        # Other groups in this box use its links as well.
+        # Other groups in this box use its links, too.
         along_each = [range(places[0], places[-1] + 1) for places in along_each]
         strides = [{1}] * len(along_each)
         crowd *= -(-math.prod(map(len, along_each)) // len(chips))

@@ -1,8 +1,8 @@
-"""How is one self-contained page made? Escaping, tables, pieces that a script brings to life, the shell.
+"""Self-contained pages of HTML: escaping, tables, widgets that a script brings to life, whole documents.
 
-A piece of HTML is a plain table first: that is all there is where scripts do not run, as in a notebook that
-is not trusted. Its script, where it may run, replaces the table inside a shadow root, so that no style of
-ours touches the page around it, and none of the page's touches ours. Nothing is loaded from anywhere.
+A widget is a plain table first, which is what readers see where scripts do not run, as in a notebook that is
+not trusted. Its script replaces the table inside a shadow root, so that styles of ours and of the page around
+it do not touch each other. Nothing is loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from collections.abc import Container, Iterable, Sequence
 from importlib import resources
 
 MOST_LINES = 300
-"""Of a plain table: whoever has more wants to search them."""
+"""Rows in a plain table; the filter of the widget finds the others."""
 
-_NOWHERE = "base-uri 'none'; form-action 'none'"
 _LEFT = ' style="text-align:left"'  # notebooks align the cells of tables to the right
 
 
 def visible(text: str) -> str:
-    r"""The text with what cannot be printed, or turns the direction of writing, as an escape.
+    r"""The text, with escapes for characters that cannot be printed or change the direction of writing.
 
     Example:
         >>> visible('a\nb \u202e é')
@@ -39,7 +38,7 @@ def visible(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """The text as it may stand in HTML, also between quotes.
+    """The text as HTML, also for attributes.
 
     Example:
         >>> escape('</script> & "co"')
@@ -69,19 +68,28 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Container[
     return f'<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
-def paragraphs(lines: Iterable[str]) -> str:
-    """Lines of text, a paragraph each."""
-    return '\n'.join(f'<p>{escape(line)}</p>' for line in lines)
+def paragraphs(lines: Iterable[str], style: str = '') -> str:
+    """Lines of text, a paragraph each, perhaps with a style."""
+    start = f'<p style="{style}">' if style else '<p>'
+    return '\n'.join(f'{start}{escape(line)}</p>' for line in lines)
 
 
 def still_page(title: str, body: str) -> str:
-    """A whole document without scripts, which may load nothing.
+    """A whole document, which runs no script and loads nothing.
 
     Args:
         title: plain text.
         body: HTML, well-formed as XML is.
     """
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {_NOWHERE}"
+    return _document(title, body)
+
+
+def _document(title: str, body: str, scripts: str = '') -> str:
+    """A whole document that loads nothing; *scripts* are those that may run, for its security policy."""
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {scripts}"
+        "base-uri 'none'; form-action 'none'"
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>\n'
@@ -94,7 +102,7 @@ def still_page(title: str, body: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Widget:
-    """A piece of HTML that a script brings to life.
+    """Part of a page that a script brings to life.
 
     Attributes:
         markup: the HTML inside the shadow root, before the script has run.
@@ -109,24 +117,24 @@ class Widget:
     @functools.cached_property
     def _name_and_script(self) -> tuple[str, str]:
         inside = f'<style>\n{_shared("palette.css")}{self.style}</style>\n{self.markup}'
-        # All of it is in the script: what cleans a notebook that is not trusted drops scripts with all
-        # that is in them, but keeps the text of other elements.
+        # All of it is in the script: the sanitizer of an untrusted notebook drops scripts and their content,
+        # but keeps the text of other elements.
         markup = json.dumps(inside).replace('<', r'\u003c')
         script = f'const MARKUP = {markup};\n{self.script}\n{_shared("widget.js")}'
-        # The name tells versions apart: a saved notebook may hold pieces that an older scalax wrote.
+        # The name tells versions apart: a saved notebook may hold widgets of an older scalax.
         name = hashlib.sha256(script.encode()).hexdigest()[:12]
         return name, f'(() => {{\n"use strict";\nconst WIDGET = "{name}";\n{script}}})();'
 
     def fragment(self, static: str, data: object) -> str:
-        """HTML for a notebook cell, or for a `page`.
+        """HTML for a notebook cell or a `page`.
 
         Args:
-            static: HTML for where scripts do not run.
-            data: what the script is to show, ready for ``json.dumps``.
+            static: HTML for readers without scripts.
+            data: the data that the script shows, ready for ``json.dumps``.
         """
         name, script = self._name_and_script
         return (
-            # The second attribute tells JupyterLab that keys typed inside are none of its commands.
+            # The second attribute keeps JupyterLab from taking keys typed inside for its own shortcuts.
             f'<div data-scalax="{name}" data-lm-suppress-shortcuts="true">\n'
             f'<div class="scalax-static">\n{static}\n</div>\n'
             f'<script type="text/plain">{_packed(data)}</script>\n'
@@ -134,31 +142,20 @@ class Widget:
         )
 
     def page(self, title: str, static: str, data: object) -> str:
-        """A whole document; what it may run is its own script, and it may load nothing.
+        """A whole document, which runs its own script only and loads nothing.
 
         Args:
             title: plain text.
-            static: HTML for where scripts do not run.
-            data: what the script is to show, ready for ``json.dumps``.
+            static: HTML for readers without scripts.
+            data: the data that the script shows, ready for ``json.dumps``.
         """
-        heading = f'<h1>{escape(title)}</h1>\n'
-        digest = hashlib.sha256(self._name_and_script[1].encode()).digest()
-        policy = (
-            "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-            f"script-src 'sha256-{base64.b64encode(digest).decode()}'; {_NOWHERE}"
-        )
-        return (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n'
-            f'<style>\n{_shared("palette.css")}{_shared("page.css")}</style>\n</head>\n<body>\n'
-            f'{self.fragment(heading + static, data)}</body>\n</html>\n'
-        )
+        digest = base64.b64encode(hashlib.sha256(self._name_and_script[1].encode()).digest()).decode()
+        fragment = self.fragment(f'<h1>{escape(title)}</h1>\n{static}', data)
+        return _document(title, fragment, f"script-src 'sha256-{digest}'; ")
 
 
 def _packed(data: object) -> str:
-    """Data as text: short, and without a character that means anything in HTML."""
+    """Data as short text without characters that are special in HTML."""
     text = json.dumps(data, separators=(',', ':'))
     return base64.b64encode(zlib.compress(text.encode())).decode()
 

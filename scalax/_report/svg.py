@@ -1,7 +1,7 @@
-"""Pieces of SVG, put side by side or one below the other, and colours that anybody can tell apart.
+"""Drawings in SVG, side by side or one below the other, and colours that are safe for colour-blind readers.
 
 Lines and labels are drawn in ``currentColor``, so that a picture takes the colour of the text around it.
-Pieces have no ids: two pictures on one page cannot clash.
+Elements have no ids, so that two pictures on one page cannot clash.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from scalax._report.pages import escape
 LINE = 20  # pixels from one line of text to the next
 CHAR = 7.3  # pixels of a character of 12 px in a monospaced font, the widest of the common ones
 FONT = 'ui-monospace, SFMono-Regular, Menlo, Consolas, &quot;DejaVu Sans Mono&quot;, monospace'
-# Paul Tol, "Colour Schemes" (SRON technical note SRON/EPS/TN/09-002): the scheme "light", which is made to
-# be written upon, in an order that keeps neighbours apart; and of "iridescent", a scale, the part that is
-# neither white nor black.
+# Paul Tol, "Colour Schemes" (SRON technical note SRON/EPS/TN/09-002): the scheme "light", made for text on
+# it, ordered so that neighbours differ; and the scale "iridescent" without its white and black ends.
 _FEW = ('#77AADD', '#EE8866', '#44BB99', '#FFAABB', '#EEDD88', '#99DDFF', '#BBCC33', '#AAAA00')
 _SCALE = (
     *('#EAF0B5', '#DDECBF', '#D0E7CA', '#C2E3D2', '#B5DDD8', '#A8D8DC', '#9BD2E1', '#8DCBE4', '#81C4E7'),
@@ -39,7 +38,7 @@ class Drawn:
 
 
 def text_lines(lines: Sequence[str], weight: str = 'normal') -> Drawn:
-    """Lines of text; blanks at their beginning count."""
+    """Lines of text; leading blanks are kept."""
     body = ''.join(
         f'<text x="0" y="{14 + row * LINE}" fill="currentColor" font-weight="{weight}" '
         f'xml:space="preserve">{escape(line)}</text>'
@@ -67,12 +66,12 @@ def below(parts: Sequence[Drawn], gap: float) -> Drawn:
 
 
 def document(drawn: Drawn, label: str, style: str, margin: float = 2) -> str:
-    """A whole ``<svg>`` element, with a title for those who hear it.
+    """A whole ``<svg>`` element, with a title for screen readers.
 
     Args:
-        drawn: what is in it.
-        label: what it shows, in words.
-        style: CSS for the element; ``{width}`` stands for its width in pixels.
+        drawn: its content.
+        label: a description of the picture.
+        style: CSS for the element.
         margin: the pixels around it.
     """
     width, height = number(drawn.width + 2 * margin), number(drawn.height + 2 * margin)
@@ -95,7 +94,7 @@ def number(value: float) -> str:
 
 
 def told_apart(count: int) -> list[str]:
-    """So many colours; of many, neighbours are alike.
+    """That many colours; if they are many, neighbours look alike.
 
     Example:
         >>> told_apart(2), len(set(told_apart(100)))
@@ -120,22 +119,14 @@ def scaled(fraction: float) -> str:
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever reads better on a colour (at least 4.5 to 1, as WCAG 2 asks)."""
-    return max(_BLACK, _WHITE, key=lambda text: contrast(text, background))
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast of two colours as WCAG 2 defines it, from 1 to 21."""
-    darker, lighter = sorted(map(_luminance, (one, other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(text: str) -> float:
+    """Black or white, whichever has the higher contrast on a colour (at least 4.5 to 1, as WCAG 2 asks)."""
     linear = [
         part / 255 / 12.92 if part / 255 <= 0.04045 else ((part / 255 + 0.055) / 1.055) ** 2.4
-        for part in _parts(text)
+        for part in _parts(background)
     ]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    # WCAG's contrast of two luminances is (lighter + 0.05) / (darker + 0.05).
+    return _WHITE if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else _BLACK
 
 
 def _parts(text: str) -> list[int]:

@@ -1,6 +1,6 @@
-"""How do cells become lines no wider than a terminal, with nothing of them cut off?
+"""Tables of text that fit the terminal without losing anything.
 
-A path that is too long for its column has a line of its own, above the rest of its row. Where there is too
+A path that is too long for its column has a line of its own above the rest of its row. Where there is too
 little room for the other columns, every path has one, and the rest of its row is packed below it.
 """
 
@@ -14,11 +14,11 @@ from scalax._report.pages import visible
 from scalax.errors import ArgumentError
 
 Piece = tuple[int, str]
-"""A column, and what stands there, with the blanks around it."""
+"""A column, and its padded text."""
 
 GAP = '  '
 _INDENT = 4
-_LEAST = 20  # columns that the parts of a path take
+_LEAST = 20  # characters of a line for the parts of a path
 
 
 def human_bytes(count: int) -> str:
@@ -28,19 +28,31 @@ def human_bytes(count: int) -> str:
         >>> human_bytes(1536), human_bytes(3), human_bytes(5 * 2**40)
         ('1.5 KiB', '3 B', '5.0 TiB')
     """
-    size = float(count)
-    for unit in ('B', 'KiB', 'MiB', 'GiB', 'TiB'):
-        if size < 1024 or unit == 'TiB':
-            return f'{int(size)} B' if unit == 'B' else f'{size:.1f} {unit}'
+    if count < 1024:
+        return f'{count} B'
+    size = count / 1024
+    for unit in ('KiB', 'MiB', 'GiB'):
+        if size < 1024:
+            return f'{size:.1f} {unit}'
         size /= 1024
-    raise AssertionError('unreachable')
+    return f'{size:.1f} TiB'
+
+
+def array_text(dtype: str, shape: Sequence[int]) -> str:
+    """An array type as tables show it.
+
+    Example:
+        >>> array_text('float32', (8, 16))
+        'float32[8,16]'
+    """
+    return f'{dtype}[{",".join(map(str, shape))}]'
 
 
 def terminal_width(width: int | None) -> int:
-    """The columns that a table may take: *width*, or those of the terminal; at least 60.
+    """The width of a table in columns: *width*, or that of the terminal; at least 60.
 
     Raises:
-        ArgumentError: *width* is no number of columns.
+        ArgumentError: *width* is not a number of columns.
     """
     if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
         raise ArgumentError(f'width is a number of columns or None, got {width!r}')
@@ -48,17 +60,17 @@ def terminal_width(width: int | None) -> int:
 
 
 def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether each row has room on one line."""
+    """Whether each row fits on one line."""
     widths = _widths(cells)
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
 def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[list[list[Piece]]]:
-    """The lines of each row, with nothing in them that could steer a terminal.
+    """The lines of each row, without characters that control a terminal.
 
     Args:
-        cells: the heads, and the rows.
-        width: what no line is wider than.
+        cells: the heads and the rows.
+        width: the largest width of a line.
         path: the column that may take lines of its own.
         size: the column that is aligned to the right.
     """
@@ -93,7 +105,7 @@ def plain(line: Iterable[Piece]) -> str:
 
 
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Lines of text as lines no wider than *width*, with nothing in them that could steer a terminal."""
+    """Lines of text as lines no wider than *width*, without characters that control a terminal."""
     return [
         part
         for line in lines
@@ -104,7 +116,7 @@ def wrapped(lines: Iterable[str], width: int) -> list[str]:
 
 
 def broken(text: str, room: int) -> list[str]:
-    """A text in parts no longer than *room*, which end behind a slash or else a comma, if there is one.
+    """A text in parts no longer than *room*, broken after a slash, else after a comma, if there is one.
 
     Example:
         >>> broken('layers/{0..11}/attention', 16), broken("P('fsdp', 'tp')", 10)
@@ -124,7 +136,7 @@ def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _above(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
-    """The lines of a path, and of what stands before it."""
+    """The lines of a path and the columns before it."""
     before = [(column, texts[column].ljust(widths[column])) for column in range(path)]
     blank = [(column, ' ' * widths[column]) for column in range(path)]
     room = width - sum(size + len(GAP) for size in widths[:path])
@@ -133,11 +145,11 @@ def _above(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -
 
 
 def _packed(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
-    """A path, and below it the rest of its row, as much on a line as there is room for."""
+    """The lines of a row whose path has lines of its own, with as many other columns on a line as fit."""
     rest = range(path + 1, len(texts))
     if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
         lines = _above(texts, widths, width, path)
-    else:  # what stands before the path leaves no room for it on its line
+    else:  # the columns before the path leave no room for it on their line
         rest = range(len(texts))
         lines = [[(path, part)] for part in broken(texts[path], width)]
     indent = (path, ' ' * (_INDENT - len(GAP)))

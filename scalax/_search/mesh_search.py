@@ -1,9 +1,10 @@
-"""The search of the best mesh: all are planned quickly; the best of them are compiled in full, and ranked."""
+"""The search for the best mesh: plans all quickly, compiles the best of them in full, and ranks them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import logging
 import numbers
@@ -32,9 +33,9 @@ _log = logging.getLogger('scalax.search')
 Sizes = dict[str, int]
 Constraints = Mapping[str, int | Collection[int]] | Callable[[Sizes], Any] | None
 Advance = Callable[[str], None]
-"""Called with what is done next, when the step before it is done."""
+"""Called with the name of the next step, when the one before it is done."""
 _NEAR = 1.08
-"""A quick plan within this factor of the limit is compiled in full before it is said not to fit."""
+"""A program that exceeds the limit by less in its quick plan is compiled in full all the same."""
 
 
 def search(
@@ -51,14 +52,14 @@ def search(
 ) -> Search:
     """Plans a step on every mesh of a topology, and ranks the meshes.
 
-    Each is planned quickly (`MeshShardingHelper.plan`), which takes seconds. Those that do not fit have lost;
-    the others are ranked by the least time of the step in their roofline, and then by its time if nothing
-    overlaps. The best are compiled in full, and ranked by what the compiler then says. Meshes that some
-    dimension does not divide by, padded or not, have lost too.
+    Each is planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on which the step does
+    not fit, or some dimension does not divide, have lost. The others are ranked by the least time of the
+    step in their roofline, then by its time if nothing overlaps. The best are compiled in full, and ranked
+    again.
 
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
-            `sjit` makes, and the tuple of its arguments.
+            one made by `sjit`, and the tuple of its arguments.
         topology: the slice, such as ``'v5p:4x4x4'``.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
         rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
@@ -66,13 +67,13 @@ def search(
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that says whether they are wanted.
         num_slices: the number of slices.
-        dcn_axis: the mesh axis that runs from slice to slice; needed with several.
+        dcn_axis: the mesh axis that runs from slice to slice; needed for several slices.
         full: how many of the best to compile in full: minutes for each.
         show_progress: whether to show a bar; by default in a terminal. Without rich, steps are
             logged instead (``scalax.search``, level INFO).
 
     Returns:
-        A `Search`. Ctrl-C ends the search early: it holds what was found until then, and says so.
+        A `Search`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
 
     Raises:
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
@@ -106,15 +107,16 @@ def search(
         raise ArgumentError(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
-    planner = _Planner(make_step, devices, rules, num_slices, dcn_axis)
+    slices = {dcn_axis: num_slices} if dcn_axis is not None and num_slices > 1 else {}
+    plan = functools.partial(_planned, make_step, rules, devices, slices)
     done: dict[int, Candidate] = {}
     interrupted = False
     with progress(len(todo) + full, show_progress) as advance:
         try:
             for place, candidate in enumerate(todo):
                 advance(candidate.name)
-                done[place] = planner.planned(candidate, quick=True)
-            _in_full(planner, done, full, advance)
+                done[place] = plan(candidate, quick=True)
+            _in_full(plan, done, full, advance)
         except KeyboardInterrupt:
             interrupted = True
     return Search(_ranked(done.values()), topology, interrupted)
@@ -137,52 +139,42 @@ def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
         raise ArgumentError(f'full is how many meshes to compile in full, 0 or more, got {full!r}')
 
 
-@dataclasses.dataclass(frozen=True)
-class _Planner:
-    """Plans the step of a search."""
-
-    make_step: Callable[..., tuple[Any, Sequence[Any]]]
-    devices: Sequence[Any]
-    rules: Mapping[str, Any] | None
-    num_slices: int
-    dcn_axis: str | None
-
-    def planned(self, candidate: Candidate, *, quick: bool) -> Candidate:
-        """The candidate with its plan, or with the reason why there is none."""
-        given = () if self.rules is None else (self.rules[candidate.rules],)
-        names = list(candidate.mesh)
-        dcn = (
-            [self.num_slices if name == self.dcn_axis else 1 for name in names]
-            if self.num_slices > 1
-            else None
+def _planned(
+    make_step: Callable[..., tuple[Any, Sequence[Any]]],
+    rules: Mapping[str, Any] | None,
+    devices: Sequence[Any],
+    slices: Mapping[str, int],
+    candidate: Candidate,
+    *,
+    quick: bool,
+) -> Candidate:
+    """The candidate with its plan, or with the reason why there is none."""
+    sizes = candidate.mesh
+    dcn = [slices.get(name, 1) for name in sizes] if slices else None
+    try:
+        helper = MeshShardingHelper(
+            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=devices
         )
-        try:
-            helper = MeshShardingHelper(
-                list(candidate.mesh.values()), names, True, dcn_axis_dims=dcn, devices=self.devices
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter('error', IndivisibleWarning)
-                step, arguments = self.make_step(helper, *given)
-                plan = make_plan(helper, step, arguments, {}, quick=quick)
-        # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
-        # function on this mesh: the other meshes are planned anyway.
-        except Exception as error:
-            return dataclasses.replace(candidate, lost=_short(error))
-        return dataclasses.replace(
-            candidate, plan=plan, lost='' if plan.fits is not False else _too_large(plan)
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', IndivisibleWarning)
+            step, arguments = make_step(helper, *([rules[candidate.rules]] if rules else []))
+            plan = make_plan(helper, step, arguments, {}, quick=quick)
+    # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
+    # function on this mesh: the other meshes are planned anyway.
+    except Exception as error:
+        return dataclasses.replace(candidate, lost=_short(error))
+    return dataclasses.replace(candidate, plan=plan, lost='' if plan.fits is not False else _too_large(plan))
 
 
-def _in_full(planner: _Planner, done: dict[int, Candidate], most: int, advance: Advance) -> None:
+def _in_full(plan: Callable[..., Candidate], done: dict[int, Candidate], most: int, advance: Advance) -> None:
     """Compiles the best candidates in full, until *most* of them fit or none is left."""
     fitting = 0
-    for place in sorted(
-        (place for place in done if _may_fit(done[place])), key=lambda place: _order(done[place])
-    ):
+    near = [place for place, candidate in done.items() if _may_fit(candidate)]
+    for place in sorted(near, key=lambda place: _order(done[place])):
         if fitting >= most:
             return
         advance(f'{done[place].name}, in full')
-        done[place] = planner.planned(dataclasses.replace(done[place], lost=''), quick=False)
+        done[place] = plan(dataclasses.replace(done[place], lost=''), quick=False)
         fitting += not done[place].lost
 
 
@@ -242,10 +234,10 @@ def _short(error: Exception) -> str:
 
 
 def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints = None) -> Iterator[Sizes]:
-    """The sizes of the mesh axes; the first axes are large first.
+    """All sizes of the mesh axes; the largest of the first axis come first.
 
     Args:
-        devices: how many devices there are; all are used.
+        devices: the number of devices; all are used.
         names: the mesh axes.
         constraints: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that
             says whether they are wanted.
@@ -303,7 +295,7 @@ def progress(steps: int, shown: bool | None) -> Iterator[Advance]:
     """A progress bar in a terminal if rich is installed, else a log message for each step.
 
     Args:
-        steps: how many there will be.
+        steps: the number of steps.
         shown: whether to show it; by default if stderr is a terminal.
     """
     if shown is None:
@@ -322,8 +314,8 @@ def _rich(steps: int) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    said = TextColumn('{task.description}', markup=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said)
+    step = TextColumn('{task.description}', markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), step)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task('', total=steps)
         started = False

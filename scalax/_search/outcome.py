@@ -1,4 +1,4 @@
-"""The outcome of a search: candidates in their order, each loser with the reason why it lost."""
+"""The outcome of a search: the candidates in order, each with the reason why it lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalax._plan.plan import Plan
+from scalax._report import saved
 from scalax._report.pages import paragraphs
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, table, terminal_width, wrapped
@@ -19,7 +20,7 @@ _OUTCOME = 4
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, and possibly a set of rules, that a search has looked at.
+    """A mesh of a search, possibly with a set of rules.
 
     Attributes:
         mesh: mesh axis name -> size.
@@ -35,7 +36,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as ``'fsdp=16, tp=4'``, with the name of its rules."""
+        """The sizes, such as ``'fsdp=16, tp=4'``, and the name of the rules."""
         sizes = axis_sizes_text(self.mesh)
         return f'{sizes}; {self.rules}' if self.rules else sizes
 
@@ -56,7 +57,7 @@ class Search:
     Attributes:
         candidates: the best first; after those that fit, those that do not, or could not be planned.
         topology: the hardware.
-        interrupted: whether it was stopped before all candidates were looked at.
+        interrupted: whether it was stopped before all candidates were planned.
     """
 
     candidates: tuple[Candidate, ...]
@@ -65,7 +66,7 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits on any mesh that was looked at."""
+        """Whether the step fits on any mesh that was planned."""
         return bool(self.candidates) and not self.candidates[0].lost
 
     @property
@@ -88,12 +89,11 @@ class Search:
         """The candidates as a table of text.
 
         Args:
-            width: the columns that it may take; those of the terminal by default.
+            width: the width in columns; that of the terminal by default.
         """
         width = terminal_width(width)
-        return '\n'.join(
-            [*wrapped([self._head], width), '', *table([_HEADS, *self._cells()], width, _OUTCOME, 3)]
-        )
+        rows = table([_HEADS, *self._cells()], width, _OUTCOME, 3)
+        return '\n'.join([*wrapped([self._head], width), '', *rows])
 
     def _repr_html_(self) -> str:
         return f'{paragraphs([self._head])}{html_table(_HEADS, self._cells(), right=[0, 2, 3])}'
@@ -113,13 +113,5 @@ class Search:
         return {
             'topology': self.topology,
             'interrupted': self.interrupted,
-            'candidates': [
-                {
-                    'mesh': dict(candidate.mesh),
-                    'rules': candidate.rules,
-                    'lost': candidate.lost,
-                    'plan': None if candidate.plan is None else candidate.plan.to_dict(),
-                }
-                for candidate in self.candidates
-            ],
+            'candidates': saved.plain(self.candidates),
         }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
-import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 FITS, FAILED, USAGE, TOO_LARGE = 0, 1, 2, 3
 
 _MOST = 1 << 24  # devices, slices
-_LONGEST = 20  # characters of a number
+_LONGEST = 20  # digits of a number
 
 _EPILOG = """\
 exit codes: 0 it fits, 3 it does not, 2 the command is invalid, 1 any other failure
@@ -46,10 +47,10 @@ a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answers a command line.
+    """Runs a command line.
 
     Args:
-        arguments: those of the process by default.
+        arguments: the arguments; those of the process by default.
 
     Returns:
         The exit code: 0; 3 if a step does not fit; 2 for an invalid command; 1 for other failures.
@@ -57,40 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('scalax').setLevel(logging.INFO)
-    # Nothing is run, so even the user's file leaves local accelerators alone.
+    # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:
-        fits = asked.answer(asked)
-    except (PlanError, MissingDependencyError) as error:
-        return _failed(error, FAILED)
+        fits = asked.run(asked)
     except ScalaxError as error:
-        return _failed(error, USAGE)
+        print(f'error: {error}', file=sys.stderr)
+        return FAILED if isinstance(error, PlanError | MissingDependencyError) else USAGE
     return TOO_LARGE if fits is False else FITS
-
-
-def _failed(error: ScalaxError, code: int) -> int:
-    print(f'error: {error}', file=sys.stderr)
-    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('python -m scalax', description='Know before you run.', epilog=_EPILOG)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-    plan = _command(commands.add_parser, 'plan', 'what a step holds, sends and takes', _PLAN)
-    plan.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
+    plan = _command(commands, 'plan', 'memory, communication and time of a step', _PLAN)
+    plan.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
     _add_mesh(plan)
     plan.add_argument(
         '--quick',
         action='store_true',
-        help='seconds instead of minutes: no code is made, and memory is that of the layout',
+        help='seconds instead of minutes: makes no code; memory is that of the layout',
     )
     plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
     plan.add_argument('--html', type=_page, metavar='OUT.html', help='also write the plan as a page')
-    plan.set_defaults(answer=_commands.plan)
+    plan.set_defaults(run=_commands.plan)
 
-    search = _command(commands.add_parser, 'search', 'which mesh is best for a step', _SEARCH)
-    search.add_argument('function', metavar='FILE.py:make_step', help='what makes the step')
+    search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
+    search.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
     search.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
     search.add_argument(
@@ -104,32 +99,37 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
     search.add_argument(
-        '--full', type=_count, default=2, metavar='N', help='how many of the best to compile in full (2)'
+        '--full', type=_number, default=2, metavar='N', help='how many of the best to compile in full (2)'
     )
     search.add_argument(
         '--html', type=_page, metavar='OUT.html', help='write the plan of the best mesh as a page'
     )
-    search.add_argument('--json', action='store_true', help='print what was found as JSON')
-    search.set_defaults(answer=_commands.search)
+    search.add_argument('--json', action='store_true', help='print the result as JSON')
+    search.set_defaults(run=_commands.search)
 
-    explain = _command(commands.add_parser, 'explain', 'which sharding each leaf gets, and why', _EXPLAIN)
-    explain.add_argument('function', metavar='FILE.py:make_state', help='what makes the tree and its rules')
+    explain = _command(commands, 'explain', 'the sharding of each leaf, and why', _EXPLAIN)
+    explain.add_argument(
+        'function', metavar='FILE.py:make_state', help='the function that makes the tree and its rules'
+    )
     _add_mesh(explain)
     explain.add_argument('--json', action='store_true', help='print the report as JSON')
-    explain.set_defaults(answer=_commands.explain)
+    explain.set_defaults(run=_commands.explain)
 
-    topologies = _command(
-        commands.add_parser, 'topologies', 'which TPU slices are known', 'TPU slices, and their chips.'
-    )
-    topologies.set_defaults(answer=_commands.topologies)
+    topologies = _command(commands, 'topologies', 'the known TPU slices', 'TPU slices, and their chips.')
+    topologies.set_defaults(run=_commands.topologies)
     return parser
 
 
-def _command(
-    add: Callable[..., argparse.ArgumentParser], name: str, help_: str, text: str
-) -> argparse.ArgumentParser:
-    layout = argparse.RawDescriptionHelpFormatter
-    return add(name, help=help_, description=text, epilog=_EPILOG, formatter_class=layout)
+def _command(commands: Any, name: str, summary: str, text: str) -> argparse.ArgumentParser:
+    """Adds a command to those of a parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=text,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +149,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         type=_sizes,
         default={},
         metavar='NAME=N,...',
-        help='how many slices are along which axes: data=4; an axis that --mesh does not name is only that',
+        help='the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size',
     )
 
 
@@ -157,44 +157,36 @@ def _sizes(text: str) -> dict[str, int]:
     """``'fsdp=-1,tp=4'`` as names and sizes."""
     sizes: dict[str, int] = {}
     for part in text.split(','):
-        name, _, size = part.partition('=')
-        if not name.strip() or not re.fullmatch(r'-1|0*[1-9][0-9]*', size.strip()):
+        name, _, size = (piece.strip() for piece in part.partition('='))
+        if not name or not re.fullmatch(r'-1|0*[1-9][0-9]*', size):
             raise argparse.ArgumentTypeError(
                 f'{text!r} is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)'
             )
-        if name.strip() in sizes:
-            raise argparse.ArgumentTypeError(f'{text!r} names {name.strip()!r} twice')
-        sizes[name.strip()] = _checked(size)
-    if math.prod(max(1, size) for size in sizes.values()) > _MOST:
-        raise argparse.ArgumentTypeError(f'{text!r} has more than {_MOST:,} devices')
+        if name in sizes:
+            raise argparse.ArgumentTypeError(f'{text!r} names {name!r} twice')
+        sizes[name] = -1 if size == '-1' else _number(size)
     return sizes
 
 
 def _choice(text: str) -> tuple[str, tuple[int, ...]]:
     """``'tp=1,2,4'`` as a name and sizes."""
     name, _, sizes = text.partition('=')
-    if not name.strip() or not all(size.strip().isdigit() for size in sizes.split(',')):
+    if not name.strip() or not all(size.strip().isdecimal() for size in sizes.split(',')):
         raise argparse.ArgumentTypeError(f'{text!r} is not of the form NAME=N,N,... (as in tp=1,2,4)')
-    return name.strip(), tuple(map(_checked, sizes.split(',')))
+    return name.strip(), tuple(map(_number, sizes.split(',')))
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or _checked(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
-    return _checked(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f'{text!r} is not a number of at least 0')
-    return _checked(text)
-
-
-def _checked(text: str) -> int:
+def _number(text: str, least: int = 0) -> int:
     """A whole number that is not absurdly large."""
-    if len(text) > _LONGEST or int(text) > _MOST:
-        raise argparse.ArgumentTypeError(f'{text[:_LONGEST]} is more than {_MOST:,}')
-    return int(text)
+    digits = text.strip()[:_LONGEST]
+    if not digits.isdecimal() or int(digits) < least:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number of at least {least}')
+    if int(digits) > _MOST:
+        raise argparse.ArgumentTypeError(f'{digits} is more than {_MOST:,}')
+    return int(digits)
+
+
+_positive = functools.partial(_number, least=1)
 
 
 def _page(text: str) -> Path:

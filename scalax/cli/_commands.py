@@ -1,4 +1,4 @@
-"""Answers to the commands: they print, and return whether a step fits."""
+"""The commands. Each prints its result; `plan` and `search` return whether a step fits."""
 
 from __future__ import annotations
 
@@ -71,30 +71,28 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 def explain(asked: argparse.Namespace) -> None:
     """Prints the sharding of each leaf of a tree."""
-    known = -1 not in asked.mesh.values()
-    helper = _abstract_helper(asked) if known and not asked.topology else _helper(asked)
+    helper = _helper(asked, compiles=False)
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     print(report.to_json() if asked.json else report)
 
 
-def topologies(asked: argparse.Namespace) -> None:
-    """Prints which TPU slices are known."""
-    print(_topologies_table())
+def topologies(_: argparse.Namespace) -> None:
+    """Prints the known kinds of chips with their numbers, and the slices of each."""
+    print('TPU slices, as --topology NAME:SIZE takes them:\n')
+    for name, sizes in SIZES.items():
+        print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
+        print(f'       {"  ".join(sizes.split())}')
+    print('\nThe chips of a slice are the product of its size; of several slices, times --slices.')
+    print('Sources: scalax.plan.HARDWARE[name].sources')
 
 
-def _abstract_helper(asked: argparse.Namespace) -> MeshShardingHelper:
-    _reject_slices(asked)
-    names = tuple(asked.mesh)
-    return MeshShardingHelper.from_mesh(AbstractMesh(tuple(asked.mesh.values()), names))
-
-
-def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
+def _helper(asked: argparse.Namespace, compiles: bool = True) -> MeshShardingHelper:
     """A helper over the hardware of the command; made before the user's file may use any devices."""
     sizes: dict[str, int] = asked.mesh
     if not asked.topology:
-        return _simulated(asked, list(sizes.values()), list(sizes))
+        return _helper_without_topology(asked, sizes, compiles)
     _require_dcn(asked)
     across: dict[str, int] = asked.dcn
     for name in across:
@@ -114,31 +112,32 @@ def _helper(asked: argparse.Namespace) -> MeshShardingHelper:
     )
 
 
-def _require_dcn(asked: argparse.Namespace) -> None:
-    if (asked.slices or 1) > 1 and not asked.dcn:
-        raise ArgumentError(
-            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices are'
-        )
-
-
-def _reject_slices(asked: argparse.Namespace) -> None:
+def _helper_without_topology(
+    asked: argparse.Namespace, sizes: dict[str, int], compiles: bool
+) -> MeshShardingHelper:
+    """A helper over simulated devices; over an abstract mesh if nothing is compiled."""
     if asked.slices or asked.dcn:
         raise ArgumentError('--slices and --dcn are for TPUs: give --topology')
-
-
-def _simulated(asked: argparse.Namespace, dims: list[int], names: list[str]) -> MeshShardingHelper:
-    _reject_slices(asked)
-    if -1 in dims:
+    if -1 in sizes.values():
         raise ArgumentError(
             'without --topology the number of devices is not known: give every axis of --mesh a size'
         )
-    count = math.prod(dims)
+    if not compiles:
+        return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    count = math.prod(sizes.values())
     if count > _MOST_SIMULATED:
         raise ArgumentError(
             f'--mesh has {count:,} devices, and at most {_MOST_SIMULATED:,} are simulated: give --topology'
         )
     jax.config.update('jax_num_cpu_devices', count)
-    return MeshShardingHelper(dims, names)
+    return MeshShardingHelper(list(sizes.values()), list(sizes))
+
+
+def _require_dcn(asked: argparse.Namespace) -> None:
+    if (asked.slices or 1) > 1 and not asked.dcn:
+        raise ArgumentError(
+            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices are'
+        )
 
 
 def _load_function(named: str) -> Callable[..., Any]:
@@ -175,30 +174,11 @@ def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:
         second: a description of the two values, for the message.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: it returned something else.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ArgumentError(f'{named!r} has to return {second}; it returned {type(returned).__name__}')
     return returned
-
-
-def _topologies_table() -> str:
-    """The kinds of chips with their numbers, and the slices of each."""
-    lines = []
-    for name, sizes in SIZES.items():
-        chip = HARDWARE[name]
-        listed = '  '.join(sizes.split())
-        lines += [f'{name:<6} {_chip_numbers(chip)}', f'       {listed}']
-    return '\n'.join(
-        [
-            'TPU slices, as --topology NAME:SIZE takes them:',
-            '',
-            *lines,
-            '',
-            'The chips of a slice are the product of its size; of several slices, times --slices.',
-            'Sources: scalax.plan.HARDWARE[name].sources',
-        ]
-    )
 
 
 def _chip_numbers(chip: Hardware) -> str:

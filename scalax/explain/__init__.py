@@ -1,7 +1,6 @@
-"""Reports of one resolve: what each leaf got, which rule decided it, and what it costs.
+"""Reports: the sharding of each leaf, the rule that decided it, and its bytes.
 
-`make_report` makes one; a report is a value that prints, compares, is saved and loaded, and shows itself in
-notebooks.
+`make_report` makes one. Reports print, compare, are saved and loaded, and show themselves in notebooks.
 """
 
 from scalax.explain._diff import LeafChange, ReportDiff

@@ -7,18 +7,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import array_text, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import checked_flag, plural
-from scalax.explain._rows import ReportRow, array_text, folded_path, spec_text
+from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafChange:
-    """One leaf that both reports have, and that is not the same in both.
+    """One leaf that differs in two reports.
 
     Attributes:
         before: its row in the first report.
@@ -38,14 +38,14 @@ class LeafChange:
 class ReportDiff:
     """What `ShardingReport.diff` returns: false when nothing changed; ``str()`` of it is a table.
 
-    Which rule decided, and why, is not compared: rules that say the same in other words change nothing.
+    Rules and reasons are not compared.
 
     Attributes:
         added: the rows of leaves that only the second report has.
         removed: the rows of leaves that only the first report has.
-        changed: the leaves whose shape, dtype, spec, memory or bytes are not the same.
-        bytes_per_device_before: what one device holds of all leaves of the first report.
-        bytes_per_device_after: what one device holds of all leaves of the second report.
+        changed: the leaves whose shape, dtype, spec, memory or bytes differ.
+        bytes_per_device_before: the bytes of all leaves of the first report on one device.
+        bytes_per_device_after: the bytes of all leaves of the second report on one device.
         mesh_before: mesh axis name -> size of the first report.
         mesh_after: mesh axis name -> size of the second report.
     """
@@ -69,13 +69,15 @@ class ReportDiff:
         """The difference as a table.
 
         Args:
-            width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in numbers in their paths only share a line.
+            width: the width in columns; that of the terminal by default.
+            fold: whether leaves whose paths differ only in numbers share a line.
         """
-        return _render(self, terminal_width(width), checked_flag('fold', fold))
+        width, cells = terminal_width(width), _cells(self, checked_flag('fold', fold))
+        lines = [*table([_HEADS, *cells], width, 1, 4), ''] if cells else []
+        return '\n'.join([*lines, *wrapped(_summary(self), width)])
 
     def _repr_html_(self) -> str:
-        cells = _cells(_pairs(self), True)
+        cells = _cells(self, True)
         shown = cells[: pages.MOST_LINES]
         table = [pages.table(_HEADS, shown, right=[4])] if cells else []
         rest = [f'lines not shown: {len(cells) - len(shown)}'] if len(cells) > len(shown) else []
@@ -88,7 +90,7 @@ def diff_rows(
     mesh_before: Mapping[str, int],
     mesh_after: Mapping[str, int],
 ) -> ReportDiff:
-    """Compares rows, leaf path by leaf path."""
+    """Compares the rows of two reports by leaf path."""
     old, new = _by_path(before), _by_path(after)
     return ReportDiff(
         tuple(row for path, row in new.items() if path not in old),
@@ -106,7 +108,7 @@ def diff_rows(
 
 
 def _by_path(rows: Sequence[ReportRow]) -> dict[tuple[str, int], ReportRow]:
-    """Rows by path; keys that hold a slash can give two leaves the same one, so those are counted."""
+    """Rows by path and its occurrence: with slashes in keys, two leaves can have the same path."""
     repeats: collections.Counter[str] = collections.Counter()
     found = {}
     for row in rows:
@@ -119,27 +121,10 @@ def _layout(row: ReportRow) -> ReportRow:
     return dataclasses.replace(row, rule='', reason='')
 
 
-_Pair = tuple[str, ReportRow | None, ReportRow | None]
-
-
-def _pairs(diff: ReportDiff) -> list[_Pair]:
-    return [
-        *[('changed', change.before, change.after) for change in diff.changed],
-        *[('added', None, row) for row in diff.added],
-        *[('removed', row, None) for row in diff.removed],
-    ]
-
-
-def _render(diff: ReportDiff, width: int, folded: bool) -> str:
-    pairs = _pairs(diff)
-    lines = [*table([_HEADS, *_cells(pairs, folded)], width, 1, 4), ''] if pairs else []
-    return '\n'.join([*lines, *wrapped(_summary(diff), width)])
-
-
 def _summary(diff: ReportDiff) -> list[str]:
     counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
-    said = ', '.join(f'{plural(count, "array")} {what}' for count, what in counts if count)
-    lines = [said or 'no array changed']
+    changes = ', '.join(f'{plural(count, "array")} {what}' for count, what in counts if count)
+    lines = [changes or 'no array changed']
     old, new = axis_sizes_text(diff.mesh_before), axis_sizes_text(diff.mesh_after)
     if old != new:
         lines.append(f'mesh: ({old}) before, ({new}) after')
@@ -153,33 +138,32 @@ def _summary(diff: ReportDiff) -> list[str]:
     return lines
 
 
-def _cells(pairs: Sequence[_Pair], folded: bool) -> list[tuple[str, ...]]:
-    # Without folding, no two lines agree.
-    folds = fold((_path(pair), (*_agreement(pair), folded or i)) for i, pair in enumerate(pairs))
+def _cells(diff: ReportDiff, folded: bool) -> list[tuple[str, ...]]:
+    changes: list[tuple[str, ReportRow | None, ReportRow | None]] = [
+        *[('changed', change.before, change.after) for change in diff.changed],
+        *[('added', None, row) for row in diff.added],
+        *[('removed', row, None) for row in diff.removed],
+    ]
+    leaves = []
+    for number, (kind, *rows) in enumerate(changes):
+        layouts = [row and dataclasses.replace(_layout(row), path='') for row in rows]
+        path = next(row.path for row in rows if row)
+        # Without folding, no two lines agree.
+        leaves.append((path, (kind, *layouts, folded or number)))
     cells: list[tuple[str, ...]] = []
-    for item in folds:
-        kind, before, after = pairs[item.first]
+    for item in fold(leaves):
+        kind, before, after = changes[item.first]
         sizes = [human_bytes(row.bytes_per_device * item.count) for row in (before, after) if row]
         size = sizes[0] if sizes[0] == sizes[-1] else ' -> '.join(sizes)
         cells.append((f'{item.count} {kind}', folded_path(item), *_sides(before, after), size))
     return cells
 
 
-def _path(pair: _Pair) -> str:
-    return next(row.path for row in pair[1:] if isinstance(row, ReportRow))
-
-
-def _agreement(pair: _Pair) -> tuple[str, ReportRow | None, ReportRow | None]:
-    kind, *rows = pair
-    before, after = (row and dataclasses.replace(_layout(row), path='') for row in rows)
-    return kind, before, after
-
-
-def _sides(before: ReportRow | None, after: ReportRow | None) -> tuple[str, str]:
-    """A leaf before and after: its spec, and its array too where that changed."""
-    changed = before and after and array_text(before) != array_text(after)
-    old, new = (
-        '' if row is None else f'{array_text(row)} {spec_text(row)}' if changed else spec_text(row)
-        for row in (before, after)
-    )
-    return old, new
+def _sides(before: ReportRow | None, after: ReportRow | None) -> list[str]:
+    """A leaf before and after: its spec, with its array if that changed."""
+    changed = len({(row.dtype, row.shape) for row in (before, after) if row}) > 1
+    texts = []
+    for row in (before, after):
+        array = f'{array_text(row.dtype, row.shape)} ' if row and changed else ''
+        texts.append(f'{array}{spec_text(row)}' if row else '')
+    return texts

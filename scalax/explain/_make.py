@@ -85,21 +85,21 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     shadowed: list[str] = []
     given = jax.tree.leaves(rules, is_leaf=is_rule)
     of_params = _parameters(given)
-    outside = {_key(rule) for rule, _ in _tables(given, within_states=False)}
-    for rule, patterns in _tables(given):
-        params = of_params.get(_key(rule), [])
+    outside = _tables(given, within_states=False)
+    for key, (rule, patterns) in _tables(given).items():
+        params = of_params.get(key, [])
         rows = [
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
-            # A rule of both params and their state sees the paths of the state nowhere.
-            if _key(rule) in outside and not (params and _is_of_state(answer))
+            # A rule used for both params and optimizer state does not see the paths of the state.
+            if key in outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
         ]
         for number, pattern in enumerate(patterns):
             text = str(getattr(pattern, 'pattern', pattern))
             # The tables of the catalogue are for many models: most of their rows are idle in each.
-            if (_key(rule), number) in used or text in catalogue.REGEXES:
+            if (key, number) in used or text in catalogue.REGEXES:
                 continue
-            # Whom a parameter belongs to is not to be seen in the paths of a state, which may lack it too.
+            # The paths of a state do not show which parameter a leaf belongs to, and may lack parameters.
             mine = [path for path in params if re.search(pattern, path)]
             if any(not any(re.search(earlier, path) for earlier in patterns[:number]) for path in mine):
                 continue
@@ -107,30 +107,23 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
             if not hits and not mine:
                 unused.append(text)
                 continue
-            # Arrays of one element are nobody's to decide about; and a nested rule may have been asked,
-            # and have had no answer.
-            others = [answer for answer in hits if answer.reason != ONE_ELEMENT]
-            if _nests(rule, number):
-                others = [answer for answer in others if _decided_before(rule, number, answer)]
+            nested = isinstance(rule, TreePathShardingRule) and isinstance(
+                rule.rules[number][1], ShardingRule
+            )
+            # No rule decides about arrays of one element. A nested rule may have had no answer.
+            others = [
+                answer
+                for answer in hits
+                if answer.reason != ONE_ELEMENT
+                and (not nested or any(owner == rule and clause < number for owner, clause in answer.clauses))
+            ]
             if others or mine:
                 shadowed.append(text)
     return unused, shadowed
 
 
-def _is_of_state(answer: Decision) -> bool:
-    return OptimizerStateShardingRule.__name__ in answer.origin
-
-
-def _nests(rule: ShardingRule, number: int) -> bool:
-    return isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[number][1], ShardingRule)
-
-
-def _decided_before(rule: ShardingRule, number: int, answer: Decision) -> bool:
-    return any(owner == rule and clause < number for owner, clause in answer.clauses)
-
-
 def _key(rule: ShardingRule) -> Any:
-    """What a rule is found by. One that holds a user's rule need not have a hash."""
+    """The rule as a key of a dict; one that holds a user's rule may have no hash, and is told by its id."""
     try:
         hash(rule)
     except TypeError:
@@ -144,10 +137,10 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
     for rule in rules:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
-                # Arrays of one element are nobody's to decide about.
+                # No rule decides about arrays of one element.
                 paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
-                for table, _ in _tables([section.rule]):
-                    found.setdefault(_key(table), []).extend(paths)
+                for key in _tables([section.rule]):
+                    found.setdefault(key, []).extend(paths)
         elif isinstance(rule, ShardingRule):
             for key, paths in _parameters(rule.parts).items():
                 found.setdefault(key, []).extend(paths)
@@ -156,12 +149,12 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
 
 def _tables(
     rules: Sequence[Any], within_states: bool = True
-) -> Iterable[tuple[ShardingRule, tuple[Any, ...]]]:
-    """Every rule that holds a table of regexes, nested ones too, with its regexes.
+) -> dict[Any, tuple[ShardingRule, tuple[Any, ...]]]:
+    """Every rule with a table of regexes, including nested ones, and its regexes, by `_key`.
 
     Args:
         rules: where to look.
-        within_states: whether those below an OptimizerStateShardingRule count.
+        within_states: whether to look below an OptimizerStateShardingRule.
     """
     found: dict[Any, tuple[ShardingRule, tuple[Any, ...]]] = {}
     for rule in rules:
@@ -172,6 +165,5 @@ def _tables(
         if isinstance(rule, ShardingRule) and (
             within_states or not isinstance(rule, OptimizerStateShardingRule)
         ):
-            nested = _tables(rule.parts, within_states)
-            found.update((_key(one), (one, patterns)) for one, patterns in nested)
-    return found.values()
+            found.update(_tables(rule.parts, within_states))
+    return found

@@ -1,4 +1,4 @@
-"""Reports as HTML: a plain table, and the data that a script turns into a tree."""
+"""Reports as HTML: a plain table, and the data that a script shows as a tree."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from scalax._report import pages
-from scalax._report.tables import human_bytes
+from scalax._report.tables import array_text, human_bytes
 from scalax._util.folding import MOST_RUNS, Fold, runs
 from scalax.errors import plural
-from scalax.explain._rows import HEADS, Line, array_text, cells_of, spec_text
+from scalax.explain._rows import HEADS, Line, cells_of, spec_text
 
 
 @functools.cache
@@ -22,9 +22,9 @@ def widget() -> pages.Widget:
 
 
 def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
-    """The report where scripts do not run: the folded table, and paragraphs *below* it.
+    """The report without scripts: the folded table, and paragraphs *below* it.
 
-    Of many lines, those that take the most of a device are shown, in the order of the tree.
+    If there are many lines, the largest per device are shown, in the order of the tree.
     """
     by_size = sorted(range(len(lines)), key=lambda i: -lines[i][0].count * lines[i][1].bytes_per_device)
     cells = [cells_of(*lines[i]) for i in sorted(by_size[: pages.MOST_LINES])]
@@ -47,7 +47,7 @@ def data(
     shadowed: Sequence[str],
     parts: tuple[int, int],
 ) -> dict[str, object]:
-    """What the script shows. Texts that many lines share are written once: a line holds their numbers."""
+    """The data that the script shows. Texts are written once; lines hold their numbers."""
     texts: dict[str, int] = {}
 
     def number_of(text: str) -> int:
@@ -56,7 +56,7 @@ def data(
     values = [
         [
             _path(fold),
-            *map(number_of, (array_text(row), spec_text(row), row.rule, row.reason)),
+            *map(number_of, (array_text(row.dtype, row.shape), spec_text(row), row.rule, row.reason)),
             row.bytes,
             row.bytes_per_device,
             int(row.is_replicated),
@@ -75,7 +75,7 @@ def data(
 
 
 def _path(fold: Fold) -> list[object]:
-    """The keys of a path; where it has several, how they print, their numbers, and what stands before."""
+    """The keys of a path; for folded keys: their text, their numbers, and the text before the numbers."""
     return [
         pages.visible(part)
         if isinstance(part, str)

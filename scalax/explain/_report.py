@@ -1,4 +1,4 @@
-"""The report of one resolve, as a value: rows, totals, and rules that did nothing."""
+"""The report of one resolve: rows, totals, and regexes that decided nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from scalax._report import saved
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._json import plain_row, read, write
 from scalax.explain._page import data, plain, widget
 from scalax.explain._rich import RichTable, print_rich
 from scalax.explain._rows import (
@@ -38,9 +38,9 @@ class ShardingReport:
     Attributes:
         rows: one for each leaf, in tree order.
         mesh: mesh axis name -> size.
-        unused_rules: regexes that match no leaf, but for those of the tables of `scalax.rules.catalogue`.
+        unused_rules: regexes that match no leaf, except those of the tables of `scalax.rules.catalogue`.
         shadowed_rules: regexes that match leaves and never decide, because an earlier one does. (Those
-            that match nothing but arrays of one element, which are replicated anyhow, are not listed.)
+            that match only arrays of one element, which are always replicated, are not listed.)
     """
 
     rows: tuple[ReportRow, ...]
@@ -55,12 +55,12 @@ class ShardingReport:
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes that one device holds of all leaves."""
+        """The bytes of all leaves on one device."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
     def replicated(self) -> ReplicatedSummary:
-        """What is replicated, and what that costs each device."""
+        """The replicated leaves, and their bytes on each device."""
         return replicated(self.rows)
 
     def __str__(self) -> str:
@@ -70,9 +70,9 @@ class ShardingReport:
         """The report as a table.
 
         Args:
-            width: the columns it may take; those of the terminal by default.
-            fold: whether leaves that differ in numbers in their paths only share a line, such as
-                ``layers/{0..79}/mlp/kernel``, with their number, and their bytes per device together.
+            width: the width in columns; that of the terminal by default.
+            fold: whether leaves whose paths differ only in numbers share a line, such as
+                ``layers/{0..79}/mlp/kernel``, with their count and their total bytes per device.
         """
         checked_flag('fold', fold)
         return render_table(self.rows, self.mesh, self._notes, width, fold)
@@ -81,7 +81,7 @@ class ShardingReport:
         """Prints the report: in colours to a terminal if rich is installed, else as ``str()`` of it.
 
         Args:
-            file: where to; standard output by default.
+            file: the file to print to; standard output by default.
         """
         out = sys.stdout if file is None else file
         if not print_rich(self.__rich__(), out):
@@ -95,9 +95,9 @@ class ShardingReport:
         return idle_notes(self.unused_rules, self.shadowed_rules)
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the report as a page of its own, which loads nothing from anywhere.
+        """Writes the report as a page that loads nothing.
 
-        It is a tree that folds, sorts and filters; where scripts do not run, a plain folded table.
+        It is a tree that folds, sorts and filters; without scripts, a plain folded table.
 
         Args:
             path: the file to write.
@@ -116,7 +116,7 @@ class ShardingReport:
         return widget().fragment(*self._html_parts(_TITLE))
 
     def _html_parts(self, title: str) -> tuple[str, dict[str, object]]:
-        """The report where scripts do not run, and what they show where they do."""
+        """The report for readers without scripts, and the data that the script shows."""
         lines = lines_of(self.rows, folded=True)
         idle = self.unused_rules, self.shadowed_rules
         below = [*totals(self.rows, self.mesh), *self._notes]
@@ -124,25 +124,15 @@ class ShardingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
-        return {
-            'mesh': dict(self.mesh),
-            'bytes': self.bytes,
-            'bytes_per_device': self.bytes_per_device,
-            'replicated': {
-                'paths': list(self.replicated.paths),
-                'bytes': self.replicated.bytes,
-            },
-            'unused_rules': list(self.unused_rules),
-            'shadowed_rules': list(self.shadowed_rules),
-            'rows': [plain_row(row) for row in self.rows],
-        }
+        names = ('mesh', 'bytes', 'bytes_per_device', 'replicated', 'unused_rules', 'shadowed_rules', 'rows')
+        return {name: saved.plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
-        """The report as JSON: `to_dict` and a version, a line for each leaf; for golden files.
+        """The report as JSON: `to_dict` and a version, with a line for each leaf; for golden files.
 
         Keep it beside a test, and compare: ``ShardingReport.load(path).diff(report)``.
         """
-        return write(self.to_dict())
+        return saved.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> ShardingReport:
@@ -152,21 +142,20 @@ class ShardingReport:
             text_or_path: the JSON itself, or the path of a file of it.
 
         Raises:
-            DataError: this is no report, or one of another version, or the file cannot be read.
+            DataError: this is not a report, or one of another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
-            OSError: there is no such file, or it cannot be read.
         """
-        return cls(**read(text_or_path))
+        return saved.read(cls, text_or_path, 'report')
 
     def diff(self, other: ShardingReport) -> ReportDiff:
-        """What is not the same in *other*, a later report; false when nothing changed.
+        """The changes in *other*, a later report; false when nothing changed.
 
         Args:
-            other: the report to compare with. Leaves are found by their paths.
+            other: the report to compare with. Leaves are matched by their paths.
 
         Raises:
-            ArgumentError: *other* is no report.
+            ArgumentError: *other* is not a report.
         """
         if not isinstance(other, ShardingReport):
             raise ArgumentError(
@@ -176,7 +165,7 @@ class ShardingReport:
         return diff_rows(self.rows, other.rows, self.mesh, other.mesh)
 
     def check(self, *, max_replicated_bytes: int | None = None, no_unused_rules: bool = False) -> None:
-        """Raises if the shardings are not as thrifty as they should be; for tests of your own project.
+        """Raises if too much is replicated, or rules do nothing; for tests of your own project.
 
         Args:
             max_replicated_bytes: how many bytes each device may hold replicated, in total.
@@ -184,9 +173,10 @@ class ShardingReport:
 
         Raises:
             ShardingError: one of these does not hold; names the leaves or rules.
-            ArgumentError: *max_replicated_bytes* is no number of bytes.
+            ArgumentError: *max_replicated_bytes* is not a number of bytes.
         """
-        if max_replicated_bytes is not None and not _is_size(max_replicated_bytes):
+        most = 0 if max_replicated_bytes is None else max_replicated_bytes
+        if not isinstance(most, numbers.Real) or isinstance(most, bool) or not most >= 0:
             raise ArgumentError(
                 f'max_replicated_bytes is a number of bytes, 0 or more, got {max_replicated_bytes!r}: '
                 '10 MiB are 10 * 2**20'
@@ -212,7 +202,7 @@ class ShardingReport:
 
 
 def _largest_replicated(rows: Sequence[ReportRow]) -> list[str]:
-    """What is replicated, a line for what differs in numbers in its path only; the most bytes first."""
+    """The replicated leaves, folded, a line each; the most bytes first."""
     whole = [row for row in rows if row.is_replicated]
     folds = fold((row.path, (row.bytes, row.why)) for row in whole)
     lines = []
@@ -220,7 +210,3 @@ def _largest_replicated(rows: Sequence[ReportRow]) -> list[str]:
         row, times = whole[item.first], f'{item.count} x ' if item.count > 1 else ''
         lines.append(f'{folded_path(item)}: {times}{row.bytes:,} bytes ({row.why})')
     return lines
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= 0

@@ -14,17 +14,17 @@ from scalax.explain._rows import (
     Line,
     ReportRow,
     cells_of,
+    fitted,
     footnotes,
     lines_of,
     totals,
-    with_footnotes,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
-# Colours of mesh axes, of the sixteen that every terminal's theme makes readable.
+# Colours of mesh axes, from the sixteen that terminal themes make readable.
 _AXES = ('cyan', 'magenta', 'green', 'blue', 'bright_cyan', 'bright_magenta')
 _WARN = 'yellow'
 _BAR = 10
@@ -36,7 +36,7 @@ class RichTable:
     """A report as rich prints it: as wide as the console.
 
     Attributes:
-        rows: its rows.
+        rows: the rows of the report.
         mesh: mesh axis name -> size.
         notes: the lines below the totals, in the colour of warnings.
     """
@@ -50,7 +50,7 @@ class RichTable:
 
         lines = lines_of(self.rows, folded=True)
         width = terminal_width(options.max_width)
-        cells, below = _cells(lines, width, may_have_bars=not options.ascii_only)
+        cells, rules = _cells(lines, width, may_have_bars=not options.ascii_only)
         heads, *rows = lay_out(cells, width, 0, 3)
         text = Text(no_wrap=True, overflow='ignore')
         for line in heads:
@@ -59,21 +59,21 @@ class RichTable:
         text.append(('-' if options.ascii_only else '─') * longest)
         for (_, row), pieces in zip(lines, rows, strict=True):
             for line in pieces:
-                styled = [_styled(cells[0][column], said, row, self.mesh) for column, said in line]
+                styled = [_styled(cells[0][column], text_, row, self.mesh) for column, text_ in line]
                 whole = Text(GAP).join(styled)
                 whole.rstrip()
                 text.append('\n').append_text(whole)
         yield text
-        for said in footnotes(below, width):
-            yield Text(said, 'dim')
+        for footnote in footnotes(rules, width):
+            yield Text(footnote, 'dim')
         yield Text('\n'.join(['', *wrapped(totals(self.rows, self.mesh), width)]))
         for note in wrapped(self.notes, width):
             yield Text(note, _WARN)
 
 
 def print_rich(report: RichTable, file: TextIO) -> bool:
-    """Prints in colours, if rich is installed and *file* is a terminal; says whether it did."""
-    isatty = getattr(file, 'isatty', None)  # `print` asks for no more than `write`
+    """Prints in colours if rich is installed and *file* is a terminal; returns whether it did."""
+    isatty = getattr(file, 'isatty', None)  # the file of `print` needs `write` only
     if not isatty or not isatty() or importlib.util.find_spec('rich') is None:
         return False
     from rich.console import Console
@@ -85,13 +85,10 @@ def print_rich(report: RichTable, file: TextIO) -> bool:
 def _cells(
     lines: Sequence[Line], width: int, may_have_bars: bool
 ) -> tuple[Sequence[tuple[str, ...]], list[str]]:
-    """The cells of the table, with bars where there is room for them, and the rules to list below it."""
+    """The cells of the table, with bars if they fit, and the rules to list below it."""
     largest = max((row.bytes_per_device * fold.count for fold, row in lines), default=0)
     bars = [_bar(row.bytes_per_device * fold.count / max(1, largest)) for fold, row in lines]
-    cells: Sequence[tuple[str, ...]] = [HEADS, *(cells_of(*line) for line in lines)]
-    below: list[str] = []
-    if not fits(cells, width):
-        cells, below = with_footnotes(cells)
+    cells, below = fitted([HEADS, *(cells_of(*line) for line in lines)], width)
     with_bars = [
         (*texts, bar.ljust(_BAR), rule) for (*texts, rule), bar in zip(cells, [_BAR_HEAD, *bars], strict=True)
     ]
@@ -99,35 +96,20 @@ def _cells(
 
 
 def _styled(head: str, text: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
+    """The text of a cell in the colours of its column."""
     from rich.text import Text
 
-    if head == 'path':
-        return _path_text(text)
-    if head == 'spec':
-        return _spec_text(text, row, mesh)
+    if head == 'path':  # the part that many leaves share is dimmed
+        shared = text.rfind('}') + 1
+        return Text.assemble((text[:shared], 'dim'), text[shared:])
+    if head == 'spec' and not row.is_replicated and row.spec is not None:
+        colored = Text(text)
+        for number, name in enumerate(mesh):
+            colored.highlight_regex(re.escape(repr(name)), _AXES[number % len(_AXES)])
+        return colored
+    spec = _WARN if row.is_replicated else 'italic dim'
     bar = _WARN if row.is_replicated else 'blue'
-    return Text(text, {'array': 'dim', 'rule': 'dim', _BAR_HEAD: bar}.get(head, ''))
-
-
-def _path_text(path: str) -> Text:
-    """A path whose part that many leaves share is dimmed."""
-    from rich.text import Text
-
-    shared = path.rfind('}') + 1
-    return Text.assemble((path[:shared], 'dim'), path[shared:])
-
-
-def _spec_text(spec: str, row: ReportRow, mesh: Mapping[str, int]) -> Text:
-    from rich.text import Text
-
-    if row.is_replicated:
-        return Text(spec, _WARN)
-    if row.spec is None:
-        return Text(spec, 'italic dim')
-    text = Text(spec)
-    for number, name in enumerate(mesh):
-        text.highlight_regex(re.escape(repr(name)), _AXES[number % len(_AXES)])
-    return text
+    return Text(text, {'spec': spec, 'array': 'dim', 'rule': 'dim', _BAR_HEAD: bar}.get(head, ''))
 
 
 def _bar(share: float) -> str:

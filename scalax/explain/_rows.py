@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from scalax._report.pages import visible
-from scalax._report.tables import fits, human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import array_text, fits, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text, text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import plural
@@ -25,11 +25,11 @@ class ReportRow:
         shape: the global shape.
         dtype: the name of the dtype that the array has on the devices.
         spec: the spec it got; None where the compiler decides.
-        rule: the rule that said so.
+        rule: the rule that decided.
         reason: why, in a few words.
         bytes: the bytes of the global array.
-        bytes_per_device: the bytes of one device's shard (the largest one).
-        memory_kind: the memory asked for, or None for the default one.
+        bytes_per_device: the bytes of the largest shard.
+        memory_kind: the requested memory kind; None for the default.
     """
 
     path: str
@@ -49,22 +49,22 @@ class ReportRow:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole array, as far as scalax decides."""
+        """Whether every device holds the whole array; False where the compiler decides."""
         return self.spec is not None and self.bytes == self.bytes_per_device and not self.is_unreduced
 
     @property
     def is_unreduced(self) -> bool:
-        """Whether devices hold parts of a sum, or of what else they are still to be combined by."""
+        """Whether devices hold partial results, such as terms of a sum, that are still to be combined."""
         return self.spec is not None and bool(self.spec.unreduced)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedSummary:
-    """The leaves that every device holds whole, and what one device holds of them.
+    """The replicated leaves.
 
     Attributes:
         paths: their leaf paths.
-        bytes: their bytes together, on each device.
+        bytes: their total bytes on each device.
     """
 
     paths: tuple[str, ...]
@@ -72,19 +72,19 @@ class ReplicatedSummary:
 
 
 def replicated(rows: Iterable[ReportRow]) -> ReplicatedSummary:
-    """What is replicated of *rows*, and what that costs each device."""
+    """The replicated leaves among *rows*, and their bytes on each device."""
     whole = [row for row in rows if row.is_replicated]
     return ReplicatedSummary(tuple(row.path for row in whole), sum(row.bytes for row in whole))
 
 
 def unreduced(rows: Iterable[ReportRow]) -> tuple[int, int]:
-    """How many of *rows* are unreduced, and the bytes that each device holds of them."""
+    """The number of unreduced rows, and their bytes on each device."""
     sizes = [row.bytes_per_device for row in rows if row.is_unreduced]
     return len(sizes), sum(sizes)
 
 
 Line = tuple[Fold, ReportRow]
-"""What a line of a table stands for, and the first of its rows."""
+"""The leaves of one line of a table, and the first of their rows."""
 
 HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
@@ -103,26 +103,22 @@ def render_table(
         rows: one for each leaf.
         mesh: mesh axis name -> size.
         notes: lines to add below the totals.
-        width: the columns the table may take.
-        folded: whether leaves that are the same in many layers share a line.
+        width: the width in columns.
+        folded: whether leaves that are alike in many layers share a line.
     """
     width = terminal_width(width)
-    cells: Sequence[tuple[str, ...]] = [HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))]
-    below: list[str] = []
-    if not fits(cells, width):
-        cells, below = with_footnotes(cells)
-    return '\n'.join(
-        [
-            *table(cells, width, 0, 3),
-            *footnotes(below, width),
-            '',
-            *wrapped([*totals(rows, mesh), *notes], width),
-        ]
-    )
+    cells, rules = fitted([HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))], width)
+    below = wrapped([*totals(rows, mesh), *notes], width)
+    return '\n'.join([*table(cells, width, 0, 3), *footnotes(rules, width), '', *below])
 
 
-def with_footnotes(cells: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The same cells with numbers for rules, which stand in the last column, and the rules."""
+def fitted(cells: Sequence[tuple[str, ...]], width: int) -> tuple[Sequence[tuple[str, ...]], list[str]]:
+    """The cells, and the rules to list below the table.
+
+    If rows do not fit into *width*, the rules, in the last column, become numbers of footnotes.
+    """
+    if fits(cells, width):
+        return cells, []
     rules = dict.fromkeys(rule for *_, rule in cells[1:] if rule)
     numbers = {rule: f'[{number}]' for number, rule in enumerate(rules, 1)}
     numbered = [(*others, numbers.get(rule, '')) for *others, rule in cells[1:]]
@@ -139,14 +135,9 @@ def folded_path(item: Fold) -> str:
     return visible(item.short_name(MOST_RUNS)) or '(leaf)'
 
 
-def array_text(row: ReportRow, count: int = 1) -> str:
-    """The array of a row, and how many of them: ``80 x float32[8,16]``."""
-    return f'{times(count)}{row.dtype}[{",".join(map(str, row.shape))}]'
-
-
 def spec_text(row: ReportRow) -> str:
     """The spec of a row, and its memory where that is not the default one."""
-    # That it was reduced already is part of what a spec says.
+    # A spec with reduced axes is shown in full.
     plain = row.spec is not None and row.is_replicated and not row.spec.reduced
     spec = 'compiler' if row.spec is None else 'replicated' if plain else text(row.spec)
     return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
@@ -154,21 +145,24 @@ def spec_text(row: ReportRow) -> str:
 
 def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
     """The lines of a table; without folding there is one for each row."""
-    if folded:
-        folds = fold((row.path, _all_but_path(row)) for row in rows)
-    else:
-        folds = [Fold((row.path,), index) for index, row in enumerate(rows)]
-    return [(item, rows[item.first]) for item in folds]
+    leaves = ((row.path, (_all_but_path(row), folded or index)) for index, row in enumerate(rows))
+    return [(item, rows[item.first]) for item in fold(leaves)]
 
 
 def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
-    """What a line says in each column."""
+    """The cells of a line."""
     size = human_bytes(row.bytes_per_device * item.count)
-    return folded_path(item), array_text(row, item.count), spec_text(row), size, row.why
+    return (
+        folded_path(item),
+        f'{times(item.count)}{array_text(row.dtype, row.shape)}',
+        spec_text(row),
+        size,
+        row.why,
+    )
 
 
 def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
-    """What all rows together come to, in two lines; three where some are unreduced."""
+    """The totals of all rows in two lines; in three if some are unreduced."""
     whole = replicated(rows)
     count, size = unreduced(rows)
     return [
@@ -185,7 +179,7 @@ def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
 
 
 def idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
-    """A line for each kind of regex that does nothing."""
+    """A line for regexes that match nothing, and one for those that never decide."""
     notes = []
     if unused:
         notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')

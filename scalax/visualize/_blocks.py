@@ -24,7 +24,8 @@ class Dimension:
     Attributes:
         size: of the whole array.
         ranges: the (start, stop) of each part, in order.
-        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty where nothing or nobody names them.
+        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty if there are none, or the sharding has
+            no spec.
     """
 
     size: int
@@ -39,15 +40,15 @@ class Dimension:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of one array, and who holds them.
+    """The blocks of one array, and the devices that hold them.
 
     Attributes:
         dimensions: how each dimension is cut; the blocks are all products of their parts.
-        holders: the number of a part in each dimension -> the devices that hold that block, in mesh order.
+        holders: the index of a block, a part of each dimension -> the devices that hold it, in mesh order.
         devices: the numbers of all devices, in mesh order.
-        numbering: what the numbers of devices stand for, as a sentence.
-        placement: the spec, or the kind of another sharding; and its memory, if not the default.
-        notes: what else must be known of the blocks, as sentences.
+        numbering: the meaning of the numbers of devices, as a sentence.
+        placement: the spec, or the type of another sharding; and its memory, if not the default.
+        notes: more about the blocks, as sentences.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -64,21 +65,21 @@ class Blocks:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The dimensions that have several parts."""
+        """The dimensions with several parts."""
         return tuple(number for number, dimension in enumerate(self.dimensions) if dimension.is_cut)
 
     def at(self, index: Index) -> tuple[int, ...]:
-        """The devices that hold a block; none for a block that the sharding leaves out."""
+        """The devices that hold a block; may be empty for shardings without a spec."""
         return self.holders.get(index, ())
 
     def slices(self, index: Index) -> str:
-        """What a block holds, as one would index the array: ``[0:2, 8:16]``."""
+        """The part of the array in a block, as an index: ``[0:2, 8:16]``."""
         pairs = zip(self.dimensions, index, strict=True)
         return f'[{", ".join(range_text(dimension.ranges[part]) for dimension, part in pairs)}]'
 
 
 def range_text(bounds: tuple[int, int]) -> str:
-    """A part of a dimension as one would index it: ``0:2``."""
+    """A part of a dimension as an index: ``0:2``."""
     return f'{bounds[0]}:{bounds[1]}'
 
 
@@ -90,7 +91,7 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
         shape: the global shape.
 
     Raises:
-        ValueError: JAX says that the sharding does not fit the shape (of shardings without a spec).
+        ValueError: the sharding has no spec, and JAX says that it does not fit the shape.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -105,13 +106,17 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
 
 
 def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
-    """From the spec: exact for shapes that do not divide, and for meshes without devices."""
+    """The blocks of a spec; also for shapes that do not divide, and for meshes without devices."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = MeshAxes.of(mesh)
     entries = [*map(specs.entry_axes, specs.entries(spec)), *[()] * len(shape)][: len(shape)]
     counts = [axes.size(names) for names in entries]
     dimensions = tuple(
-        Dimension(size, _even(size, count), _axes_text(names, axes) if count > 1 else '')
+        Dimension(
+            size,
+            _even(size, count),
+            ' x '.join(f'{name}={axes.sizes[name]}' for name in names) if count > 1 else '',
+        )
         for size, count, names in zip(shape, counts, entries, strict=True)
     )
     order = [axis for names in entries for axis in names]
@@ -127,9 +132,9 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
 
 
 def blocks_of_indices(sharding: Sharding, shape: tuple[int, ...]) -> Blocks:
-    """From what the sharding says of each device; nobody names what cuts the dimensions."""
+    """The blocks of a sharding without a spec, from the indices of each device."""
     held: dict[Any, tuple[tuple[int, int], ...]] = {
-        device: tuple(map(_bounds, index, shape))
+        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
     }
     ranges = [tuple(sorted({bounds[number] for bounds in held.values()})) for number in range(len(shape))]
@@ -147,20 +152,9 @@ def blocks_of_indices(sharding: Sharding, shape: tuple[int, ...]) -> Blocks:
 
 
 def _even(size: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Equal parts; of a size that does not divide, the last ones are smaller, or empty."""
+    """Equal parts; if the size does not divide, the last ones are smaller or empty."""
     step = -(-size // count)
     return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(count))
-
-
-def _bounds(part: slice | int, size: int) -> tuple[int, int]:
-    if isinstance(part, int):
-        return part, part + 1
-    start, stop, _ = part.indices(size)
-    return start, stop
-
-
-def _axes_text(names: Iterable[str], axes: MeshAxes) -> str:
-    return ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
 
 
 def _numbers(mesh: Mesh | AbstractMesh) -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
-"""Panels of blocks and the words around them, the same for text and for SVG.
+"""Panels of blocks and the texts around them, shared by text and SVG.
 
 At most two dimensions make a panel of rows and columns; a third one makes a row of panels. Dimensions
-that are not cut are left out of the picture. What does not fit is left out, and counted where it was.
+that are not cut are not drawn. Parts that do not fit are replaced by their number.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from scalax._util.folding import runs
+from scalax._util.folding import braces, runs
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Dimension, Index, range_text
 
-MOST_CUT = 3  # dimensions that a picture can show
+_MOST_CUT = 3  # dimensions that a picture can show
+MOST_PANELS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Panel:
 
 
 def picked(count: int, most: int) -> list[int | None]:
-    """Which of *count* things to show in *most* places (3 at least); None stands for those left out.
+    """The indices of the things to show, at most *most* (at least 3); None stands for those left out.
 
     Example:
         >>> picked(4, 4), picked(100, 5)
@@ -54,35 +55,42 @@ def picked(count: int, most: int) -> list[int | None]:
 
 
 def can_draw(blocks: Blocks) -> bool:
-    """Whether a picture can show all dimensions that are cut."""
-    return len(blocks.cut) <= MOST_CUT
+    """Whether a picture can show all cut dimensions."""
+    return len(blocks.cut) <= _MOST_CUT
 
 
-def panels(
-    blocks: Blocks, most_rows: int, most_columns: int, most_panels: int, *, upright: bool = False
-) -> list[Panel | str]:
+def panels(blocks: Blocks, most_rows: int, most_columns: int, *, upright: bool = False) -> list[Panel | str]:
     """The panels of a picture; a text stands for those that are left out.
 
     Args:
-        blocks: what to draw; see `can_draw`.
-        most_rows: of a panel, the gap counted.
-        most_columns: of a panel, the gap counted.
-        most_panels: of the picture, the gap counted.
+        blocks: the blocks to draw; see `can_draw`.
+        most_rows: the most rows of a panel, including one for those left out.
+        most_columns: likewise.
         upright: whether a single dimension is drawn as a column.
     """
     across, down, through = _directions(blocks, upright)
-    rows = picked(_parts(blocks, down), most_rows)
-    columns = picked(_parts(blocks, across), most_columns)
-    if through is None:
-        return [_panel(blocks, {}, '', (down, rows), (across, columns))]
-    parts = blocks.dimensions[through].ranges
+    rows, columns = _side(blocks, down, most_rows), _side(blocks, across, most_columns)
+
+    def cell(*parts: int | None) -> Cell | None:
+        if None in parts:
+            return None
+        at = dict(zip((down, across, through), parts, strict=True))
+        index = tuple(at.get(dim) or 0 for dim in range(len(blocks.dimensions)))
+        return Cell(index, blocks.at(index))
+
     found: list[Panel | str] = []
-    for part in picked(len(parts), most_panels):
+    for part, label in _side(blocks, through, MOST_PANELS):
         if part is None:
-            found.append(f'... {left_out(len(parts), most_panels)} ...')
+            found.append(f'... {label} ...')
             continue
-        title = f'dim {through} = {range_text(parts[part])}'
-        found.append(_panel(blocks, {through: part}, title, (down, rows), (across, columns)))
+        found.append(
+            Panel(
+                '' if through is None else f'dim {through} = {label}',
+                tuple(label for _, label in rows),
+                tuple(label for _, label in columns),
+                tuple(tuple(cell(row, column, part) for column, _ in columns) for row, _ in rows),
+            )
+        )
     return found
 
 
@@ -101,55 +109,27 @@ def _directions(blocks: Blocks, upright: bool) -> tuple[int | None, int | None, 
     return last[-1], last[-2], last[-3]
 
 
-def _parts(blocks: Blocks, dim: int | None) -> int:
-    return 1 if dim is None else len(blocks.dimensions[dim].ranges)
-
-
-def left_out(count: int, most: int) -> str:
-    """How many of *count* things `picked` does not show."""
-    return f'{count - most + 1} more'
-
-
-def _panel(
-    blocks: Blocks,
-    fixed: dict[int | None, int],
-    title: str,
-    down: tuple[int | None, list[int | None]],
-    across: tuple[int | None, list[int | None]],
-) -> Panel:
-    def cell(row: int | None, column: int | None) -> Cell | None:
-        if row is None or column is None:
-            return None
-        parts: dict[int | None, int] = {**fixed, down[0]: row, across[0]: column}
-        index = tuple(parts.get(dim, 0) for dim in range(len(blocks.dimensions)))
-        return Cell(index, blocks.at(index))
-
-    return Panel(
-        title,
-        _labels(blocks, *down),
-        _labels(blocks, *across),
-        tuple(tuple(cell(row, column) for column in across[1]) for row in down[1]),
-    )
-
-
-def _labels(blocks: Blocks, dim: int | None, parts: Sequence[int | None]) -> tuple[str, ...]:
+def _side(blocks: Blocks, dim: int | None, most: int) -> list[tuple[int | None, str]]:
+    """The parts of a dimension that are shown, with their labels; one without label if there is none."""
     if dim is None:
-        return ('',) * len(parts)
+        return [(0, '')]
     ranges = blocks.dimensions[dim].ranges
-    more = left_out(len(ranges), len(parts))
-    return tuple(more if part is None else range_text(ranges[part]) for part in parts)
+    return [
+        (part, f'{len(ranges) - most + 1} more' if part is None else range_text(ranges[part]))
+        for part in picked(len(ranges), most)
+    ]
 
 
-# --- Words ----------------------------------------------------------------------------------------
+# --- Texts ----------------------------------------------------------------------------------------
 
 
 def dimension_texts(blocks: Blocks, *, upright: bool = False, drawn: bool = True) -> list[str]:
-    """What is done with each dimension, in the array and in the picture: ``dim 0 ↓ 8 over fsdp=4``.
+    """How each dimension is cut, and its direction in the picture: ``dim 0 ↓ 8 over fsdp=4``.
 
     Args:
-        blocks: of one array.
+        blocks: the blocks of one array.
         upright: as for `panels`.
-        drawn: whether there is a picture, and not a list.
+        drawn: whether there is a picture rather than a list.
     """
     none = None, None, None
     across, down, through = _directions(blocks, upright) if drawn and can_draw(blocks) else none
@@ -169,69 +149,61 @@ def _cut_text(dimension: Dimension) -> str:
 
 
 def blocks_text(blocks: Blocks) -> str:
-    """How many blocks there are, of what shape, on how many devices each."""
+    """The number of blocks, their shape, and the number of devices that hold each."""
     largest = ','.join(
         str(max((stop - start for start, stop in dimension.ranges), default=0))
         for dimension in blocks.dimensions
     )
-    count = len(blocks.holders)
+    uneven = any(dimension.size % len(dimension.ranges) for dimension in blocks.dimensions)
     copies = sorted({len(devices) for devices in blocks.holders.values()})
-    on = 'each on ' if count > 1 else 'on '
-    many = f'{copies[0]} to {copies[-1]}' if len(copies) > 1 else str(copies[0])
-    if count == 1 and copies[0] == len(blocks.devices) > 1:
-        many = f'all {many}'
-    at_most = (
-        ' at most' if any(dimension.size % len(dimension.ranges) for dimension in blocks.dimensions) else ''
-    )
-    return f'{plural(count, "block")} of [{largest}]{at_most}, {on}{many} device{"" if many == "1" else "s"}'
+    on = plural(copies[-1], 'device')
+    if len(copies) > 1:
+        on = f'{copies[0]} to {on}'
+    if len(blocks.holders) > 1:
+        on = f'each on {on}'
+    elif copies[0] == len(blocks.devices) > 1:
+        on = f'on all {on}'
+    else:
+        on = f'on {on}'
+    return f'{plural(len(blocks.holders), "block")} of [{largest}]{" at most" if uneven else ""}, {on}'
 
 
 def writings(
     blocks: Blocks, cells: Iterable[Cell], *, counted: bool = True
 ) -> list[dict[tuple[int, ...], str]]:
-    """Ways to write the devices of all *cells*, the longest and most exact first; see `devices_text`."""
+    """Ways to write the devices of all *cells*, from the longest and most exact; see `devices_text`."""
     groups = list(dict.fromkeys(cell.devices for cell in cells))
     if len(blocks.holders) == 1:
-        return [{group: _of_one_block(group, blocks) for group in groups}]
+        [group] = groups
+        one = f'device {group[0]}' if len(group) == 1 else f'devices {devices_text(group)}'
+        return [{group: f'all {len(group)} devices' if len(group) == len(blocks.devices) > 1 else one}]
     return [
         {group: devices_text(group, most, counted=counted) for group in groups} for most in (None, 3, 2, 1)
     ]
 
 
-def _of_one_block(group: tuple[int, ...], blocks: Blocks) -> str:
-    if len(group) == 1:
-        return f'device {group[0]}'
-    return (
-        f'all {len(group)} devices' if len(group) == len(blocks.devices) else f'devices {devices_text(group)}'
-    )
-
-
 def devices_text(devices: Sequence[int], most: int | None = None, *, counted: bool = True) -> str:
-    """Numbers of devices in their order, runs of them as ``0..3``.
+    """Numbers of devices in their order, with runs as ``0..3``.
 
     Args:
         devices: the numbers.
-        most: how many runs are written; others become ``...``. With one, it is the first device and the
-            number of others.
-        counted: whether to say how many devices there are where some are not written.
+        most: the number of runs to write; others become ``...``. With 1, the first device and the number
+            of others are written.
+        counted: whether to add the number of devices if some are not written.
 
     Example:
         >>> devices_text([0, 1, 2, 3, 8, 12]), devices_text(range(0, 64, 8), 3), devices_text([5, 7], 1)
         ('0..3,8,12', '0,8,...,56 (8)', '5 +1')
     """
-    texts = [
-        str(first) if first == last else f'{first}{".." if last > first + 1 else ","}{last}'
-        for first, last in runs(devices)
-    ]
-    if most is None or len(texts) <= most:
-        return ','.join(texts) or 'none'
-    if most == 1:
+    elided = most is not None and len(runs(devices)) > most
+    if elided and most == 1:
         return f'{devices[0]} +{len(devices) - 1}'
-    return f'{",".join([*texts[: most - 1], "...", texts[-1]])}{f" ({len(devices)})" if counted else ""}'
+    written = braces(devices, most).strip('{}') or 'none'
+    return f'{written} ({len(devices)})' if elided and counted else written
 
 
 def legend(written: Iterable[str]) -> list[str]:
-    """Explains the shortest way of writing devices, if it is used."""
+    """Explains the shortest notation of devices if it is used."""
     short = next((text for text in written if ' +' in text), None)
     if short is None:
         return []
@@ -240,7 +212,7 @@ def legend(written: Iterable[str]) -> list[str]:
 
 
 def packed(widths: Sequence[float], room: float, gap: float) -> list[list[int]]:
-    """Puts things side by side, in lines no wider than *room* where that can be; gives their numbers.
+    """Arranges things side by side in lines no wider than *room*, if possible; returns their indices.
 
     Example:
         >>> packed([4, 4, 4], 10, 1)

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
+from scalax._report.tables import array_text
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
-from scalax._util.folding import Fold, fold, times
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import Problem, ShardingError, plural, shown
-from scalax.explain._rows import MOST_RUNS
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
@@ -26,7 +26,7 @@ _INSPECT = (
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """Leaves that differ in numbers in their paths only.
+    """Leaves whose paths differ only in numbers.
 
     Attributes:
         name: their paths as one: ``layers/{0..79}/w``.
@@ -46,8 +46,8 @@ class Picture:
     """Leaves of one shape and sharding.
 
     Attributes:
-        members: which leaves these are.
-        blocks: who holds what of each of them.
+        members: the leaves.
+        blocks: the blocks of each of them, and the devices that hold them.
     """
 
     members: tuple[Member, ...]
@@ -68,7 +68,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     """A picture for each shape and sharding, in the order of the first leaf of each.
 
     Raises:
-        ShardingError: some leaves have no sharding that could be shown; all of them are named.
+        ShardingError: some leaves have no sharding that can be shown; names all of them.
     """
     tree = NamedTree.of(pytree)
     shardings = [_sharding(leaf) for leaf in tree.leaves]
@@ -79,7 +79,11 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     ]
     if problems:
         raise _error(problems)
-    layouts = _numbered(tree.shapes, shardings)
+    known: dict[Hashable, int] = {}
+    layouts = [
+        known.setdefault((shape, _layout(sharding)), len(known))
+        for shape, sharding in zip(tree.shapes, shardings, strict=True)
+    ]
     dtypes = [str(leaf.dtype) for leaf in tree.leaves]
     groups: dict[int, list[Fold]] = {}
     for item in fold(zip(tree.paths, zip(layouts, dtypes, strict=True), strict=True)):
@@ -96,26 +100,15 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _numbered(shapes: Sequence[tuple[int, ...]], shardings: Sequence[Hashable]) -> list[int]:
-    """A number for each leaf, the same for leaves of one shape and sharding."""
-    # Trees have many leaves and few shardings, and those are slow to hash.
-    distinct = {id(sharding): sharding for sharding in shardings}
-    layouts: dict[Hashable, int] = {}
-    known = {key: layouts.setdefault(_layout(sharding), len(layouts)) for key, sharding in distinct.items()}
-    numbers: dict[tuple[tuple[int, ...], int], int] = {}
-    pairs = zip(shapes, (known[id(sharding)] for sharding in shardings), strict=True)
-    return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
-
-
 def _layout(sharding: Hashable) -> Hashable:
-    """What is equal for shardings that say the same: ``P('x')`` and ``P('x', None)``."""
+    """A key that is equal for equivalent shardings, such as ``P('x')`` and ``P('x', None)``."""
     if isinstance(sharding, NamedSharding):
         return sharding.mesh, specs.canonical(sharding.spec), sharding.memory_kind
     return sharding
 
 
 def _sharding(leaf: Any) -> Sharding | specs.Fault:
-    """The sharding of a leaf, or why there is none to show."""
+    """The sharding of a leaf, or why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
         return specs.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
     traced = isinstance(leaf, jax.core.Tracer)
@@ -136,7 +129,7 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
 
 
 def _is_typed(sharding: Any) -> bool:
-    """Whether the type of a traced value says all about its sharding: all of its axes are Explicit."""
+    """Whether the type of a traced value determines its sharding: all mesh axes are Explicit."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
@@ -161,8 +154,7 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
     return ShardingError(problems, message='\n'.join(lines))
 
 
-def array_text(picture: Picture, member: Member) -> str:
+def member_text(picture: Picture, member: Member) -> str:
     """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
-    shape = ','.join(map(str, picture.blocks.shape))
     name = f'{member.name}: ' if member.name else ''
-    return f'{name}{times(member.count)}{member.dtype}[{shape}]'
+    return f'{name}{times(member.count)}{array_text(member.dtype, picture.blocks.shape)}'

@@ -1,8 +1,4 @@
-"""The blocks of one array as SVG, in the colours of their devices.
-
-Lines and labels are drawn in ``currentColor``, so that a picture takes the colour of the text around it.
-Without ids, two pictures on one page cannot clash.
-"""
+"""The blocks of one array as SVG, in the colours of their devices."""
 
 from __future__ import annotations
 
@@ -29,9 +25,7 @@ from scalax.visualize._text import listed
 MOST_LINE = 110  # characters of a line of text
 _MOST_ROWS, _MOST_COLUMNS = 16, 16
 _STRIP_LINES = 8
-_MOST_PANELS = (8, 4)  # fewer of them, where all together are too high
-_MOST_HEIGHT = 900
-_MOST_CELL = 18  # the characters that the devices of a block may take, before some are left out
+_MOST_CELL = 18  # the characters for the devices of a block, before some are left out
 _LEAST_CELL = 64
 _ROOM = 1100
 _PANEL_GAP = 28
@@ -44,21 +38,18 @@ def draw(blocks: Blocks) -> Drawn:
     if not can_draw(blocks):
         return text_lines(listed(blocks, MOST_LINE))
     strip_lines = _STRIP_LINES if len(blocks.cut) == 1 else 1
-    drawer = _Drawer(blocks, panels(blocks, _MOST_ROWS, _MOST_COLUMNS * strip_lines, max(_MOST_PANELS)))
+    drawer = _Drawer(blocks, panels(blocks, _MOST_ROWS, _MOST_COLUMNS * strip_lines))
     columns = min(_MOST_COLUMNS, max(3, int((_ROOM - drawer.left) // (drawer.width + _SEAM))))
-    for most_panels in _MOST_PANELS:
-        items = panels(blocks, _MOST_ROWS, columns * strip_lines, most_panels)
-        if strip_lines > 1:
-            items = [line for item in items if isinstance(item, Panel) for line in _strip(item, columns)]
-        whole = _arranged(items, drawer)
-        if whole.height <= _MOST_HEIGHT:
-            break
+    items = panels(blocks, _MOST_ROWS, columns * strip_lines)
+    if strip_lines > 1:
+        items = [line for item in items if isinstance(item, Panel) for line in _strip(item, columns)]
+    whole = _arranged(items, drawer)
     explained = legend(drawer.way[cell.devices] for cell in cells_of(items))
     return below([whole, text_lines(explained)], 12) if explained else whole
 
 
 def _strip(panel: Panel, columns: int) -> list[Panel]:
-    """A strip of blocks in several lines, as text is."""
+    """A strip of blocks, broken into several lines."""
     return [
         dataclasses.replace(
             panel,
@@ -70,7 +61,7 @@ def _strip(panel: Panel, columns: int) -> list[Panel]:
 
 
 def _arranged(items: Sequence[Panel | str], drawer: _Drawer) -> Drawn:
-    """Panels side by side as far as there is room; what stands for others has a line of its own."""
+    """Panels side by side as far as they fit; the text for panels left out has a line of its own."""
     colors = colors_of(drawer.blocks, [cell.devices for cell in cells_of(items)])
     drawn = [drawer.item(item, colors) for item in items]
     widths = [_ROOM if isinstance(item, str) else part.width for item, part in zip(items, drawn, strict=True)]
@@ -86,7 +77,7 @@ class _Drawer:
     def __init__(self, blocks: Blocks, items: Sequence[Panel | str]) -> None:
         found = [item for item in items if isinstance(item, Panel)]
         groups = list(blocks.holders.values())
-        # Replicas are counted in each block, unless its text does that.
+        # Each block shows its number of replicas, unless its text does.
         self.counts = len(groups) > 1 and any(len(group) > 1 for group in groups)
         ways = writings(blocks, cells_of(found), counted=not self.counts)
         self.way = next((way for way in ways if max(map(len, way.values())) <= _MOST_CELL), ways[-1])
@@ -98,7 +89,7 @@ class _Drawer:
         self.left = labels * CHAR + 10 if labels else 0
 
     def item(self, item: Panel | str, colors: Mapping[tuple[int, ...], str]) -> Drawn:
-        """A panel, or the text that stands for some."""
+        """A panel, or the text for panels that are left out."""
         if isinstance(item, str):
             return text_lines([item])
         body, top = [], 0
@@ -156,14 +147,14 @@ def _label(x: float, y: float, text: str, anchor: str, weight: str = 'normal') -
 
 
 def colors_of(blocks: Blocks, groups: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], str]:
-    """A colour for each of some groups of devices.
+    """A colour for each group of devices.
 
     Groups take colours in the order of their first devices in the mesh, so that on one mesh a device
-    looks the same however arrays are cut. Many groups share a scale.
+    has the same colour however arrays are cut. Many groups share a scale.
 
     Args:
-        blocks: of one array.
-        groups: those that hold the blocks to be drawn.
+        blocks: the blocks of one array.
+        groups: the groups of devices that hold the blocks to draw.
     """
     place = {device: i for i, device in enumerate(blocks.devices)}
     distinct = dict.fromkeys(groups)

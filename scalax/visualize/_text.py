@@ -22,7 +22,7 @@ from scalax.visualize._panels import (
     picked,
     writings,
 )
-from scalax.visualize._pictures import Picture, array_text
+from scalax.visualize._pictures import Picture, member_text
 
 MOST_PICTURES = 50
 _MOST_MEMBERS = 8
@@ -35,15 +35,15 @@ def render_text(pictures: Sequence[Picture], width: int | None) -> str:
     for picture in pictures[:MOST_PICTURES]:
         dimensions, drawn = drawing(picture.blocks, width)
         above = [*arrays_texts(picture), placement_text(picture), dimensions]
-        # Boxes fit already, and their blanks are part of them.
+        # Drawings fit already, and wrapping would drop their blanks.
         parts.append([*wrapped(above, width), *drawn, *wrapped(notes(picture, pictures), width)])
     parts.append(wrapped(closing(pictures), width))
     return '\n\n'.join('\n'.join(lines) for lines in parts if lines)
 
 
 def arrays_texts(picture: Picture) -> list[str]:
-    """Which arrays a picture shows, a line for each kind."""
-    lines = [array_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
+    """The arrays of a picture, a line for each kind."""
+    lines = [member_text(picture, member) for member in picture.members[:_MOST_MEMBERS]]
     rest = sum(member.count for member in picture.members[_MOST_MEMBERS:])
     if rest:
         lines.append(f'... and {plural(rest, "more array", "more arrays")} with this sharding')
@@ -56,19 +56,19 @@ def placement_text(picture: Picture) -> str:
 
 
 def notes(picture: Picture, pictures: Sequence[Picture]) -> list[str]:
-    """What must be known of one picture; what the numbers mean too, where pictures differ in that."""
+    """Notes on one picture; they explain its numbers if pictures differ in their meaning."""
     differ = len(_numberings(pictures)) > 1
     return [*picture.blocks.notes, *([picture.blocks.numbering] if differ else [])]
 
 
 def closing(pictures: Sequence[Picture]) -> list[str]:
-    """What is said once of all pictures: which are not drawn, and what the numbers mean."""
+    """The lines below all pictures: which are not drawn, and the meaning of the numbers."""
     if not pictures:
         return ['There are no arrays in the tree.']
     rest = pictures[MOST_PICTURES:]
-    count = sum(picture.count for picture in rest)
-    ways = f'{count} arrays with {len(rest)} other shardings' if len(rest) > 1 else '1 more kind of array'
-    lines = [f'... and {ways} are not drawn: visualize a part of the tree.'] if rest else []
+    arrays = plural(sum(picture.count for picture in rest), 'array')
+    shardings = plural(len(rest), 'other sharding')
+    lines = [f'Not drawn: {arrays} with {shardings}. Visualize a part of the tree.'] if rest else []
     numberings = _numberings(pictures)
     return [*lines, *(numberings if len(numberings) == 1 else [])]
 
@@ -78,11 +78,9 @@ def _numberings(pictures: Sequence[Picture]) -> list[str]:
 
 
 _MOST_ROWS = 24
-_RULED_ROWS = 8  # with more rows, lines between them would cost more than they show
-_MOST_PANELS = (8, 4)  # fewer of them, where all together are too high
-_MOST_LINES = 50
+_RULED_ROWS = 8  # with more rows, lines between them take too much space
 _MOST_LISTED = 16
-_CELL = 16  # the columns that the devices of a block may take, where some blocks are left out
+_CELL = 16  # the characters for the devices of a block, if some blocks are left out
 _NARROWEST = 4  # a block and one border
 _GAP = 3
 
@@ -90,14 +88,14 @@ _Way = Mapping[tuple[int, ...], str]
 
 
 def drawing(blocks: Blocks, width: int) -> tuple[str, list[str]]:
-    """What the picture does with each dimension, and the lines of it.
+    """The text of the dimensions of a picture, and its lines.
 
     Args:
-        blocks: of one array.
-        width: the columns that it may take.
+        blocks: the blocks of one array.
+        width: the width in columns.
     """
     if can_draw(blocks):
-        # A strip that is too long stands upright: terminals scroll down, not sideways.
+        # A strip that is too wide is drawn upright, because terminals do not scroll sideways.
         for upright in (False, True) if len(blocks.cut) == 1 else (False,):
             drawn = _fitted(blocks, width, upright)
             if drawn:
@@ -106,21 +104,12 @@ def drawing(blocks: Blocks, width: int) -> tuple[str, list[str]]:
 
 
 def _fitted(blocks: Blocks, width: int, upright: bool) -> list[str] | None:
-    """The picture, no higher than needed; None if there is room for too few columns."""
-    drawn = None
-    for most in _MOST_PANELS:
-        drawn = _with_panels(blocks, width, most, upright)
-        if drawn is None or len(drawn) <= _MOST_LINES:
-            break
-    return drawn
-
-
-def _with_panels(blocks: Blocks, width: int, most_panels: int, upright: bool) -> list[str] | None:
+    """The lines of a picture; None if there is room for too few columns."""
     columns = len(blocks.dimensions[blocks.cut[-1]].ranges) if blocks.cut and not upright else 1
     fewest = columns if len(blocks.cut) == 1 else min(columns, 3)
 
     def make(most: int) -> list[Panel | str]:
-        return panels(blocks, _MOST_ROWS, most, most_panels, upright=upright)
+        return panels(blocks, _MOST_ROWS, most, upright=upright)
 
     widest = make(max(width // _NARROWEST, 3))
     rooms = [(way, _columns_in(width, widest, way)) for way in writings(blocks, cells_of(widest))]
@@ -134,7 +123,7 @@ def _with_panels(blocks: Blocks, width: int, most_panels: int, upright: bool) ->
 
 
 def _columns_in(width: int, drawn: Sequence[Panel | str], way: _Way) -> int:
-    """How many columns of blocks there is room for."""
+    """The number of columns of blocks that fit."""
     found = [panel for panel in drawn if isinstance(panel, Panel)]
     return min((width - _margin(panel) - 1) // (_cell_width(panel, way) + 1) for panel in found)
 
@@ -151,10 +140,10 @@ def _cell_width(panel: Panel, way: _Way) -> int:
 
 
 def _arranged(drawn: Sequence[Panel | str], way: _Way, width: int) -> list[str]:
-    """Panels side by side as far as there is room; a text stands between those that it stands for."""
+    """Panels side by side as far as they fit; texts for panels left out stand between them."""
     pieces = [_panel(item, way) if isinstance(item, Panel) else [item] for item in drawn]
     widths = [max(map(len, piece)) for piece in pieces]
-    # What stands for panels that are left out has a line of its own.
+    # The text for panels that are left out has a line of its own.
     rooms = [width if isinstance(item, str) else widths[number] for number, item in enumerate(drawn)]
     lines = []
     for together in packed(rooms, width, _GAP):
@@ -189,7 +178,7 @@ def _panel(panel: Panel, way: _Way) -> list[str]:
 
 
 def listed(blocks: Blocks, width: int) -> list[str]:
-    """The blocks one by one, where a picture would have too many dimensions or too little room."""
+    """The blocks as a list, for pictures with too many dimensions or too little room."""
     indices = list(itertools.product(*(range(len(dimension.ranges)) for dimension in blocks.dimensions)))
     lines = []
     for number in picked(len(indices), _MOST_LISTED):

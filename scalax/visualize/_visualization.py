@@ -1,4 +1,4 @@
-"""`visualize` and the value that it returns: text in a terminal, SVG and HTML in notebooks and files."""
+"""`visualize` and its result: text in a terminal, SVG and HTML in notebooks and files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._report.pages import escape, still_page
+from scalax._report.pages import paragraphs, still_page
 from scalax._report.svg import FONT, Drawn, below, document, text_lines
 from scalax._report.tables import wrapped
 from scalax.visualize._panels import dimension_texts
@@ -26,10 +26,10 @@ _TEXT = 'margin: 0; overflow-wrap: anywhere'
 
 @dataclasses.dataclass(frozen=True)
 class Visualization:
-    """Which device holds which block of which array; ``str()`` of it draws that for a terminal.
+    """Which device holds which block of which array; ``str()`` of it is a drawing for a terminal.
 
     Attributes:
-        pictures: one for each shape and sharding that the leaves of the tree have, in tree order.
+        pictures: one for each shape and sharding of the leaves, in tree order.
     """
 
     pictures: tuple[Picture, ...]
@@ -41,29 +41,35 @@ class Visualization:
         """The pictures as text.
 
         Args:
-            width: the columns it may take; those of the terminal by default, and at least 60.
+            width: the width in columns, at least 60; that of the terminal by default.
         """
         return render_text(self.pictures, width)
 
     def _repr_html_(self) -> str:
-        return _render_fragment(self.pictures)
+        figures = [_figure(picture, self.pictures) for picture in self.pictures[:MOST_PICTURES]]
+        last = paragraphs(closing(self.pictures), f'{_TEXT}; opacity: 0.75')
+        return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the pictures as a page of its own, which loads nothing and runs no script.
+        """Writes the pictures as a page that loads nothing and runs no script.
 
         Args:
             path: the file to write.
             title: the title of the page.
         """
-        Path(path).write_bytes(_render_page(self.pictures, title).encode())
+        Path(path).write_bytes(still_page(title, self._repr_html_()).encode())
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """The pictures as one SVG, which follows the reader's choice of light or dark.
 
         Args:
-            path: the file to write it to as well.
+            path: a file to write it to.
         """
-        svg = _render_svg(self.pictures)
+        shown = self.pictures[:MOST_PICTURES]
+        parts = [_with_words(picture, self.pictures) for picture in shown]
+        parts.append(_wrapped(closing(self.pictures)))
+        label = '. '.join(map(_label, shown)) or _TITLE
+        svg = document(below(parts, 32), label, _COLORS, margin=16) + '\n'
         if path is not None:
             Path(path).write_bytes(svg.encode())
         return svg
@@ -74,13 +80,13 @@ def visualize(pytree: Any) -> Visualization:
 
     Args:
         pytree: the leaves are jax.Arrays, or ``jax.ShapeDtypeStruct`` with shardings, as
-            ``helper.abstract`` makes them; of meshes of any kind.
+            ``helper.abstract`` makes them; on meshes of any kind.
 
     Returns:
         A `Visualization`.
 
     Raises:
-        ShardingError: some leaves have no sharding that could be shown; all of them are named.
+        ShardingError: some leaves have no sharding that can be shown; names all of them.
 
     Example:
         >>> import jax
@@ -101,54 +107,32 @@ def visualize(pytree: Any) -> Visualization:
     return Visualization(pictures_of(pytree))
 
 
-def _render_fragment(pictures: Sequence[Picture]) -> str:
-    """All pictures as HTML to put into a page; it takes the colours and the fonts of that page."""
-    figures = [_figure(picture, pictures) for picture in pictures[:MOST_PICTURES]]
-    last = _paragraphs(closing(pictures), 'opacity: 0.75')
-    return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
-
-
-def _render_page(pictures: Sequence[Picture], title: str) -> str:
-    """All pictures as a page of HTML that loads nothing and runs no script."""
-    return still_page(title, _render_fragment(pictures))
-
-
-def _render_svg(pictures: Sequence[Picture]) -> str:
-    """All pictures as one SVG, one below the other, that needs nothing else."""
-    parts = [_with_words(picture, pictures) for picture in pictures[:MOST_PICTURES]]
-    parts.append(_wrapped(closing(pictures)))
-    label = '. '.join(_label(picture) for picture in pictures[:MOST_PICTURES]) or _TITLE
-    return document(below(parts, 32), label, _COLORS, margin=16) + '\n'
-
-
 def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
     drawn = draw(picture.blocks)
-    # On a narrow screen a picture shrinks as far as it can still be read, and then scrolls.
+    # On a narrow screen a picture shrinks to a readable size, and then scrolls.
     width = round(drawn.width) + 4
     style = (
         f'display: block; width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
     )
     svg = document(drawn, _label(picture), style)
-    names = ''.join(
-        f'<p style="{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px">{escape(line)}</p>'
-        for line in arrays_texts(picture)
-    )
+    bold = f'{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px'
     return (
-        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">{names}'
-        f'{_paragraphs([placement_text(picture), _dimensions(picture)])}</figcaption>'
+        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">'
+        f'{paragraphs(arrays_texts(picture), bold)}'
+        f'{paragraphs([placement_text(picture), _dimensions(picture)], _TEXT)}</figcaption>'
         f'<div style="overflow-x: auto">{svg}</div>'
-        f'{_paragraphs(notes(picture, pictures), "margin-top: 8px; opacity: 0.75")}</figure>'
+        f'{paragraphs(notes(picture, pictures), f"{_TEXT}; margin-top: 8px; opacity: 0.75")}</figure>'
     )
 
 
 def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:
-    """A picture and, as part of it, the words that belong to it."""
+    """A picture with its texts as part of the drawing."""
     head = below(
         [_wrapped(arrays_texts(picture), 'bold'), _wrapped([placement_text(picture), _dimensions(picture)])],
         0,
     )
-    said = notes(picture, pictures)
-    return below([head, draw(picture.blocks), *([_wrapped(said)] if said else [])], 12)
+    foot = notes(picture, pictures)
+    return below([head, draw(picture.blocks), *([_wrapped(foot)] if foot else [])], 12)
 
 
 def _dimensions(picture: Picture) -> str:
@@ -161,7 +145,3 @@ def _label(picture: Picture) -> str:
 
 def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
     return text_lines(wrapped(lines, MOST_LINE), weight)
-
-
-def _paragraphs(lines: Iterable[str], style: str = '') -> str:
-    return ''.join(f'<p style="{_TEXT}; {style}">{escape(line)}</p>' for line in lines if line)

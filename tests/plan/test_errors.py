@@ -76,8 +76,8 @@ def test_a_function_that_needs_values():
     with pytest.raises(jax.errors.ConcretizationTypeError) as raised:
         HELPER.plan(step, X)
     assert (
-        "Thus there is no plan of 'step': a plan is made without values. Make what decides a static argument "
-        '(static_argnames), or let JAX decide (jax.lax.cond, jnp.where)'
+        "'step' cannot be planned, because a plan is made without values. Make the value a static argument "
+        '(static_argnames), or use jax.lax.cond or jnp.where'
     ) in raised.value.__notes__
 
 

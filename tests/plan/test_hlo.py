@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scalax._plan.collectives import collectives
-from scalax._plan.flops import Counted
+from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Array, parse
 from scalax._plan.hlo_loops import visits
 from scalax._plan.replica_groups import axes_of_groups, replica_groups, source_target_pairs, written_groups

@@ -80,7 +80,7 @@ def written_once():
         ({'name': 3}, 'name is not of type str: 3'),
         ({'devices': True}, 'devices is not of type int: True'),
         ({'devices': 0}, 'devices are 0, and the mesh has 8'),
-        ({'flops': 10**300}, 'flops is not of type int: 1000000'),
+        ({'flops': 10**300}, 'flops is not a number from 0 to 2**128: 1000000'),
         (
             {'mesh': {'fsdp': 10**18, 'tp': 10**18}},
             'mesh has 1000000000000000000000000000000000000 devices along 2',
@@ -96,8 +96,8 @@ def written_once():
             {'places': [{'slice': 0}] * 3},
             'places are not one for each of 8 devices, of as many coordinates each',
         ),
-        ({'inputs': {'mesh': {}}}, "it has no 'rows'"),
-        ({'collectives': [3]}, 'collectives is not of type dict: 3'),
+        ({'inputs': {'mesh': {}}}, "inputs has no 'rows'"),
+        ({'collectives': [3]}, 'collectives[0] is not of type dict: 3'),
     ],
 )
 def test_what_is_not_a_whole_plan(changes, message):

@@ -112,12 +112,12 @@ def test_without_numbers_of_the_hardware():
     assert any(
         text.startswith("Not known: the numbers of 'cpu' devices are not known: give") for text in said
     )
-    assert 'Where mesh axes lie on the torus' not in said
+    assert 'Mesh axes on the torus' not in said
     # Nor is the reason kept back in text, of devices that have a roofline elsewhere.
     made = dataclasses.replace(plan(), device_kind='TPU7x')
     assert (
-        "no roofline: a roofline of communication along a torus needs a number that the hardware 'tpu7x' "
-        'does not have: ring_multiple. Add it: dataclasses.replace(hardware, ring_multiple=...)'
+        "no roofline: a roofline of communication along a torus needs numbers that the hardware 'tpu7x' "
+        'does not have: ring_multiple. Add them: dataclasses.replace(hardware, ring_multiple=...)'
     ) in str(made).splitlines()
 
 
@@ -132,14 +132,12 @@ def test_where_mesh_axes_lie():
     assert [layer.tolist() for layer in tp.layers] == [[[0, 1]] * 4]
     # Two devices on each of two chips, one above the other, in two slices.
     places = tuple(Place(i // 4, (5, 0, i // 2 % 2), i % 2) for i in range(8))
-    across, tp = on_torus(dataclasses.replace(plan(), mesh={'data': 2, 'tp': 4, 'one': 1}, places=places))
+    across, tp = axes_on_torus({'data': 2, 'tp': 4, 'one': 1}, places)
     assert (across.across, tp.across, tp.slices) == (True, False, 2)
     assert [layer.tolist() for layer in tp.layers] == [[[0, 1]], [[2, 3]]]
     # A mesh need not fill its slice.
-    some = dataclasses.replace(
-        plan(), mesh={'x': 3}, places=tuple(Place(0, at) for at in [(0, 0), (1, 0), (1, 1)])
-    )
-    assert [layer.tolist() for layer in on_torus(some)[0].layers] == [[[0, 1], [-1, 2]]]
+    [some] = axes_on_torus({'x': 3}, tuple(Place(0, at) for at in [(0, 0), (1, 0), (1, 1)]))
+    assert [layer.tolist() for layer in some.layers] == [[[0, 1], [-1, 2]]]
 
 
 def test_large_slices_are_short_to_write():

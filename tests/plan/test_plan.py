@@ -218,6 +218,16 @@ def test_a_program_that_nothing_places_runs_on_one_device():
     assert str(plan).splitlines()[-1] == 'collectives in one call: none'
 
 
+def test_dtypes_are_those_on_the_devices():
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 8), 'float64')
+    plan = HELPER.plan(HELPER.sjit(lambda x: x, in_shardings=P('fsdp')), x)
+    assert [(row.dtype, row.bytes) for row in (*plan.inputs.rows, *plan.outputs.rows)] == [
+        ('float64', 256),
+        ('float64', 256),
+    ]
+
+
 def test_dict():
     plan = HELPER.plan(STEP, *ARGUMENTS)
     read = json.loads(json.dumps(plan.to_dict()))
@@ -229,6 +239,8 @@ def test_dict():
         'counted': 'exactly',
         'bytes': F32,
         'networks': [],
+        'part': [],
+        'scattered': False,
         'source': {
             'annotation': '',
             'file': __file__,

@@ -397,7 +397,7 @@ def test_what_a_roofline_needs():
     with pytest.raises(PlanError) as error:
         plan.roofline(Hardware('mine', flops_per_second=1e14))
     assert str(error.value) == (
-        "a roofline needs a number that the hardware 'mine' does not have: hbm_bytes_per_second. Add it: "
+        "a roofline needs numbers that the hardware 'mine' does not have: hbm_bytes_per_second. Add them: "
         'dataclasses.replace(hardware, hbm_bytes_per_second=...)'
     )
 

@@ -104,8 +104,8 @@ def test_a_hardware_whose_rings_are_not_known():
     with pytest.raises(PlanError) as error:
         torus_of(places_of(chips(4, 4, 4)), HARDWARE['tpu7x'])
     assert str(error.value) == (
-        "a roofline of communication along a torus needs a number that the hardware 'tpu7x' does not have: "
-        'ring_multiple. Add it: dataclasses.replace(hardware, ring_multiple=...)'
+        "a roofline of communication along a torus needs numbers that the hardware 'tpu7x' does not have: "
+        'ring_multiple. Add them: dataclasses.replace(hardware, ring_multiple=...)'
     )
 
 
@@ -352,19 +352,19 @@ def test_times_through_a_switch():
     [
         (
             Route(1, 4, 4, (ring(0, 4),)),
-            "a roofline of communication needs a number that the hardware 'mine' does not have: "
-            'ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second=...)',
+            "a roofline of communication needs numbers that the hardware 'mine' does not have: "
+            'ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_second=...)',
         ),
         (
             Route(2, 1, 1, ()),
-            "a roofline of communication between slices needs 2 numbers that the hardware 'mine' does not "
+            "a roofline of communication between slices needs numbers that the hardware 'mine' does not "
             'have: dcn_bytes_per_second, chips_per_host. Add them: dataclasses.replace(hardware, '
             'dcn_bytes_per_second=..., chips_per_host=...)',
         ),
         (
             Route(1, 2, 1, ()),
-            "a roofline of communication needs a number that the hardware 'mine' does not have: "
-            'hbm_bytes_per_second. Add it: dataclasses.replace(hardware, hbm_bytes_per_second=...)',
+            "a roofline of communication needs numbers that the hardware 'mine' does not have: "
+            'hbm_bytes_per_second. Add them: dataclasses.replace(hardware, hbm_bytes_per_second=...)',
         ),
     ],
     ids=['links', 'slices', 'chip'],

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._report.svg import contrast, ink, scaled
+from scalax._report.svg import ink, scaled
 from scalax.visualize import visualize
 from scalax.visualize._blocks import blocks_of
 from scalax.visualize._svg import colors_of
@@ -142,6 +142,18 @@ def test_hostile_names_stay_text(tmp_path):
     assert ET.fromstring(picture._repr_html_()).findtext('figure/figcaption/p') == f'{shown}: float32[2]'
     picture.to_html(tmp_path / 'page.html')
     assert '<script' not in (tmp_path / 'page.html').read_text(encoding='utf-8')
+
+
+def contrast(one, other):
+    """https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio"""
+
+    def luminance(color):
+        parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted(map(luminance, (one, other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 def test_text_reads_well_on_every_colour():
