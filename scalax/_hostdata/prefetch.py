@@ -15,11 +15,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from scalax._hostdata import collectives, to_global
 from scalax._trace.threads import ThreadState
 from scalax.errors import DataError
+
+Batch = TypeVar('Batch')
 
 _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
 
@@ -67,7 +69,7 @@ def _stop_all() -> None:
         thread.join(_PATIENCE)
 
 
-class Prefetch(Iterator[Any]):
+class Prefetch(Iterator[Batch]):
     """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
@@ -81,7 +83,7 @@ class Prefetch(Iterator[Any]):
     what belongs into a checkpoint.
     """
 
-    def __init__(self, iterable: Iterable[Any], options: to_global.Options, size: int, check: bool) -> None:
+    def __init__(self, iterable: Iterable[Batch], options: to_global.Options, size: int, check: bool) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
         collectives.require_this_process(options.mesh)
@@ -106,7 +108,7 @@ class Prefetch(Iterator[Any]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         with self._turn:
             if self._done:
                 raise StopIteration
@@ -118,7 +120,7 @@ class Prefetch(Iterator[Any]):
                 self._finalizer()
                 raise
 
-    def _completed(self, item: _Item) -> Any:
+    def _completed(self, item: _Item) -> Batch:
         """The batch, once all processes have one."""
         if self._shared.stopped:
             raise StopIteration
@@ -132,7 +134,7 @@ class Prefetch(Iterator[Any]):
             raise error
         if item.finish is None:
             raise StopIteration
-        batch = item.finish()
+        batch: Batch = item.finish()
         self._state = item.state
         self._count += 1
         self._shared.room.put(None)

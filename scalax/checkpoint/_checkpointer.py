@@ -9,7 +9,7 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
+Tree = TypeVar('Tree')
 
 
 def _synchronized(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -180,6 +181,34 @@ class Checkpointer:
         self._reached = step
         return True
 
+    @overload
+    def restore(
+        self,
+        helper: MeshShardingHelper,
+        rules: RuleLike,
+        like: Callable[[], Tree],
+        step: int | None = None,
+        *,
+        only: str | None = None,
+        rename: Sequence[tuple[str, str]] = (),
+        cast: bool = False,
+        data: Any = None,
+        verify: bool = False,
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        helper: MeshShardingHelper,
+        rules: RuleLike,
+        like: Tree,
+        step: int | None = None,
+        *,
+        only: str | None = None,
+        rename: Sequence[tuple[str, str]] = (),
+        cast: bool = False,
+        data: Any = None,
+        verify: bool = False,
+    ) -> Tree: ...
     @_synchronized
     def restore(
         self,
