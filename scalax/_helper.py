@@ -24,7 +24,7 @@ from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
-from scalax.rules._prefix import RuleLike
+from scalax.rules import RuleLike
 from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 
 if TYPE_CHECKING:
@@ -211,8 +211,12 @@ class MeshShardingHelper:
 
     # --- Placing trees ---------------------------------------------------------------------------
 
+    @overload
+    def shard(self, tree: np.ndarray, rules: RuleLike) -> jax.Array: ...
+    @overload
+    def shard(self, tree: Tree, rules: RuleLike) -> Tree: ...
     @renamed(pytree='tree')
-    def shard(self, tree: Tree, rules: RuleLike) -> Tree:
+    def shard(self, tree: Any, rules: RuleLike) -> Any:
         """Places a tree of arrays on the mesh, in one transfer.
 
         Args:
@@ -234,8 +238,12 @@ class MeshShardingHelper:
 
         return transfer.put_on(self.mesh, tree, shardings)
 
+    @overload
+    def gather(self, tree: jax.Array) -> np.ndarray: ...
+    @overload
+    def gather(self, tree: Tree) -> Tree: ...
     @renamed(pytree='tree')
-    def gather(self, tree: Tree) -> Tree:
+    def gather(self, tree: Any) -> Any:
         """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
 
         Leaves of other kinds are returned as they are.
@@ -708,14 +716,14 @@ class MeshShardingHelper:
     @renamed(pytree='tree')
     def local_data_to_global_array(
         self,
-        tree: Tree,
+        tree: Any,
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
         *,
         check: bool = True,
         rows: Literal['all', 'needed'] = 'all',
         check_replicas: bool = False,
-    ) -> Tree:
+    ) -> Any:
         """Makes global arrays of the data that each process holds.
 
         Args:
@@ -759,14 +767,14 @@ class MeshShardingHelper:
 
     def prefetch(
         self,
-        iterable: Iterable[Tree],
+        iterable: Iterable[Any],
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
         size: int = 2,
         *,
         check: bool = True,
         rows: Literal['all', 'needed'] = 'all',
-    ) -> Prefetch[Tree]:
+    ) -> Prefetch:
         """Iterates over global arrays that a background thread loads ahead.
 
         The thread asks the iterable for batches and copies them to this process's devices. What processes
@@ -832,8 +840,8 @@ class MeshShardingHelper:
 
     @renamed(pytree='tree')
     def global_array_to_local_data(
-        self, tree: Tree, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
-    ) -> Tree:
+        self, tree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
+    ) -> Any:
         """The inverse of `local_data_to_global_array`: this process's rows, as numpy arrays (keys: as keys).
 
         Args:

@@ -18,7 +18,7 @@ from scalax._transforms.sjit import name_of, owner_of, told_apart
 from scalax._tree.paths import NamedTree
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, did_you_mean, plural, shown
-from scalax.rules._prefix import RuleLike
+from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
 
 Expected = int | Mapping[str | tuple[str, ...], int]

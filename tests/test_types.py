@@ -6,6 +6,7 @@ JAX itself has types that change; the newest is what the library is checked with
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ step = helper.sjit(train_step, in_shardings=(rules, PartitionSpec('fsdp')), dona
 
 PROGRAM = """
 import functools
+import tempfile
 from collections.abc import Iterator
 
 from scalax import microbatch
@@ -116,7 +118,7 @@ def untyped(x: jax.Array) -> jax.Array:
     return x
 
 
-@named_jit(axis_resources={'batch': 'fsdp'}, keep_unused=True)
+@named_jit(axis_resources={'batch': 'fsdp'}, mesh=helper, keep_unused=True)
 def named(x: jax.Array, scale: int = 2) -> jax.Array:
     return x * scale
 
@@ -128,7 +130,7 @@ def sums(ctx: FactorContext, x: jax.Array) -> jax.Array:
 
 
 def batches() -> Iterator[Batch]:
-    while True:
+    for _ in range(2):
         yield Batch(jnp.zeros((8, 64)), jnp.zeros((8, 64)))
 
 
@@ -138,12 +140,12 @@ def train(directory: str) -> float:
         if checkpointer.latest_step() is not None:
             state = checkpointer.restore(helper, rules, like=init)
             state = checkpointer.restore(helper, rules, like=state)
-        with helper.prefetch(batches(), rows='needed') as loader:
+        with helper.prefetch(batches(), 0, 'fsdp', rows='needed') as loader:
             for number, batch in enumerate(loader):
                 state, loss = step(state, batch)
                 state, loss = other_step(state, batch, rate=0.2)
                 checkpointer.save(number, state)
-    first: Prefetch[Batch] = helper.prefetch([batch])
+    first: Prefetch = helper.prefetch(batches(), 0, 'fsdp')
     compiled: SjitFunction[[State, Batch], jax.Array] = evaluate
     lowered = compiled.lower(state, batch).compile()
     assert lowered is not None
@@ -157,16 +159,65 @@ def train(directory: str) -> float:
 
 
 placed = helper.shard(init(), rules)
-print(train('checkpoints'), placed.step, helper.gather(placed).params['kernel'].shape)
+print(train(tempfile.mkdtemp()), placed.step, helper.gather(placed).params['kernel'].shape)
 print(helper.explain(placed, rules), helper.plan(step, placed, next(batches()), quick=True))
-print(helper.abstract(init(), [rules]), helper.visualize(placed), helper.local_data_to_global_array(placed).step)
+print(helper.abstract(init(), rules), helper.visualize(placed))
 mesh_only = functools.partial(helper.shard, rules=None)
 """
 
 WRONG = {
-    'argument': ("step(init(), jnp.zeros(3))", 'arg-type'),
-    'result': ("state: State = step(init(), Batch(jnp.ones(3), jnp.ones(3)))", 'assignment'),
-    'option': ("helper.sjit(train_step, in_sharding=rules)", 'call-overload'),
+    'argument': ('step(init(), jnp.zeros(3))', 'arg-type'),
+    'result': ('state: State = step(init(), Batch(jnp.ones(3), jnp.ones(3)))', 'assignment'),
+    'option': ('helper.sjit(train_step, in_sharding=rules)', 'call-overload'),
     'literal': ("helper.sjit(train_step, on_mismatch='move')", 'call-overload'),
-    'rule': ("helper.shard(init(), 'fsdp')", 'arg-type'),
+    'rule': ("helper.abstract(init(), 'fsdp')", 'arg-type'),
 }
+
+
+@pytest.fixture(scope='module')
+def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What mypy says of each program, by its name."""
+    folder = tmp_path_factory.mktemp('types')
+    (folder / 'program.py').write_text(COMMON + PROGRAM, encoding='utf-8')
+    for name, (statement, _) in WRONG.items():
+        (folder / f'{name}.py').write_text(f'{COMMON}\n\n{statement}\n', encoding='utf-8')
+    # PartitionSpec and the collectives of JAX have no types.
+    command = [
+        sys.executable,
+        '-m',
+        'mypy',
+        '--strict',
+        '--untyped-calls-exclude=jax',
+        '--cache-dir=cache',
+        '.',
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, 'PYTHONPATH': str(ROOT), 'MYPY_FORCE_COLOR': '0'},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found: dict[str, list[str]] = {name: [] for name in ['program', *WRONG]}
+    for name, line, text in re.findall(r'^(\w+)\.py:(\d+): error: (.*)$', done.stdout, re.MULTILINE):
+        found[name].append(f'{line}: {text}')
+    return found
+
+
+def test_a_program_of_a_user_passes(messages: dict[str, list[str]]) -> None:
+    assert messages['program'] == []
+
+
+def test_the_program_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / 'program.py').write_text(COMMON + PROGRAM, encoding='utf-8')
+    runpy.run_path(str(tmp_path / 'program.py'), run_name='program')
+    assert 'train_step on 8 cpu devices' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_a_wrong_program_is_refused(messages: dict[str, list[str]], name: str) -> None:
+    _, code = WRONG[name]
+    line = len(COMMON.splitlines()) + 3
+    assert {re.sub(r': .* ', ': ', text) for text in messages[name]} == {f'{line}: [{code}]'}, messages[name]

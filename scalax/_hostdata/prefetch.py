@@ -15,13 +15,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from scalax._hostdata import collectives, to_global
 from scalax._trace.threads import ThreadState
 from scalax.errors import DataError
-
-Batch = TypeVar('Batch')
 
 _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
 
@@ -69,7 +67,7 @@ def _stop_all() -> None:
         thread.join(_PATIENCE)
 
 
-class Prefetch(Iterator[Batch]):
+class Prefetch(Iterator[Any]):
     """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
@@ -83,7 +81,7 @@ class Prefetch(Iterator[Batch]):
     what belongs into a checkpoint.
     """
 
-    def __init__(self, iterable: Iterable[Batch], options: to_global.Options, size: int, check: bool) -> None:
+    def __init__(self, iterable: Iterable[Any], options: to_global.Options, size: int, check: bool) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
         collectives.require_this_process(options.mesh)
@@ -108,7 +106,7 @@ class Prefetch(Iterator[Batch]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         with self._turn:
             if self._done:
                 raise StopIteration
@@ -120,7 +118,7 @@ class Prefetch(Iterator[Batch]):
                 self._finalizer()
                 raise
 
-    def _completed(self, item: _Item) -> Batch:
+    def _completed(self, item: _Item) -> Any:
         """The batch, once all processes have one."""
         if self._shared.stopped:
             raise StopIteration
@@ -134,7 +132,7 @@ class Prefetch(Iterator[Batch]):
             raise error
         if item.finish is None:
             raise StopIteration
-        batch: Batch = item.finish()
+        batch = item.finish()
         self._state = item.state
         self._count += 1
         self._shared.room.put(None)

@@ -26,7 +26,7 @@ from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, che
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
     from scalax.checkpoint._save import SaveThread
-    from scalax.rules._prefix import RuleLike
+    from scalax.rules import RuleLike
 
 
 Given = ParamSpec('Given')

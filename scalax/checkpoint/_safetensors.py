@@ -29,7 +29,7 @@ from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax.rules._prefix import RuleLike
+    from scalax.rules import RuleLike
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
