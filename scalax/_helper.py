@@ -55,9 +55,9 @@ class MeshShardingHelper:
     """A mesh of devices, and what can be done with sharding rules on it.
 
     Where a method takes *rules*, one rule is a `ShardingRule`, a ``PartitionSpec``, a ``NamedSharding`` of
-    this mesh, or None, which leaves a leaf to the compiler where there is one (`sjit`, `explain`). Any pytree
-    prefix of the tree may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has
-    the classes of rules; ``a | b`` and ``a & b`` combine them.
+    this mesh, or None, which leaves a leaf to the compiler (`sjit`, `explain`). A pytree prefix of the tree
+    may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has the classes of
+    rules; ``a | b`` and ``a & b`` combine them.
 
     ============================  =================================================================
     to                            use
@@ -74,19 +74,19 @@ class MeshShardingHelper:
     ============================  =================================================================
 
     Args:
-        axis_dims: the size of each mesh axis; one may be -1, which stands for what is left.
+        axis_dims: the size of each mesh axis; one may be -1, for all remaining devices.
         axis_names: the name of each mesh axis.
         mesh_axis_splitting: allow one physical axis of a TPU slice to serve several mesh axes, as for
             8x8 on a 4x4x4 slice. It may cost bandwidth.
-        dcn_axis_dims: for several slices: how many of them there are along each axis. Each entry of
-            `axis_dims` is then a total, and a multiple of its own entry here.
+        dcn_axis_dims: for several slices: the number of slices along each axis. Each entry of `axis_dims` is
+            then a total, and a multiple of the entry here.
         devices: the devices to use; all by default.
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
 
     Raises:
-        MeshError: dimensions, names, types and devices do not fit together; says what would.
+        MeshError: dimensions, names, types and devices do not fit together.
 
     Example:
         >>> import numpy as np
@@ -123,7 +123,7 @@ class MeshShardingHelper:
 
     @classmethod
     def from_mesh(cls, mesh: Mesh | AbstractMesh, *, on_indivisible: OnIndivisible = 'error') -> Self:
-        """A helper over a mesh that exists; an AbstractMesh serves for all that needs no devices.
+        """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
 
         Args:
             mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
@@ -150,7 +150,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
     ) -> Self:
-        """A helper over TPU hardware that is not here, for compiling and planning.
+        """A helper over TPU hardware that is not attached, for compiling and planning.
 
         Args:
             topology: the slice, such as ``'v5p:4x4x4'``.
@@ -163,7 +163,7 @@ class MeshShardingHelper:
             on_indivisible: see above.
 
         Raises:
-            MissingDependencyError: libtpu, the TPU compiler, is not installed, or is none for this JAX.
+            MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.
             MeshError: the topology is unknown, or cannot hold the mesh.
         """
         return cls(
@@ -327,10 +327,10 @@ class MeshShardingHelper:
             fun: the function.
             in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
                 not counted), a dict by argument name, or one rule for every argument; leaf paths start
-                inside each argument. None leaves arguments as they come.
+                inside each argument. None leaves arguments as they are.
             out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
-                top-level element of it, that nothing is said about and that has exactly the structure,
-                shapes and dtypes of a donated argument takes that argument's shardings.
+                top-level element of it, without a rule takes the shardings of a donated argument with
+                exactly its structure, shapes and dtypes.
             static_argnums: positions of arguments that are part of the program; may be negative.
             args_sharding_constraint: like `in_shardings`, but reshards inside the function.
             annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
@@ -417,7 +417,7 @@ class MeshShardingHelper:
             in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
                 ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
                 that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
-                leave small arrays whole: *fun* has to reckon with that.
+                leave small arrays whole: *fun* has to handle that.
             out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
                 that look at paths only (the shape of an output depends on its spec).
             axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
@@ -620,7 +620,7 @@ class MeshShardingHelper:
 
     @renamed(pytree='tree')
     def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:
-        """What each leaf gets, which rule says so, and what it costs; prints as a table.
+        """Reports the sharding of each leaf, the rule that chose it, and its size; prints as a table.
 
         Args:
             tree: as for `match_sharding_rule`.
@@ -669,29 +669,29 @@ class MeshShardingHelper:
         return visualize(tree if rules is None else self.abstract(tree, rules))
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
-        """What a function would hold, and what its devices would send one another; compiled, not run.
+        """The memory and the communication of a function, which is compiled and not run.
 
         Args:
             fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
                 its arguments as they are placed.
             *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
-            quick: have the compiler of TPUs make no code, which takes most of its time: seconds instead of
-                minutes. Memory is then what it lays out: within 1 % of that of a full plan on decoders of
+            quick: have the TPU compiler generate no code, which takes most of its time: seconds instead of
+                minutes. Memory is then what it plans: within 1 % of that of a full plan on decoders of
                 1B to 70B, but a guide only below 2 GiB (16 % less for a lone product).
-                `scalax.plan.Plan.quick` says so, and shardings are those that were asked for. Other
+                `scalax.plan.Plan.quick` is then True, and shardings are those that were asked for. Other
                 compilers are quick anyway.
             **kwargs: its keyword arguments.
 
         Returns:
             A `scalax.plan.Plan`: memory, and whether it fits; shardings, collectives, and what bounds the
-            step. It prints as a page of text. On a mesh of `from_topology` it is that of hardware that is not
-            here, as its compiler says; a step that does not fit is a plan too (``plan.fits`` is False).
+            step. It prints as a page of text. On a mesh of `from_topology` it is the plan of that hardware,
+            by its own compiler; a step that does not fit has a plan too (``plan.fits`` is False).
 
         Raises:
-            PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+            PlanError: the compiler failed, or the compiled program cannot be read.
             MeshError: the helper was made from an AbstractMesh.
-            ArgumentError: *fun* is no function, or has an argument of its own that is called ``quick``; or
-                nothing says that it runs on devices that are not here.
+            ArgumentError: *fun* is not a function, or has an argument of its own that is called ``quick``; or
+                nothing places it on a mesh whose devices are not attached.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -734,9 +734,9 @@ class MeshShardingHelper:
             mesh_axis_subset: the mesh axes over which the batch is sharded; all of them by default, in
                 mesh order. Over the other axes it is replicated.
             check: make sure that all processes bring parts of one structure, shape and dtype, and equal
-                scalars: one all-gather of 20 bytes a process, which waits for what the devices have been
-                given to do. Without it, processes that disagree may wait for one another for ever. A single
-                process has nobody to agree with.
+                scalars: one all-gather of 20 bytes a process, which waits for the programs that are queued on
+                the devices. Without it, processes that disagree may wait for one another for ever. On a
+                single process there is nothing to check.
             rows: ``'all'``: every process brings an equal part of the batch; rows that another process's
                 devices need are sent there, and nothing else is. ``'needed'``: every process brings the
                 rows that `process_rows` names, in that order, and nothing is sent.
@@ -777,16 +777,16 @@ class MeshShardingHelper:
     ) -> Prefetch:
         """Iterates over global arrays that a background thread loads ahead.
 
-        The thread asks the iterable for batches and copies them to this process's devices. What processes
-        do together is done in ``next``. An error of the loader is raised there as it is; with ``check`` the
-        other processes get a DataError that says so, and one whose data ends early is noticed.
+        The thread asks the iterable for batches and copies them to this process's devices. Processes
+        communicate in ``next``. An error of the loader is raised there as it is; with ``check`` the other
+        processes get a DataError about it, and a process whose data ends early is noticed.
 
         Args:
             iterable: of trees, as for `local_data_to_global_array`. A loader may fill the same memory again
                 for each batch.
             batch_axis: as for `local_data_to_global_array`.
             mesh_axis_subset: as for `local_data_to_global_array`.
-            size: how many batches are in memory at most, besides those that the loop holds.
+            size: the most batches in memory, not counting those that the loop holds.
             check: as for `local_data_to_global_array`, at each batch.
             rows: as for `local_data_to_global_array`.
 

@@ -191,5 +191,5 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
 
 def _difference(mine: Any, theirs: Any) -> str:
     if mine is None:
-        return f'has no sharding, being no array on devices; expected {told_apart(mine, theirs)[1]}'
+        return f'has no sharding: it is not an array on devices; expected {told_apart(mine, theirs)[1]}'
     return 'is sharded as {}, expected {}'.format(*told_apart(mine, theirs))

@@ -63,7 +63,7 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
 
 def _local_part(leaf: Any, batch_axis: int, rows: str) -> Any:
     if is_key(leaf):
-        # numpy knows no typed keys: their data comes and becomes keys again.
+        # numpy has no typed keys: their data is fetched, and wrapped again.
         data = _local_part(without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), rows)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

@@ -115,10 +115,10 @@ def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.A
 
 @contextlib.contextmanager
 def naming(pytree: Any) -> Iterator[None]:
-    """Names the leaves that JAX cannot take: integers of more bits than it has.
+    """Names the leaves that JAX cannot take: integers with too many bits.
 
     Raises:
-        ShardingError: in place of what JAX says, where there are such leaves.
+        ShardingError: in place of an error of JAX, if there are such leaves.
     """
     try:
         yield
@@ -141,7 +141,7 @@ def _too_large(tree: NamedTree) -> Iterator[Problem]:
 
 
 def reject_tracers(leaves: Sequence[Any], what: str) -> None:
-    """Raises ArgumentError inside a traced function, where a transfer binds the compiler to nothing."""
+    """Raises ArgumentError inside a traced function, where the compiler may ignore a transfer."""
     if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
         raise ArgumentError(
             f'{what} moves arrays, and this is a value inside a function that JAX traces, where the '
@@ -188,7 +188,7 @@ def _numeric_arrays(leaves: Sequence[Any]) -> Sequence[int]:
 
 
 def is_fetched(leaf: jax.Array) -> bool:
-    """Whether a leaf is to be had from other processes only."""
+    """Whether parts of a leaf are on other processes only."""
     return not leaf.is_fully_addressable and bool(
         not leaf.is_fully_replicated or resharding.unreduced_axes(leaf)
     )
