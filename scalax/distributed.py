@@ -250,32 +250,20 @@ def _whole(name: str, value: object, least: int) -> int:
 
 
 def _half(given: _Given) -> str:
-    """What is missing, where something was given and JAX detects nothing that could complete it."""
-    parts = {
-        'coordinator_address': (given.address, 'JAX_COORDINATOR_ADDRESS', "'host:port' of process 0"),
-        'num_processes': (given.count, 'JAX_NUM_PROCESSES', 'how many there are'),
-        'process_id': (given.index, 'JAX_PROCESS_ID', 'which of them this is, from 0'),
-    }
-    known = ', '.join(f'{name}={value!r}' for name, (value, _, _) in parts.items() if value is not None)
-    missing = [
-        f'  {name}, or the environment variable {variable}: {meaning}'
-        for name, (value, variable, meaning) in parts.items()
-        if value is None
-    ]
-    return '\n'.join(
-        [
-            f'initialize knows {known}, and JAX detects no cluster that says the rest. Missing:',
-            *missing,
-            'What to do: give all three, or none for a program of one process.',
-        ]
+    """What is wrong if some of the values were given and JAX detects no cluster."""
+    return (
+        f'initialize has coordinator_address={given.address!r}, num_processes={given.count!r} and '
+        f'process_id={given.index!r}, and JAX detects no cluster that gives the rest.\n'
+        'What to do: give all three, as arguments or as the environment variables JAX_COORDINATOR_ADDRESS, '
+        'JAX_NUM_PROCESSES and JAX_PROCESS_ID; or none for a program of one process.'
     )
 
 
 def _not_a_step(launcher: _Launcher) -> str:
-    """What is wrong where a launcher speaks of several processes and JAX does not find them."""
+    """What is wrong if a launcher has started several processes and JAX does not detect them."""
     return (
-        f'the environment speaks of {os.environ[launcher.count]} processes ({launcher.count}), and JAX '
-        'detects no cluster: each of them would run alone.\n'
+        f'{launcher.count}={os.environ[launcher.count]}, and JAX detects no cluster: each of these processes '
+        'would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be alone.'
     )

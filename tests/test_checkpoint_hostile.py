@@ -190,7 +190,8 @@ def test_sizes_are_limited_before_anything_is_read(
     assert_passed_over(
         two,
         helper,
-        'scalax/leaves.json cannot be read: it has 1,099,511,627,776 bytes, and 268,435,456 are taken at most',
+        'scalax/leaves.json cannot be read: it has 1,099,511,627,776 bytes, and 268,435,456 are taken at '
+        'most',
     )
     (root / 'leaves.json').write_bytes(leaves)
     os.truncate(root.parent / '_METADATA', 1 << 40)

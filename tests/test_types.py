@@ -129,6 +129,11 @@ def sums(ctx: FactorContext, x: jax.Array) -> jax.Array:
     return total
 
 
+@dataclass
+class Trainer:
+    step: SjitFunction[[State, Batch], jax.Array]
+
+
 def batches() -> Iterator[Batch]:
     for _ in range(2):
         yield Batch(jnp.zeros((8, 64)), jnp.zeros((8, 64)))
@@ -149,7 +154,7 @@ def train(directory: str) -> float:
     compiled: SjitFunction[[State, Batch], jax.Array] = evaluate
     lowered = compiled.lower(state, batch).compile()
     assert lowered is not None
-    loss += evaluate(state, next(first))
+    loss += evaluate(state, next(first)) + Trainer(evaluate).step(state, batch)
     loss += Model().apply(batch.tokens, scale=2.0).sum()
     loss += untyped(batch.tokens, out_sharding=PartitionSpec('fsdp')).sum()
     loss += typed(normalized(batch.tokens)).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()

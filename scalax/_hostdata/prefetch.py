@@ -214,24 +214,15 @@ def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shar
         shared.room.get()
         if shared.stopped:
             return
-        item = _next_item(iterator, options)
-        shared.items.put(item)
-        if item.finish is None:
-            return
-        del item  # the consumer's alone now
-
-
-def _next_item(iterator: Iterator[Any], options: to_global.Options) -> _Item:
-    try:
         try:
             tree = next(iterator)
         except StopIteration:
-            return _Item()
+            shared.items.put(_Item())
+            return
         part = to_global.read(options, tree)
         # Loaders fill the same memory again and again.
-        return _Item(part, to_global.place(part, keep=False), state=_state_of(iterator))
-    except BaseException as error:
-        return _Item(error=error)
+        shared.items.put(_Item(part, to_global.place(part, keep=False), state=_state_of(iterator)))
+        del tree, part  # the consumer's alone now
 
 
 def _state_of(iterator: Iterator[Any]) -> Any:

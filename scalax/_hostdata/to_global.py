@@ -323,12 +323,10 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
         return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
         return np.asarray(leaf).astype(dtype_on_devices(leaf))
-    return _copied(np.asarray(leaf)) if copy else np.asarray(leaf)
-
-
-def _copied(host: np.ndarray) -> np.ndarray:
-    """The same in memory of its own, which JAX does not copy once more."""
-    memory = aligned_empty(host.shape, host.dtype)
+    host = np.asarray(leaf)
+    if not copy:
+        return host
+    memory = aligned_empty(host.shape, host.dtype)  # which JAX does not copy once more
     memory[...] = host
     return memory
 

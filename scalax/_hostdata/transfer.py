@@ -202,12 +202,8 @@ def fetch(leaf: jax.Array) -> np.ndarray:
 
 
 def shard_functions(shardings: Any) -> Any:
-    """For each sharding of a tree a function that places an array so."""
-
-    def shard_function(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-        return lambda leaf: put(leaf, [sharding])
-
-    return jax.tree.map(shard_function, shardings)
+    """For each sharding of a tree a function that places an array with it."""
+    return jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
 
 
 def gather_functions(shardings: Any) -> Any:

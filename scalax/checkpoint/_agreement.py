@@ -155,20 +155,12 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
     """
     processes = collectives.processes_of(mesh)
     share = (processes.here, len(processes.indices)) if processes.several else (0, 1)
-    wrong: list[str] = []
-    error: CheckpointError | None = None
-    try:
-        wrong = look(share)
-    except OSError as fault:
-        wrong = [f'it cannot be read: {fault}']
-    except CheckpointError as fault:
-        error = fault
-    if processes.several:
-        own = json.dumps([wrong[:10], error and str(error)]).encode()
-        every = [json.loads(text) for text in collectives.gather_bytes(mesh, own)]
-        wrong = list(dict.fromkeys(line for lines, _ in every for line in lines))
-        errors = [text for _, text in every if text is not None]
-        error = error or (CheckpointError(errors[0]) if errors else None)
-    if error is not None:
-        raise error
-    return wrong
+    with all_or_none(mesh, 'the files of a step'):
+        try:
+            wrong = look(share)
+        except OSError as error:
+            wrong = [f'it cannot be read: {error}']
+    if not processes.several:
+        return wrong
+    every = collectives.gather_bytes(mesh, json.dumps(wrong[:10]).encode())
+    return list(dict.fromkeys(line for lines in every for line in json.loads(lines)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -104,7 +105,13 @@ def _load(
     for tensor in tensors:
         path, axes = wanted[tensor.name]
         loads.append(
-            _TensorLoad(opened[tensor.file].fileno(), tensor, path, axes, _get_leaf(shardings, path))
+            _TensorLoad(
+                opened[tensor.file].fileno(),
+                tensor,
+                path,
+                axes,
+                functools.reduce(operator.getitem, path.split('/'), shardings),
+            )
         )
     largest = max((load.largest for load in loads), default=0)
     for i, load in enumerate(loads):
@@ -314,9 +321,3 @@ def _set_leaf(tree: dict[str, Any], path: str, leaf: Any) -> None:
     for key in above:
         tree = tree.setdefault(key, {})
     tree[last] = leaf
-
-
-def _get_leaf(tree: Any, path: str) -> Any:
-    for key in path.split('/'):
-        tree = tree[key]
-    return tree

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
-    Concatenate,
     Generic,
     ParamSpec,
-    Protocol,
     Self,
     TypedDict,
     TypeVar,
@@ -38,17 +36,7 @@ from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import are_pure
 
 Given = ParamSpec('Given')
-Rest = ParamSpec('Rest')
 Result = TypeVar('Result')
-
-if TYPE_CHECKING:
-    Returned = TypeVar('Returned', covariant=True)
-
-    class Method(Protocol[Rest, Returned]):
-        """An `SjitFunction` as the method of an object; ``method.lower`` and others take that object too."""
-
-        def __call__(self, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Returned: ...
-        def __getattr__(self, name: str) -> Any: ...
 
 
 class JitOptions(TypedDict, total=False):
@@ -87,10 +75,9 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    # Any: mypy takes an attribute that a class declares for a method, and would drop its first parameter.
     @overload
-    def __get__(
-        self: SjitFunction[Concatenate[Any, Rest], Result], instance: object, owner: Any = None
-    ) -> Method[Rest, Result]: ...
+    def __get__(self, instance: object, owner: Any = None) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
