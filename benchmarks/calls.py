@@ -75,7 +75,7 @@ def host_batches(rounds: int) -> list[Row]:
     sharding = NamedSharding(helper.mesh, spec)
     batch = np.ones((8, 8), np.float32)
 
-    def step(tree: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+    def step(tree: dict[str, jax.Array], batch: jax.typing.ArrayLike) -> dict[str, jax.Array]:
         return _bump(tree)
 
     for leaves in (1, 300):
@@ -177,10 +177,10 @@ def traces_per_signature() -> list[Row]:
     return rows
 
 
-def _counted(counts: dict[str, int], who: str) -> Callable[[jax.Array], jax.Array]:
+def _counted(counts: dict[str, int], who: str) -> Callable[[Any], jax.Array]:
     """A function that counts how often it is traced."""
 
-    def bump(x: jax.Array) -> jax.Array:
+    def bump(x: Any) -> jax.Array:
         counts[who] += 1
         return x + 1
 

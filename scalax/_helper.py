@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -24,13 +24,21 @@ from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
-from scalax.rules._prefix import RuleLike
+from scalax.rules import RuleLike
 from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from scalax._plan.plan import Plan
+    from scalax._transforms.calls.argument_shardings import OnMismatch
+    from scalax._transforms.sjit.function import JitOptions, SjitFunction
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
+
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
+Tree = TypeVar('Tree')
 
 
 class _Required:
@@ -47,38 +55,38 @@ class MeshShardingHelper:
     """A mesh of devices, and what can be done with sharding rules on it.
 
     Where a method takes *rules*, one rule is a `ShardingRule`, a ``PartitionSpec``, a ``NamedSharding`` of
-    this mesh, or None, which leaves a leaf to the compiler where there is one (`sjit`, `explain`). Any pytree
-    prefix of the tree may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has
-    the classes of rules; ``a | b`` and ``a & b`` combine them.
+    this mesh, or None, which leaves a leaf to the compiler (`sjit`, `explain`). A pytree prefix of the tree
+    may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has the classes of
+    rules; ``a | b`` and ``a & b`` combine them.
 
     ============================  =================================================================
     to                            use
     ============================  =================================================================
-    make one                      the constructor, `from_mesh`, `from_topology`
-    look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
+    make a helper                 the constructor, `from_mesh`, `from_topology`
     place a tree, and fetch it    `shard`, `gather`; leaf by leaf `make_shard_and_gather_fns`
     compile a function            `sjit`, `shard_map`, `auto_axes`, `explicit_axes`
-    see what it will cost         `plan`
     constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
-    be active outside of it       `get_context`; `get_global_mesh_helper` and others find it
+    look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
+    know the cost beforehand      `plan`
     load batches                  `local_data_to_global_array`, `prefetch`, `process_rows`
     bring host data back          `global_array_to_local_data`, `broadcast_from`
+    be active outside of `sjit`   `get_context`; `get_global_mesh_helper` and others find it
     ============================  =================================================================
 
     Args:
-        axis_dims: the size of each mesh axis; one may be -1, which stands for what is left.
+        axis_dims: the size of each mesh axis; one may be -1, for all remaining devices.
         axis_names: the name of each mesh axis.
         mesh_axis_splitting: allow one physical axis of a TPU slice to serve several mesh axes, as for
             8x8 on a 4x4x4 slice. It may cost bandwidth.
-        dcn_axis_dims: for several slices: how many of them there are along each axis. Each entry of
-            `axis_dims` is then a total, and a multiple of its own entry here.
+        dcn_axis_dims: for several slices: the number of slices along each axis. Each entry of `axis_dims` is
+            then a total, and a multiple of the entry here.
         devices: the devices to use; all by default.
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
 
     Raises:
-        MeshError: dimensions, names, types and devices do not fit together; says what would.
+        MeshError: dimensions, names, types and devices do not fit together.
 
     Example:
         >>> import numpy as np
@@ -101,7 +109,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
-        mesh = meshes.build_mesh(
+        self._mesh: Mesh | AbstractMesh = meshes.build_mesh(
             axis_dims,
             axis_names,
             split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
@@ -109,17 +117,13 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._set_up(mesh, on_indivisible)
-
-    def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: OnIndivisible) -> None:
-        self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
         self._resolutions = ResolutionCache()
 
     @classmethod
     def from_mesh(cls, mesh: Mesh | AbstractMesh, *, on_indivisible: OnIndivisible = 'error') -> Self:
-        """A helper over a mesh that exists; an AbstractMesh serves for all that needs no devices.
+        """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
 
         Args:
             mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
@@ -129,7 +133,8 @@ class MeshShardingHelper:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._set_up(meshes.checked_mesh(mesh), on_indivisible)
+        helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
+        helper._contexts, helper._resolutions = LRUCache(), ResolutionCache()
         return helper
 
     @classmethod
@@ -145,7 +150,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
     ) -> Self:
-        """A helper over TPU hardware that is not here, for compiling and planning.
+        """A helper over TPU hardware that is not attached, for compiling and planning.
 
         Args:
             topology: the slice, such as ``'v5p:4x4x4'``.
@@ -158,7 +163,7 @@ class MeshShardingHelper:
             on_indivisible: see above.
 
         Raises:
-            MissingDependencyError: libtpu, the TPU compiler, is not installed, or is none for this JAX.
+            MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.
             MeshError: the topology is unknown, or cannot hold the mesh.
         """
         return cls(
@@ -204,17 +209,388 @@ class MeshShardingHelper:
         types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
         return f'MeshShardingHelper({MeshAxes.of(self._mesh)}{types})'
 
-    # --- Rules and trees --------------------------------------------------------------------------
+    # --- Placing trees ---------------------------------------------------------------------------
+
+    @overload
+    def shard(self, tree: np.ndarray, rules: RuleLike) -> jax.Array: ...
+    @overload
+    def shard(self, tree: Tree, rules: RuleLike) -> Tree: ...
+    @renamed(pytree='tree')
+    def shard(self, tree: Any, rules: RuleLike) -> Any:
+        """Places a tree of arrays on the mesh, in one transfer.
+
+        Args:
+            tree: leaves may be arrays of JAX and numpy, Python numbers, and typed PRNG keys.
+            rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of these.
+
+        Returns:
+            The tree as jax.Arrays, sharded as the rules say.
+
+        Raises:
+            ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
+            StructureError: the rules are not a prefix of the tree.
+            DataError: the processes of the mesh place different trees; raised on all of them.
+        """
+        meshes.require_devices(self._mesh, 'shard')
+
+        def shardings() -> list[Any]:
+            return self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)[0]
+
+        return transfer.put_on(self.mesh, tree, shardings)
+
+    @overload
+    def gather(self, tree: jax.Array) -> np.ndarray: ...
+    @overload
+    def gather(self, tree: Tree) -> Tree: ...
+    @renamed(pytree='tree')
+    def gather(self, tree: Any) -> Any:
+        """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
+
+        Leaves of other kinds are returned as they are.
+
+        Raises:
+            DataError: processes fetch different leaves from one another; raised on all of them.
+        """
+        return transfer.to_host(tree)
+
+    @renamed(pytree='tree', sharding_rule='rules')
+    def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
+        """Two trees of functions, for placing and for fetching each leaf.
+
+        `shard` and `gather` do the same for a whole tree at once, and need no such trees.
+        """
+        meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
+        shardings = self.match_sharding_rule(rules, tree)
+        return transfer.shard_functions(shardings), transfer.gather_functions(shardings)
+
+    @classmethod
+    @renamed(pytree='tree')
+    def apply_shard_and_gather_fns(cls, fns: Any, tree: Tree) -> Tree:
+        """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
+        return transfer.apply_functions(fns, tree)
+
+    # --- Functions -------------------------------------------------------------------------------
+
+    @overload
+    def sjit(
+        self,
+        fun: Callable[Given, Result],
+        in_shardings: RuleLike = None,
+        out_shardings: RuleLike = None,
+        static_argnums: int | Iterable[int] | None = None,
+        args_sharding_constraint: RuleLike = None,
+        annotation_shardings: Mapping[str, RuleLike] | None = None,
+        *,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        on_mismatch: OnMismatch = 'error',
+        **jit_kwargs: Unpack[JitOptions],
+    ) -> SjitFunction[Given, Result]: ...
+    @overload
+    def sjit(
+        self,
+        fun: None = None,
+        in_shardings: RuleLike = None,
+        out_shardings: RuleLike = None,
+        static_argnums: int | Iterable[int] | None = None,
+        args_sharding_constraint: RuleLike = None,
+        annotation_shardings: Mapping[str, RuleLike] | None = None,
+        *,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        on_mismatch: OnMismatch = 'error',
+        **jit_kwargs: Unpack[JitOptions],
+    ) -> Callable[[Callable[Given, Result]], SjitFunction[Given, Result]]: ...
+    def sjit(
+        self,
+        fun: Callable[..., Any] | None = None,
+        in_shardings: RuleLike = None,
+        out_shardings: RuleLike = None,
+        static_argnums: int | Iterable[int] | None = None,
+        args_sharding_constraint: RuleLike = None,
+        annotation_shardings: Mapping[str, RuleLike] | None = None,
+        *,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Iterable[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        on_mismatch: OnMismatch = 'error',
+        **jit_kwargs: Any,
+    ) -> Any:
+        """Compiles a function like ``jax.jit``, with shardings given by rules.
+
+        ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
+        methods (``self`` is argument 0, usually static) and callable objects.
+
+        Args:
+            fun: the function.
+            in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
+                not counted), a dict by argument name, or one rule for every argument; leaf paths start
+                inside each argument. None leaves arguments as they are.
+            out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
+                top-level element of it, without a rule takes the shardings of a donated argument with
+                exactly its structure, shapes and dtypes.
+            static_argnums: positions of arguments that are part of the program; may be negative.
+            args_sharding_constraint: like `in_shardings`, but reshards inside the function.
+            annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
+            static_argnames: names of arguments that are part of the program.
+            donate_argnums: positions of arguments whose buffers may be reused.
+            donate_argnames: names of arguments whose buffers may be reused.
+            on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
+                moved at every such call (``'reshard'``).
+            **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
+
+        Returns:
+            An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
+            ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``.
+
+        Raises:
+            ArgumentError: options that *fun* does not fit; at a call, arguments that are not arrays,
+                static ones that cannot be hashed, arrays that were donated before.
+            StructureError: rules whose structure does not fit the arguments or the output.
+            ShardingError: leaves that cannot be sharded as asked; all of them are named.
+            PlacementError: arguments that are committed to another sharding.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> @helper.sjit(in_shardings={'x': PartitionSpec('data')}, static_argnames='power')
+            ... def raised(x, power=2):
+            ...     return x**power
+            >>> raised(jnp.arange(8.0), power=3).sharding.spec
+            P('data',)
+        """
+        options: dict[str, Any] = {
+            'in_shardings': in_shardings,
+            'out_shardings': out_shardings,
+            'static_argnums': static_argnums,
+            'args_sharding_constraint': args_sharding_constraint,
+            'annotation_shardings': annotation_shardings,
+            'static_argnames': static_argnames,
+            'donate_argnums': donate_argnums,
+            'donate_argnames': donate_argnames,
+            'on_mismatch': on_mismatch,
+        }
+        if fun is None:
+            return functools.partial(self.sjit, **options, **jit_kwargs)
+        return sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+
+    @overload
+    def shard_map(
+        self,
+        fun: Callable[Given, Result],
+        in_specs: RuleLike,
+        out_specs: RuleLike,
+        *,
+        axis_names: str | Iterable[str] | None = None,
+        check_vma: bool = True,
+    ) -> Callable[Given, Result]: ...
+    @overload
+    def shard_map(
+        self,
+        fun: None = None,
+        *,
+        in_specs: RuleLike,
+        out_specs: RuleLike,
+        axis_names: str | Iterable[str] | None = None,
+        check_vma: bool = True,
+    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
+    def shard_map(
+        self,
+        fun: Callable[..., Any] | None = None,
+        in_specs: RuleLike = _REQUIRED,
+        out_specs: RuleLike = _REQUIRED,
+        *,
+        axis_names: str | Iterable[str] | None = None,
+        check_vma: bool = True,
+    ) -> Any:
+        """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
+
+        Arguments with other shardings than `in_specs` says are resharded, also where JAX would refuse them
+        (Explicit axes; other devices, outside of a compiled function).
+
+        Args:
+            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...). Without
+                it the result is a decorator.
+            in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
+                that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
+                leave small arrays whole: *fun* has to handle that.
+            out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
+                that look at paths only (the shape of an output depends on its spec).
+            axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
+                out stay with the compiler; specs may name them, behind manual ones in a dimension, and
+                shard the whole arguments and outputs with them.
+            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
+                `out_specs` says so.
+
+        Returns:
+            A function with the parameters of *fun*. Inside, this helper is active.
+
+        Raises:
+            MeshError: `axis_names` names an axis that the mesh lacks, or one that is manual already.
+            RuleError: rules in `out_specs` that look at more than paths.
+            ShardingError: leaves that cannot be cut as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments or the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['data'])
+            >>> def normalized(x):
+            ...     return x / jax.lax.psum(x.sum(), 'data')
+            >>> mapped = helper.shard_map(normalized, PartitionSpec('data'), PartitionSpec('data'))
+            >>> float(mapped(np.ones(16, np.float32)).sum())
+            1.0
+        """
+        checked_flag('check_vma', check_vma)
+        for name, given in (('in_specs', in_specs), ('out_specs', out_specs)):
+            if given is _REQUIRED:
+                raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
+        if fun is None:
+            options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
+            return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)
+        return shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
+
+    @overload
+    def auto_axes(
+        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
+    ) -> Callable[Given, Result]: ...
+    @overload
+    def auto_axes(
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
+    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
+    @overload
+    def auto_axes(
+        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+    ) -> Callable[..., Result]: ...
+    @overload
+    def auto_axes(
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+    ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
+    def auto_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        out_sharding: RuleLike = _REQUIRED,
+    ) -> Any:
+        """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
+
+        Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
+        of this helper are constraints there. For operations that have no sharding rule of their own, or
+        whose result could be sharded in several ways.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Auto inside; all of them by default.
+            out_sharding: the shardings of the outputs, given here or as a keyword of each call: a rule or a
+                pytree prefix of rules. None, which leaves it to the compiler, is for axes that are Auto
+                outside too.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments on other devices are copied to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: outputs that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the outputs.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from jax.sharding import AxisType
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=AxisType.Explicit)
+            >>> x = helper.shard(np.ones((8, 8), np.float32), PartitionSpec('data', 'model'))
+            >>> transposed_sum = helper.auto_axes(lambda x: x + x.T, out_sharding=PartitionSpec('data'))
+            >>> jax.typeof(transposed_sum(x))
+            ShapedArray(float32[8@data,8])
+        """
+        if fun is None:
+            return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
+        if out_sharding is not _REQUIRED:
+            return axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
+        switch = functools.partial(axis_modes.auto_axes, self.get_context(), fun, axes)
+        return axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
+
+    @overload
+    def explicit_axes(
+        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
+    ) -> Callable[Given, Result]: ...
+    @overload
+    def explicit_axes(
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
+    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
+    @overload
+    def explicit_axes(
+        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+    ) -> Callable[..., Result]: ...
+    @overload
+    def explicit_axes(
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+    ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
+    def explicit_axes(
+        self,
+        fun: Callable[..., Any] | None = None,
+        *,
+        axes: str | Iterable[str] | None = None,
+        in_sharding: RuleLike = _REQUIRED,
+    ) -> Any:
+        """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
+
+        Inside, the sharding of an array along these axes is part of its type. Outside, the compiler chooses
+        the shardings of the results again, along axes that are Auto there.
+
+        Args:
+            fun: the function; without it the result is a decorator.
+            axes: the mesh axes that are Explicit inside; all of them by default.
+            in_sharding: the shardings of the arguments inside, given here or as a keyword of each call:
+                rules in all the forms that `sjit` takes for ``in_shardings``. None keeps the type of an
+                argument, where no axis changes its type.
+
+        Returns:
+            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
+            arguments on other devices are moved to those of the mesh.
+
+        Raises:
+            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
+            ShardingError: arguments that cannot be sharded as asked; all of them are named.
+            StructureError: rules whose structure does not fit the arguments.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'])
+            >>> @helper.explicit_axes(in_sharding=PartitionSpec('data', 'model'))
+            ... def total(x):
+            ...     print(jax.typeof(x), jax.typeof(x.sum(axis=0)))
+            ...     return x.sum(axis=0)
+            >>> total(np.ones((8, 8), np.float32)).shape
+            float32[8@data,8@model] float32[8@model]
+            (8,)
+        """
+        if fun is None:
+            return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
+        if in_sharding is not _REQUIRED:
+            return axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
+        switch = functools.partial(axis_modes.explicit_axes, self.get_context(), fun, axes)
+        return axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
+
+    with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
+    with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)
+
+    # --- Looking at shardings, and planning ------------------------------------------------------
 
     @renamed(sharding_rules='rules', pytree='tree')
     def match_sharding_rule(self, rules: RuleLike, tree: Any) -> Any:
         """The sharding that rules give each leaf of a tree on this mesh.
 
         Args:
-            rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of
-                these.
-            tree: leaves may be arrays, ``jax.ShapeDtypeStruct``, numpy arrays, Python scalars or
-                typed PRNG keys.
+            rules: as for `shard`.
+            tree: as for `shard`; leaves may also be ``jax.ShapeDtypeStruct``.
 
         Returns:
             A pytree of NamedSharding with the structure of *tree*.
@@ -223,11 +599,8 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        shardings, treedef = self._shardings(rules, tree)
+        shardings, treedef = self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)
         return jax.tree.unflatten(treedef, shardings)
-
-    def _shardings(self, rules: RuleLike, pytree: Any) -> tuple[list[Any], Any]:
-        return self._resolutions.shardings(rules, pytree, self._mesh, self._on_indivisible)
 
     @renamed(pytree='tree')
     def abstract(self, tree: Any, rules: RuleLike) -> Any:
@@ -247,7 +620,7 @@ class MeshShardingHelper:
 
     @renamed(pytree='tree')
     def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:
-        """What each leaf gets, which rule says so, and what it costs; prints as a table.
+        """Reports the sharding of each leaf, the rule that chose it, and its size; prints as a table.
 
         Args:
             tree: as for `match_sharding_rule`.
@@ -295,301 +668,30 @@ class MeshShardingHelper:
 
         return visualize(tree if rules is None else self.abstract(tree, rules))
 
-    @renamed(pytree='tree')
-    def shard(self, tree: Any, rules: RuleLike) -> Any:
-        """Places a tree of arrays on the mesh, in one transfer.
-
-        Args:
-            tree: arrays of any kind.
-            rules: as for `match_sharding_rule`.
-
-        Returns:
-            The tree as jax.Arrays, sharded as the rules say.
-
-        Raises:
-            ShardingError: as for `match_sharding_rule`; nothing is moved then.
-            DataError: the processes of the mesh place different trees; raised on all of them.
-        """
-        meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(self.mesh, tree, lambda: self._shardings(rules, tree)[0])
-
-    @renamed(pytree='tree')
-    def gather(self, tree: Any) -> Any:
-        """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
-
-        Leaves of other kinds are returned as they are.
-
-        Raises:
-            DataError: processes fetch different leaves from one another; raised on all of them.
-        """
-        return transfer.to_host(tree)
-
-    @renamed(pytree='tree', sharding_rule='rules')
-    def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
-        """Two trees of functions, for placing and for fetching each leaf.
-
-        `shard` and `gather` do the same for a whole tree at once, and need no such trees.
-        """
-        meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
-        shardings = self.match_sharding_rule(rules, tree)
-        return transfer.shard_functions(shardings), transfer.gather_functions(shardings)
-
-    @classmethod
-    @renamed(pytree='tree')
-    def apply_shard_and_gather_fns(cls, fns: Any, tree: Any) -> Any:
-        """Applies functions from `make_shard_and_gather_fns` to a tree of the same structure."""
-        return transfer.apply_functions(fns, tree)
-
-    # --- Compiled functions -----------------------------------------------------------------------
-
-    def sjit(
-        self,
-        fun: Callable[..., Any] | None = None,
-        in_shardings: RuleLike = None,
-        out_shardings: RuleLike = None,
-        static_argnums: int | Iterable[int] | None = None,
-        args_sharding_constraint: RuleLike = None,
-        annotation_shardings: Mapping[str, RuleLike] | None = None,
-        *,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Iterable[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-        on_mismatch: Any = 'error',
-        **jit_kwargs: Any,
-    ) -> Any:
-        """Compiles a function like ``jax.jit``, with shardings given by rules.
-
-        ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
-        methods (``self`` is argument 0, usually static) and callable objects.
-
-        Args:
-            fun: the function.
-            in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
-                not counted), a dict by argument name, or one rule for every argument; leaf paths start
-                inside each argument. None leaves arguments as they come.
-            out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
-                top-level element of it, that nothing is said about and that has exactly the structure,
-                shapes and dtypes of a donated argument takes that argument's shardings.
-            static_argnums: positions of arguments that are part of the program; may be negative.
-            args_sharding_constraint: like `in_shardings`, but reshards inside the function.
-            annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
-            static_argnames: names of arguments that are part of the program.
-            donate_argnums: positions of arguments whose buffers may be reused.
-            donate_argnames: names of arguments whose buffers may be reused.
-            on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
-                moved at every such call (``'reshard'``).
-            **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
-
-        Returns:
-            An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
-            ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``.
-
-        Raises:
-            ArgumentError: options that *fun* does not fit; at a call, arguments that are not arrays,
-                static ones that cannot be hashed, arrays that were donated before.
-            StructureError: rules whose structure does not fit the arguments or the output.
-            ShardingError: leaves that cannot be sharded as asked; all of them are named.
-            PlacementError: arguments that are committed to another sharding.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([-1], ['data'])
-            >>> @helper.sjit(in_shardings={'x': PartitionSpec('data')}, static_argnames='power')
-            ... def raised(x, power=2):
-            ...     return x**power
-            >>> raised(jnp.arange(8.0), power=3).sharding.spec
-            P('data',)
-        """
-        options: dict[str, Any] = {
-            'in_shardings': in_shardings,
-            'out_shardings': out_shardings,
-            'static_argnums': static_argnums,
-            'args_sharding_constraint': args_sharding_constraint,
-            'annotation_shardings': annotation_shardings,
-            'static_argnames': static_argnames,
-            'donate_argnums': donate_argnums,
-            'donate_argnames': donate_argnames,
-            'on_mismatch': on_mismatch,
-        }
-        if fun is None:
-            return functools.partial(self.sjit, **options, **jit_kwargs)
-        return sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
-
-    def shard_map(
-        self,
-        fun: Callable[..., Any] | None = None,
-        in_specs: RuleLike = _REQUIRED,
-        out_specs: RuleLike = _REQUIRED,
-        *,
-        axis_names: str | Iterable[str] | None = None,
-        check_vma: bool = True,
-    ) -> Callable[..., Any]:
-        """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
-
-        Arguments with other shardings than `in_specs` says are resharded, also where JAX would refuse them
-        (Explicit axes; other devices, outside of a compiled function).
-
-        Args:
-            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...). Without
-                it the result is a decorator.
-            in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
-                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
-                that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
-                leave small arrays whole: *fun* has to reckon with that.
-            out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
-                that look at paths only (the shape of an output depends on its spec).
-            axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
-                out stay with the compiler; specs may name them, behind manual ones in a dimension, and
-                shard the whole arguments and outputs with them.
-            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
-                `out_specs` says so.
-
-        Returns:
-            A function with the parameters of *fun*. Inside, this helper is active.
-
-        Raises:
-            MeshError: `axis_names` names an axis that the mesh lacks, or one that is manual already.
-            RuleError: rules in `out_specs` that look at more than paths.
-            ShardingError: leaves that cannot be cut as asked; all of them are named.
-            StructureError: rules whose structure does not fit the arguments or the outputs.
-
-        Example:
-            >>> import jax, numpy as np
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([-1], ['data'])
-            >>> def normalized(x):
-            ...     return x / jax.lax.psum(x.sum(), 'data')
-            >>> mapped = helper.shard_map(normalized, PartitionSpec('data'), PartitionSpec('data'))
-            >>> float(mapped(np.ones(16, np.float32)).sum())
-            1.0
-        """
-        checked_flag('check_vma', check_vma)
-        for name, given in (('in_specs', in_specs), ('out_specs', out_specs)):
-            if given is _REQUIRED:
-                raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
-        if fun is None:
-            options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
-            return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)
-        return shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
-
-    def auto_axes(
-        self,
-        fun: Callable[..., Any] | None = None,
-        *,
-        axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike = _REQUIRED,
-    ) -> Callable[..., Any]:
-        """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
-
-        Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
-        of this helper are constraints there. For operations that have no sharding rule of their own, or
-        whose result could be sharded in several ways.
-
-        Args:
-            fun: the function; without it the result is a decorator.
-            axes: the mesh axes that are Auto inside; all of them by default.
-            out_sharding: the shardings of the outputs, given here or as a keyword of each call: a rule or a
-                pytree prefix of rules. None, which leaves it to the compiler, is for axes that are Auto
-                outside too.
-
-        Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments on other devices are copied to those of the mesh.
-
-        Raises:
-            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
-            ShardingError: outputs that cannot be sharded as asked; all of them are named.
-            StructureError: rules whose structure does not fit the outputs.
-
-        Example:
-            >>> import jax, numpy as np
-            >>> from jax.sharding import AxisType
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=AxisType.Explicit)
-            >>> x = helper.shard(np.ones((8, 8), np.float32), PartitionSpec('data', 'model'))
-            >>> transposed_sum = helper.auto_axes(lambda x: x + x.T, out_sharding=PartitionSpec('data'))
-            >>> jax.typeof(transposed_sum(x))
-            ShapedArray(float32[8@data,8])
-        """
-        if fun is None:
-            return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        if out_sharding is not _REQUIRED:
-            return axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
-        switch = functools.partial(axis_modes.auto_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
-
-    def explicit_axes(
-        self,
-        fun: Callable[..., Any] | None = None,
-        *,
-        axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike = _REQUIRED,
-    ) -> Callable[..., Any]:
-        """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
-
-        Inside, the sharding of an array along these axes is part of its type. Outside, the compiler chooses
-        the shardings of the results again, along axes that are Auto there.
-
-        Args:
-            fun: the function; without it the result is a decorator.
-            axes: the mesh axes that are Explicit inside; all of them by default.
-            in_sharding: the shardings of the arguments inside, given here or as a keyword of each call:
-                rules in all the forms that `sjit` takes for ``in_shardings``. None keeps the type of an
-                argument, where no axis changes its type.
-
-        Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments on other devices are moved to those of the mesh.
-
-        Raises:
-            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
-            ShardingError: arguments that cannot be sharded as asked; all of them are named.
-            StructureError: rules whose structure does not fit the arguments.
-
-        Example:
-            >>> import jax, numpy as np
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'])
-            >>> @helper.explicit_axes(in_sharding=PartitionSpec('data', 'model'))
-            ... def total(x):
-            ...     print(jax.typeof(x), jax.typeof(x.sum(axis=0)))
-            ...     return x.sum(axis=0)
-            >>> total(np.ones((8, 8), np.float32)).shape
-            float32[8@data,8@model] float32[8@model]
-            (8,)
-        """
-        if fun is None:
-            return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        if in_sharding is not _REQUIRED:
-            return axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
-        switch = functools.partial(axis_modes.explicit_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
-
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
-        """What a function would hold, and what its devices would send one another; compiled, not run.
+        """The memory and the communication of a function, which is compiled and not run.
 
         Args:
             fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
                 its arguments as they are placed.
             *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
-            quick: have the compiler of TPUs make no code, which takes most of its time: seconds instead of
-                minutes. Memory is then what it lays out: within 1 % of that of a full plan on decoders of
+            quick: have the TPU compiler generate no code, which takes most of its time: seconds instead of
+                minutes. Memory is then what it plans: within 1 % of that of a full plan on decoders of
                 1B to 70B, but a guide only below 2 GiB (16 % less for a lone product).
-                `scalax.plan.Plan.quick` says so, and shardings are those that were asked for. Other
+                `scalax.plan.Plan.quick` is then True, and shardings are those that were asked for. Other
                 compilers are quick anyway.
             **kwargs: its keyword arguments.
 
         Returns:
             A `scalax.plan.Plan`: memory, and whether it fits; shardings, collectives, and what bounds the
-            step. It prints as a page of text. On a mesh of `from_topology` it is that of hardware that is not
-            here, as its compiler says; a step that does not fit is a plan too (``plan.fits`` is False).
+            step. It prints as a page of text. On a mesh of `from_topology` it is the plan of that hardware,
+            by its own compiler; a step that does not fit has a plan too (``plan.fits`` is False).
 
         Raises:
-            PlanError: the compiler failed, or the compiled program is written in a way that is not known.
+            PlanError: the compiler failed, or the compiled program cannot be read.
             MeshError: the helper was made from an AbstractMesh.
-            ArgumentError: *fun* is no function, or has an argument of its own that is called ``quick``; or
-                nothing says that it runs on devices that are not here.
+            ArgumentError: *fun* is not a function, or has an argument of its own that is called ``quick``; or
+                nothing places it on a mesh whose devices are not attached.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -609,39 +711,7 @@ class MeshShardingHelper:
             checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
-    def get_context(
-        self, annotation_shardings: Mapping[str, RuleLike] | None = None
-    ) -> contexts.ActiveHelper:
-        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
-        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
-
-        Args:
-            annotation_shardings: annotation name -> rule; bindings outside are inherited.
-        """
-        return contexts.ActiveHelper(self, self._contexts, annotation_shardings)
-
-    @classmethod
-    def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
-        """The helper that is active in this thread, or None."""
-        context = contexts.current()
-        return cast('MeshShardingHelper', context.helper) if context else None
-
-    @classmethod
-    def get_global_mesh(cls) -> Mesh | None:
-        """The mesh of the active helper, or None."""
-        context = contexts.current()
-        return context.helper.mesh if context else None
-
-    @classmethod
-    def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
-        """The annotation bindings in force, inherited ones included; None without an active helper."""
-        context = contexts.current()
-        return context.rules() if context else None
-
-    with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
-    with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)
-
-    # --- Host data --------------------------------------------------------------------------------
+    # --- Batches and other host data -------------------------------------------------------------
 
     @renamed(pytree='tree')
     def local_data_to_global_array(
@@ -664,9 +734,9 @@ class MeshShardingHelper:
             mesh_axis_subset: the mesh axes over which the batch is sharded; all of them by default, in
                 mesh order. Over the other axes it is replicated.
             check: make sure that all processes bring parts of one structure, shape and dtype, and equal
-                scalars: one all-gather of 20 bytes a process, which waits for what the devices have been
-                given to do. Without it, processes that disagree may wait for one another for ever. A single
-                process has nobody to agree with.
+                scalars: one all-gather of 20 bytes a process, which waits for the programs that are queued on
+                the devices. Without it, processes that disagree may wait for one another for ever. On a
+                single process there is nothing to check.
             rows: ``'all'``: every process brings an equal part of the batch; rows that another process's
                 devices need are sent there, and nothing else is. ``'needed'``: every process brings the
                 rows that `process_rows` names, in that order, and nothing is sent.
@@ -694,6 +764,47 @@ class MeshShardingHelper:
         checked_flag('check_replicas', check_replicas)
         options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
         return to_global.local_data_to_global_array(options, tree, check, check_replicas)
+
+    def prefetch(
+        self,
+        iterable: Iterable[Any],
+        batch_axis: int = 0,
+        mesh_axis_subset: Sequence[str] | str | None = None,
+        size: int = 2,
+        *,
+        check: bool = True,
+        rows: Literal['all', 'needed'] = 'all',
+    ) -> Prefetch:
+        """Iterates over global arrays that a background thread loads ahead.
+
+        The thread asks the iterable for batches and copies them to this process's devices. Processes
+        communicate in ``next``. An error of the loader is raised there as it is; with ``check`` the other
+        processes get a DataError about it, and a process whose data ends early is noticed.
+
+        Args:
+            iterable: of trees, as for `local_data_to_global_array`. A loader may fill the same memory again
+                for each batch.
+            batch_axis: as for `local_data_to_global_array`.
+            mesh_axis_subset: as for `local_data_to_global_array`.
+            size: the most batches in memory, not counting those that the loop holds.
+            check: as for `local_data_to_global_array`, at each batch.
+            rows: as for `local_data_to_global_array`.
+
+        Returns:
+            An iterator, also a context manager; it stops loading when it is closed or dropped.
+
+        Example:
+            >>> import numpy as np
+            >>> from scalax.sharding import MeshShardingHelper
+            >>> helper = MeshShardingHelper([8], ['data'])
+            >>> with helper.prefetch(np.full(8, i) for i in range(3)) as batches:
+            ...     [int(batch.sum()) for batch in batches]
+            [0, 8, 16]
+        """
+        meshes.require_devices(self._mesh, 'prefetch')
+        checked_flag('check', check)
+        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        return Prefetch(iterable, options, size, check)
 
     def process_rows(
         self,
@@ -745,7 +856,7 @@ class MeshShardingHelper:
         """
         return to_local.global_array_to_local_data(tree, batch_axis, rows)
 
-    def broadcast_from(self, process: int, tree: Any) -> Any:
+    def broadcast_from(self, process: int, tree: Tree) -> Tree:
         """Gives every process the values that one of them has.
 
         Args:
@@ -768,46 +879,39 @@ class MeshShardingHelper:
         meshes.require_devices(self._mesh, 'broadcast_from')
         return broadcast.broadcast_from(self.mesh, process, tree)
 
-    def prefetch(
-        self,
-        iterable: Iterable[Any],
-        batch_axis: int = 0,
-        mesh_axis_subset: Sequence[str] | str | None = None,
-        size: int = 2,
-        *,
-        check: bool = True,
-        rows: Literal['all', 'needed'] = 'all',
-    ) -> Prefetch:
-        """Iterates over global arrays that a background thread loads ahead.
+    # --- The active helper -----------------------------------------------------------------------
 
-        The thread asks the iterable for batches and copies them to this process's devices. What processes
-        do together is done in ``next``. An error of the loader is raised there as it is; with ``check`` the
-        other processes get a DataError that says so, and one whose data ends early is noticed.
+    def get_context(
+        self, annotation_shardings: Mapping[str, RuleLike] | None = None
+    ) -> contexts.ActiveHelper:
+        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
+        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
 
         Args:
-            iterable: of trees, as for `local_data_to_global_array`. A loader may fill the same memory again
-                for each batch.
-            batch_axis: as for `local_data_to_global_array`.
-            mesh_axis_subset: as for `local_data_to_global_array`.
-            size: how many batches are in memory at most, besides those that the loop holds.
-            check: as for `local_data_to_global_array`, at each batch.
-            rows: as for `local_data_to_global_array`.
-
-        Returns:
-            An iterator, also a context manager; it stops loading when it is closed or dropped.
-
-        Example:
-            >>> import numpy as np
-            >>> from scalax.sharding import MeshShardingHelper
-            >>> helper = MeshShardingHelper([8], ['data'])
-            >>> with helper.prefetch(np.full(8, i) for i in range(3)) as batches:
-            ...     [int(batch.sum()) for batch in batches]
-            [0, 8, 16]
+            annotation_shardings: annotation name -> rule; bindings outside are inherited.
         """
-        meshes.require_devices(self._mesh, 'prefetch')
-        checked_flag('check', check)
-        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return Prefetch(iterable, options, size, check)
+        return contexts.ActiveHelper(self, self._contexts, annotation_shardings)
+
+    @classmethod
+    def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
+        """The helper that is active in this thread, or None."""
+        context = contexts.current()
+        return cast('MeshShardingHelper', context.helper) if context else None
+
+    @classmethod
+    def get_global_mesh(cls) -> Mesh | None:
+        """The mesh of the active helper, or None."""
+        context = contexts.current()
+        return context.helper.mesh if context else None
+
+    @classmethod
+    def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
+        """The annotation bindings in force, inherited ones included; None without an active helper."""
+        context = contexts.current()
+        return context.rules() if context else None
+
+    # `help` orders what is in a class by `_fields`, and by name without it.
+    _fields = ('__init__', *(name for name in vars() if not name.startswith('_')))
 
 
 def _unpickled(

@@ -29,8 +29,8 @@ __all__ = ['PREEMPTED', 'initialize', 'should_stop']
 PREEMPTED = 75
 """The exit code of a program that was told to end, and has saved (EX_TEMPFAIL of sysexits.h)."""
 
-_ADDRESS = re.compile(r'[^/\s]+:\d+')  # of a host, and no URL: JAX would wait for that in vain
-_FIRST, _REPEAT = 1.0, 15.0  # seconds before the first message about who is waited for, and between two
+_ADDRESS = re.compile(r'[^/\s]+:\d+')  # of a host; for a URL, JAX would wait in vain
+_FIRST, _REPEAT = 1.0, 15.0  # seconds before the first message about waiting, and between two
 
 _log = logging.getLogger('scalax.distributed')
 
@@ -62,7 +62,7 @@ def _launcher() -> _Launcher | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What arguments, or else the environment, say about the processes."""
+    """The processes according to the arguments, or else the environment."""
 
     address: str | None
     count: int | None
@@ -73,7 +73,7 @@ class _Given:
         return self.address is None and self.count is None and self.index is None
 
     def __str__(self) -> str:
-        """Who waits for whom, as far as is known before JAX looks."""
+        """Which process waits, and where, as far as is known before JAX looks."""
         index: object = self.index
         count: object = self.count
         address = self.address
@@ -101,9 +101,9 @@ def initialize(
 ) -> None:
     """Joins this process with the others of the program: `jax.distributed.initialize`, with other defaults.
 
-    To be called first in a program. On one process it does nothing: where nothing is given and JAX detects
-    no cluster, for ``num_processes=1``, and when it has been called before. While it waits, it logs for
-    whom: warnings of the logger ``scalax.distributed``, which Python prints on stderr by default.
+    Call it first in a program. On one process it does nothing: if nothing is given and JAX detects no
+    cluster, for ``num_processes=1``, and when it has been called before. While it waits, it logs where it
+    waits: warnings of the logger ``scalax.distributed``, which Python prints on stderr by default.
 
     Args:
         coordinator_address: ``'host:port'`` of process 0, a port that is free there. Default: the environment
@@ -113,13 +113,13 @@ def initialize(
         local_device_ids: the GPUs of this process, where several processes share a host.
         cluster_detection_method: for JAX, such as ``'mpi4py'``.
         initialization_timeout: seconds to wait for the others. JAX ends the process when they are over.
-        heartbeat_timeout: seconds after which a process that says nothing counts as lost. JAX then ends all
-            the others; its own default is 100.
-        shutdown_timeout: seconds that a process waits at its end for the others to come to theirs; JAX's own
-            default is 300.
+        heartbeat_timeout: seconds after which a silent process counts as lost. JAX then ends all the others;
+            its own default is 100.
+        shutdown_timeout: seconds that a process waits at its end for the others to end; JAX's own default is
+            300.
 
     Raises:
-        ArgumentError: a part of what is needed is missing, or values do not fit together.
+        ArgumentError: some of the three values are missing, or they do not fit together.
         RuntimeError: JAX has been used before, so that it is too late.
 
     Example:
@@ -158,33 +158,33 @@ def initialize(
         if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
             raise ArgumentError(_not_a_step(launcher)) from None
     except RuntimeError:
-        # It is too late to join anybody. A TPU may be a part of a pod although no variable says so.
+        # It is too late to join. A TPU may be part of a pod without any variable that tells.
         if not unknown or jax.default_backend() == 'tpu':
             raise
 
 
 def should_stop(step: int) -> bool:
-    """Whether the program is to save and end after this step, because some process was sent SIGTERM.
+    """Whether the program should save and end after this step, because some process was sent SIGTERM.
 
-    Schedulers send SIGTERM ahead of taking a machine away. To be asked once in every step, by every process,
-    with the same numbers: the answer turns true at one step for all, which takes a step or two, and stays
-    true. It costs less than a microsecond and communicates nothing. End with the exit code `PREEMPTED`
-    after saving, so that launchers can tell this from a failure.
+    Schedulers send SIGTERM before they take a machine away. Call this once a step on every process, with the
+    same numbers: it becomes true at the same step on all of them, a step or two later, and stays true. It
+    costs less than a microsecond and communicates nothing. End with the exit code `PREEMPTED` after saving,
+    so that launchers can tell this from a failure.
 
     On one process, the first call catches SIGTERM (in the main thread, unless the program has a handler of
     its own); the second SIGTERM ends the program.
 
     Args:
-        step: the number of the step that has been done, ascending.
+        step: the number of the last step, ascending.
 
     Raises:
-        ArgumentError: *step* is no whole number.
+        ArgumentError: *step* is not a whole number.
         RuntimeError: there are several processes, and JAX's ``jax_enable_preemption_service`` is off.
 
     Example:
         >>> from scalax import distributed
         >>> for step in range(1, 4):
-        ...     if distributed.should_stop(step):  # nobody has sent a signal
+        ...     if distributed.should_stop(step):  # no signal was sent
         ...         raise SystemExit(distributed.PREEMPTED)
     """
     try:
@@ -250,32 +250,20 @@ def _whole(name: str, value: object, least: int) -> int:
 
 
 def _half(given: _Given) -> str:
-    """What is missing, where something was given and JAX detects nothing that could complete it."""
-    parts = {
-        'coordinator_address': (given.address, 'JAX_COORDINATOR_ADDRESS', "'host:port' of process 0"),
-        'num_processes': (given.count, 'JAX_NUM_PROCESSES', 'how many there are'),
-        'process_id': (given.index, 'JAX_PROCESS_ID', 'which of them this is, from 0'),
-    }
-    known = ', '.join(f'{name}={value!r}' for name, (value, _, _) in parts.items() if value is not None)
-    missing = [
-        f'  {name}, or the environment variable {variable}: {meaning}'
-        for name, (value, variable, meaning) in parts.items()
-        if value is None
-    ]
-    return '\n'.join(
-        [
-            f'initialize knows {known}, and JAX detects no cluster that says the rest. Missing:',
-            *missing,
-            'What to do: give all three, or none for a program of one process.',
-        ]
+    """What is wrong if some of the values were given and JAX detects no cluster."""
+    return (
+        f'initialize has coordinator_address={given.address!r}, num_processes={given.count!r} and '
+        f'process_id={given.index!r}, and JAX detects no cluster that gives the rest.\n'
+        'What to do: give all three, as arguments or as the environment variables JAX_COORDINATOR_ADDRESS, '
+        'JAX_NUM_PROCESSES and JAX_PROCESS_ID; or none for a program of one process.'
     )
 
 
 def _not_a_step(launcher: _Launcher) -> str:
-    """What is wrong where a launcher speaks of several processes and JAX does not find them."""
+    """What is wrong if a launcher has started several processes and JAX does not detect them."""
     return (
-        f'the environment speaks of {os.environ[launcher.count]} processes ({launcher.count}), and JAX '
-        'detects no cluster: each of them would run alone.\n'
+        f'{launcher.count}={os.environ[launcher.count]}, and JAX detects no cluster: each of these processes '
+        'would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be alone.'
     )

@@ -18,7 +18,7 @@ from scalax._transforms.sjit import name_of, owner_of, told_apart
 from scalax._tree.paths import NamedTree
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, did_you_mean, plural, shown
-from scalax.rules._prefix import RuleLike
+from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
 
 Expected = int | Mapping[str | tuple[str, ...], int]
@@ -191,5 +191,5 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
 
 def _difference(mine: Any, theirs: Any) -> str:
     if mine is None:
-        return f'has no sharding, being no array on devices; expected {told_apart(mine, theirs)[1]}'
+        return f'has no sharding: it is not an array on devices; expected {told_apart(mine, theirs)[1]}'
     return 'is sharded as {}, expected {}'.format(*told_apart(mine, theirs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ __all__ = [
     'quiet_libtpu',
     'tree_path_to_string',
 ]
+
+Tree = TypeVar('Tree')
 
 _FLOATS = {
     'bf16': jnp.bfloat16,
@@ -68,6 +70,12 @@ class JaxRNG:
     def __init__(self, rng: jax.Array) -> None:
         self.rng = rng
 
+    @overload
+    def __call__(self, keys: None = None) -> jax.Array: ...
+    @overload
+    def __call__(self, keys: int) -> tuple[jax.Array, ...]: ...
+    @overload
+    def __call__(self, keys: Iterable[str]) -> dict[str, jax.Array]: ...
     def __call__(self, keys: int | Iterable[str] | None = None) -> Any:
         """Splits off new keys.
 
@@ -132,7 +140,7 @@ def get_float_dtype_by_name(dtype: str) -> Any:
         raise KeyError(f'no float dtype {dtype!r} ({did_you_mean(str(dtype), _FLOATS)})') from None
 
 
-def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
+def float_tensor_to_dtype(tensor: Tree, dtype: Any) -> Tree:
     """Casts an array of floats; anything else is returned as it is.
 
     Args:
@@ -146,11 +154,11 @@ def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
     own = getattr(tensor, 'dtype', None)
     # Typed PRNG keys and integers are left alone, and so are float8 kinds, which carry a scale.
     if isinstance(own, np.dtype) and own in map(np.dtype, set(_FLOATS.values())):
-        return tensor.astype(dtype)
+        return cast(Any, tensor).astype(dtype)
     return tensor
 
 
-def float_to_dtype(tree: Any, dtype: Any) -> Any:
+def float_to_dtype(tree: Tree, dtype: Any) -> Tree:
     """Casts the float arrays of a tree; see `float_tensor_to_dtype`.
 
     Example:

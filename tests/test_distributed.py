@@ -110,19 +110,18 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
     (
         ('10.0.0.1:1234', 4),
         {},
-        "initialize knows coordinator_address='10.0.0.1:1234', num_processes=4, and JAX detects no "
-        'cluster that says the rest. Missing:\n'
-        '  process_id, or the environment variable JAX_PROCESS_ID: which of them this is, from 0\n'
-        'What to do: give all three, or none for a program of one process.',
+        "initialize has coordinator_address='10.0.0.1:1234', num_processes=4 and process_id=None, and JAX "
+        'detects no cluster that gives the rest.\n'
+        'What to do: give all three, as arguments or as the environment variables JAX_COORDINATOR_ADDRESS, '
+        'JAX_NUM_PROCESSES and JAX_PROCESS_ID; or none for a program of one process.',
     ),
     (
         (),
         {'JAX_PROCESS_ID': '2'},
-        'initialize knows process_id=2, and JAX detects no cluster that says the rest. Missing:\n'
-        '  coordinator_address, or the environment variable JAX_COORDINATOR_ADDRESS: '
-        "'host:port' of process 0\n"
-        '  num_processes, or the environment variable JAX_NUM_PROCESSES: how many there are\n'
-        'What to do: give all three, or none for a program of one process.',
+        'initialize has coordinator_address=None, num_processes=None and process_id=2, and JAX detects no '
+        'cluster that gives the rest.\n'
+        'What to do: give all three, as arguments or as the environment variables JAX_COORDINATOR_ADDRESS, '
+        'JAX_NUM_PROCESSES and JAX_PROCESS_ID; or none for a program of one process.',
     ),
     (
         ('10.0.0.1:1234', 2, 2),
@@ -163,8 +162,7 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
     (
         (),
         {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'},
-        'the environment speaks of 4 processes (SLURM_NTASKS), and JAX detects no cluster: each of them '
-        'would run alone.\n'
+        'SLURM_NTASKS=4, and JAX detects no cluster: each of these processes would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be '
         'alone.',
@@ -172,8 +170,7 @@ WRONG: list[tuple[tuple, dict[str, str], str]] = [
     (
         (),
         {'SLURM_PROCID': '0', 'SLURM_NTASKS': '2x'},
-        'the environment speaks of 2x processes (SLURM_NTASKS), and JAX detects no cluster: each of them '
-        'would run alone.\n'
+        'SLURM_NTASKS=2x, and JAX detects no cluster: each of these processes would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be '
         'alone.',

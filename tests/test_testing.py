@@ -178,7 +178,7 @@ def test_sharded_like():
     assert str(error.value) == (
         'arrays are not sharded as the rules say:\n'
         "  b: float32[8] is sharded as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
-        '  c: float32[16, 8] has no sharding, being no array on devices; expected '
+        '  c: float32[16, 8] has no sharding: it is not an array on devices; expected '
         "P('fsdp',) on (fsdp=4, tp=2)\n"
         "  w: float32[16, 8] is sharded as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) "
         'on (fsdp=4, tp=2)'

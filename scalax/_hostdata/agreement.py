@@ -1,8 +1,8 @@
 """Agreement: all processes check that they make the same call before their data is joined.
 
 Processes that disagree about a shape do not fail: they compile different programs, which wait for one
-another for ever. So each process makes a statement about its call, and a digest of it is gathered. Only if
-digests differ is text exchanged, so that every process raises an error that says who differs.
+another for ever. So each process makes a statement about its call, and a digest of it is gathered. If digests
+differ, text is exchanged, and every process raises an error that names the processes that differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Statement:
     Attributes:
         call: the options that must be the same everywhere, as text.
         leaves: (leaf path, what must be the same about the leaf) for each leaf.
-        state: how far this process has come, in words, where that can differ.
+        state: the progress of this process in words, where it can differ.
         trouble: why this process cannot take part, if it cannot.
         order: where in the mesh each device is.
     """
@@ -77,7 +77,7 @@ def agree(
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
         kind: the class of the error.
-        share: what is gathered besides and need not be the same; as many bytes everywhere, a multiple of 4.
+        share: bytes that are gathered as well and may differ; as many on every process, a multiple of 4.
 
     Returns:
         What each process shares, in their order.
@@ -90,16 +90,16 @@ def agree(
     statement = dataclasses.replace(statement, order=collectives.processes_of(mesh).order)
     encoded = statement.encoded()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    said = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
-    mine = np.asarray([*said, *np.frombuffer(share, np.uint32)], np.uint32)
+    header = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
+    mine = np.asarray([*header, *np.frombuffer(share, np.uint32)], np.uint32)
     gathered = collectives.gather(mesh, mine)
-    rows = [tuple(row) for row in gathered[:, : len(said)].tolist()]
+    rows = [tuple(row) for row in gathered[:, : len(header)].tolist()]
     found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
     if error is not None:
         raise error
     if found:
         raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
-    return [row.tobytes() for row in gathered[:, len(said) :]]
+    return [row.tobytes() for row in gathered[:, len(header) :]]
 
 
 def together(
@@ -109,7 +109,7 @@ def together(
     advice: str,
     prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
 ) -> Value:
-    """What *prepare* makes of this process's arguments, once every process has made the same.
+    """Runs *prepare*, and returns its value once every process has made the same statement.
 
     Args:
         mesh: as for `agree`.
@@ -134,8 +134,8 @@ def together(
 def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:
     """Who differs and how, the same list on every process.
 
-    Each process compares itself with what most say, among those that can take part, so that only short
-    texts have to be gathered, however large the trees.
+    Each process compares its statement with the most common one of those that can take part, so that only
+    short texts are gathered, however large the trees are.
     """
     processes = collectives.processes_of(mesh)
     lines = [statement.trouble] if statement.trouble else []
@@ -157,7 +157,7 @@ def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[t
 
 
 def scalar_text(leaf: Any, dtype: Any) -> str:
-    """A scalar with its value, every bit of which counts: what must agree where nothing else is said."""
+    """A scalar with its exact value, which has to be the same on every process."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
     return f'{dtype} {np.asarray(leaf).astype(dtype)!s}'

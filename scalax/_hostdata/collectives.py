@@ -99,7 +99,7 @@ def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
 
 
 def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
-    """What each process says, in their order; two all-gathers, the first of the lengths."""
+    """The bytes of each process, in their order; two all-gathers, the first of the lengths."""
     lengths = gather(mesh, np.asarray([len(data)], np.int32))[:, 0]
     rows = gather(mesh, _words(np.frombuffer(data, np.uint8), int(lengths.max())))
     return [row.view(np.uint8)[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -135,11 +135,11 @@ def broadcast_bytes(mesh: Mesh, position: int, data: bytes) -> bytes:
 
 
 def bound_queue(mesh: Mesh) -> None:
-    """Waits now and then for what simulated devices have been given to do; to be called for each batch.
+    """Waits now and then until simulated devices have run their programs; called once for each batch.
 
-    XLA's CPU client takes 32 programs ahead of the one that runs. A host that has queued as many waits inside
-    the launch of the next, when some of its devices have it and others do not, and the collectives of the
-    first wait for the last: nobody goes on. Nothing is communicated. Other devices need no such thing.
+    XLA's CPU client queues 32 programs behind the one that runs. With a full queue, a host waits inside the
+    launch of the next program, which some of its devices have received and others have not. Collectives on
+    the former then wait for the latter: a deadlock. Other devices do not need this. Nothing is communicated.
     """
     if mesh.devices.flat[0].platform == 'cpu' and next(_given) % _LONGEST_QUEUE == 0:
         jax.block_until_ready(without_context(_last_in_the_queue(mesh)))
@@ -147,7 +147,7 @@ def bound_queue(mesh: Mesh) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _last_in_the_queue(mesh: Mesh) -> Callable[[], jax.Array]:
-    """A program on this process's devices: they run it behind all that they have been given."""
+    """A program on this process's devices, which they run after everything that is queued."""
     devices = [device for device in processes_of(mesh).devices if device.process_index == jax.process_index()]
     own = Mesh(np.asarray(devices, dtype=object), ('device',))
     sharding = NamedSharding(own, PartitionSpec('device'))

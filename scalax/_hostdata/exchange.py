@@ -1,8 +1,8 @@
 """The exchange of rows between the processes that bring them and the devices that need them: one program.
 
 Every device starts with a buffer: its tile, with the rows of its own process filled in; the rows that it only
-sends (its outbox); and scratch space. Each round of the schedule is
-one collective permute from buffer to buffer. At the end the tiles are the global array.
+sends (its outbox); and scratch space. Each round of the schedule is one collective permute from buffer to
+buffer. At the end the tiles are the global array.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class _Shared:
             self.room.put(None)
 
     def stop(self) -> None:
-        """Ends the thread once it is done with its batch; wakes it, and whoever waits for a batch."""
+        """Ends the thread after its current batch, and wakes the threads that wait for a batch."""
         self.stopped = True
         self.room.put(None)
         self.items.put(_Item())
@@ -70,15 +70,15 @@ def _stop_all() -> None:
 class Prefetch(Iterator[Any]):
     """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
 
-    Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when nobody refers to
-    the iterator any more.
+    Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when the iterator is
+    garbage-collected.
 
     Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
     An error is raised in one of them, and is the end for the others.
 
     The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
-    (``get_state``, as Grain's have), `get_state` is the state behind the batch that the loop was given last:
-    what belongs into a checkpoint.
+    (``get_state``, as Grain's have), `get_state` is the state after the last batch that the loop was given:
+    what belongs in a checkpoint.
     """
 
     def __init__(self, iterable: Iterable[Any], options: to_global.Options, size: int, check: bool) -> None:
@@ -92,7 +92,7 @@ class Prefetch(Iterator[Any]):
         self._shared = _Shared(size)
         self._count = 0
         self._done = False
-        # What is not iterable is an error here, and not in the thread.
+        # Here, so that an error about an object that is not iterable is not raised in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
         self._state = _state_of(iterator)
@@ -139,7 +139,7 @@ class Prefetch(Iterator[Any]):
         return batch
 
     def get_state(self) -> Any:
-        """The state of the iterator behind the batch that was given last, whatever is loaded ahead.
+        """The state of the iterator after the last batch that the loop was given, whatever is loaded ahead.
 
         Raises:
             DataError: the iterator has no state.
@@ -172,10 +172,10 @@ class Prefetch(Iterator[Any]):
         return copy.deepcopy(self._state)
 
     def set_state(self, state: Any) -> None:
-        """Not possible: batches behind another state are loaded already.
+        """Not possible: later batches are loaded already.
 
         Raises:
-            DataError: always; it says what to do.
+            DataError: always, with what to do instead.
         """
         raise DataError(
             'batches are loaded ahead already: set the state of the iterator itself (or restore it from the '
@@ -199,7 +199,7 @@ class Prefetch(Iterator[Any]):
 
 
 def _load(iterator: Iterator[Any], options: to_global.Options, shared: _Shared, state: ThreadState) -> None:
-    """What the thread does: the loader sees what it would see in the thread that called `prefetch`."""
+    """The body of the thread. The loader runs under the state of the thread that called `prefetch`."""
     try:
         state.run(lambda: _load_all(iterator, options, shared))
     except BaseException as error:
@@ -209,29 +209,20 @@ def _load(iterator: Iterator[Any], options: to_global.Options, shared: _Shared, 
 
 
 def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shared) -> None:
-    """Until the data ends or nobody wants any more."""
+    """Loads batches until the data ends or `Prefetch` is closed."""
     while True:
         shared.room.get()
         if shared.stopped:
             return
-        item = _next_item(iterator, options)
-        shared.items.put(item)
-        if item.finish is None:
-            return
-        del item  # the consumer's alone now
-
-
-def _next_item(iterator: Iterator[Any], options: to_global.Options) -> _Item:
-    try:
         try:
             tree = next(iterator)
         except StopIteration:
-            return _Item()
+            shared.items.put(_Item())
+            return
         part = to_global.read(options, tree)
         # Loaders fill the same memory again and again.
-        return _Item(part, to_global.place(part, keep=False), state=_state_of(iterator))
-    except BaseException as error:
-        return _Item(error=error)
+        shared.items.put(_Item(part, to_global.place(part, keep=False), state=_state_of(iterator)))
+        del tree, part  # the consumer's alone now
 
 
 def _state_of(iterator: Iterator[Any]) -> Any:

@@ -2,9 +2,9 @@
 
 Three steps, so that prefetching can do the first two in another thread:
 
-- `read` checks one process's part and knows the global arrays that it is for;
+- `read` checks this process's part and works out the global arrays;
 - `place` puts it on this process's own devices: host work, nothing is communicated;
-- what `place` returns is done by all processes together: rows move where they have to.
+- all processes together call what `place` returns: rows move to the devices that need them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
         reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
         part = read(options, pytree)
         finish = place(part)
-        return _said(part) if several else [], (part, finish)
+        return _statement_leaves(part) if several else [], (part, finish)
 
     if check and several:
         part, finish = agreement.together(
@@ -163,7 +163,7 @@ def _compare_replicas(part: ProcessBatch) -> None:
 
 
 def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
-    """Where all leaves are numpy arrays that fit, what `read` would find of them; None if they are not."""
+    """The shardings that `read` would find, if all leaves are numpy arrays that fit; else None."""
     if set(map(type, leaves)) != {np.ndarray}:
         return None
     subset = options.mesh_axis_subset
@@ -171,16 +171,16 @@ def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedShard
     try:
         axes = tuple(subset) if isinstance(subset, list) else subset
         return _shardings_of(options.mesh, options.batch_axis, axes, options.rows, shapes)
-    except (TypeError, ScalaxError):  # cannot be hashed, or is wrong: `read` names the leaves
+    except (TypeError, ScalaxError):  # not hashable, or wrong: `read` names the leaves
         return None
 
 
-# Typed, as 1 is a batch axis and True is none.
+# Typed: True equals 1, and is not a batch axis.
 @functools.lru_cache(maxsize=256, typed=True)
 def _shardings_of(
     mesh: Mesh, batch_axis: int, axes: Any, rows: Rows, shapes: Sequence[tuple[tuple[int, ...], Any]]
 ) -> list[NamedSharding]:
-    """Of arrays on one process: nothing of it depends on their values or their paths."""
+    """The shardings of arrays on one process, which depend on neither values nor paths."""
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
     return list(read(Options(mesh, batch_axis, axes, rows), arrays).shardings)
 
@@ -189,11 +189,11 @@ def agree(
     options: Options, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
 ) -> None:
     """Returns if all processes bring parts that fit together; raises on every process if not."""
-    leaves = [] if part is None else _said(part)
+    leaves = [] if part is None else _statement_leaves(part)
     agreement.agree(options.mesh, agreement.Statement(options.call, leaves, state), what, ADVICE, error)
 
 
-def _said(part: ProcessBatch) -> list[tuple[str, str]]:
+def _statement_leaves(part: ProcessBatch) -> list[tuple[str, str]]:
     """What the processes have to agree on, leaf by leaf."""
     # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
     shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
@@ -209,7 +209,7 @@ def _said(part: ProcessBatch) -> list[tuple[str, str]]:
 
 
 def read(options: Options, pytree: Any) -> ProcessBatch:
-    """Checks this process's part, and works out what it is a part of.
+    """Checks this process's part, and works out the global arrays.
 
     Raises:
         DataError: it does not fit; all leaves that do not are named.
@@ -323,12 +323,10 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
         return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
         return np.asarray(leaf).astype(dtype_on_devices(leaf))
-    return _copied(np.asarray(leaf)) if copy else np.asarray(leaf)
-
-
-def _copied(host: np.ndarray) -> np.ndarray:
-    """The same in memory of its own, which JAX does not copy once more."""
-    memory = aligned_empty(host.shape, host.dtype)
+    host = np.asarray(leaf)
+    if not copy:
+        return host
+    memory = aligned_empty(host.shape, host.dtype)  # which JAX does not copy once more
     memory[...] = host
     return memory
 

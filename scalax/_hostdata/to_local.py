@@ -53,7 +53,9 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
                 f"{tree.describe(index)}: {size} rows do not divide by {len(boxes)} processes; rows='needed' "
                 'gives those that the devices of each hold'
             )
-    elif any(_incomplete(mine, leaf.shape, axis % leaf.ndim) for mine in boxes.values()):
+    elif not all(
+        _holds(mine, leaf.shape, axis % leaf.ndim, *box[axis]) for mine in boxes.values() for box in mine
+    ):
         return (
             f'{tree.describe(index)}: no process holds its rows whole, because another axis is sharded '
             f'over several processes ({leaf.sharding})'
@@ -63,7 +65,7 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
 
 def _local_part(leaf: Any, batch_axis: int, rows: str) -> Any:
     if is_key(leaf):
-        # numpy knows no typed keys: their data comes and becomes keys again.
+        # numpy has no typed keys: their data is fetched, and wrapped again.
         data = _local_part(without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), rows)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
@@ -122,10 +124,6 @@ def _cut(box: Box, axis: int, start: int, stop: int) -> Box:
     """A box without the rows outside of *start*:*stop*."""
     first, last = box[axis]
     return (*box[:axis], (max(first, start), min(last, stop)), *box[axis + 1 :])
-
-
-def _incomplete(boxes: set[Box], shape: Sequence[int], axis: int) -> bool:
-    return not all(_holds(boxes, shape, axis, *rows) for rows in {box[axis] for box in boxes})
 
 
 def _assemble(leaf: jax.Array, axis: int, wanted: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -115,10 +115,10 @@ def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.A
 
 @contextlib.contextmanager
 def naming(pytree: Any) -> Iterator[None]:
-    """Names the leaves that JAX cannot take: integers of more bits than it has.
+    """Names the leaves that JAX cannot take: integers with too many bits.
 
     Raises:
-        ShardingError: in place of what JAX says, where there are such leaves.
+        ShardingError: in place of an error of JAX, if there are such leaves.
     """
     try:
         yield
@@ -141,7 +141,7 @@ def _too_large(tree: NamedTree) -> Iterator[Problem]:
 
 
 def reject_tracers(leaves: Sequence[Any], what: str) -> None:
-    """Raises ArgumentError inside a traced function, where a transfer binds the compiler to nothing."""
+    """Raises ArgumentError inside a traced function, where the compiler may ignore a transfer."""
     if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
         raise ArgumentError(
             f'{what} moves arrays, and this is a value inside a function that JAX traces, where the '
@@ -156,32 +156,39 @@ def to_host(pytree: Any) -> Any:
     is in device memory whole. Typed PRNG keys, which numpy does not know, stay jax.Arrays.
     """
     leaves, treedef = jax.tree.flatten(pytree)
-    # Asked once a type: isinstance() costs much for a class with registered subclasses.
-    array_types = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
-    arrays = [
-        i for i, leaf in enumerate(leaves) if type(leaf) in array_types and isinstance(leaf.dtype, np.dtype)
-    ]
-    alone = jax.process_count() == 1
-    if not alone and (fetched := [i for i in arrays if is_fetched(leaves[i])]):
-        agree_to_fetch('gather', NamedTree.of(pytree), fetched)
-    # Asked once a sharding: most trees have few, and no parts of sums.
-    shardings = {id(sharding): sharding for sharding in [leaves[i].sharding for i in arrays]}
-    if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings.values()):
-        for i in arrays:
+    here = _numeric_arrays(leaves)
+    # Shardings are few, and most have no parts of sums.
+    shardings = {leaves[i].sharding for i in here}
+    elsewhere: list[int] = []
+    if jax.process_count() > 1:
+        elsewhere = [i for i in here if not leaves[i].is_fully_addressable]
+        if fetched := [i for i in elsewhere if is_fetched(leaves[i])]:
+            agree_to_fetch('gather', NamedTree.of(pytree), fetched)
+        here = [i for i in here if leaves[i].is_fully_addressable]
+    if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings):
+        for i in (*here, *elsewhere):
             leaves[i] = resharding.reduced(leaves[i])
-    here = arrays if alone else [i for i in arrays if leaves[i].is_fully_addressable]
-    with naming(pytree):
-        values = jax.device_get([leaves[i] for i in here])
-    for i, value in zip(here, values, strict=True):
+    for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
         leaves[i] = value
-    for i in arrays if not alone else ():
-        if isinstance(leaves[i], jax.Array):
-            leaves[i] = fetch(leaves[i])
+    for i in elsewhere:
+        leaves[i] = fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
+def _numeric_arrays(leaves: Sequence[Any]) -> Sequence[int]:
+    """The positions of the jax.Arrays that are not keys. Types and dtypes are few: each is looked at once."""
+    types = set(map(type, leaves))
+    array_types = {kind for kind in types if issubclass(kind, jax.Array)}
+    found: Sequence[int] = range(len(leaves))
+    if types != array_types:
+        found = [i for i in found if type(leaves[i]) in array_types]
+    if not all(isinstance(dtype, np.dtype) for dtype in {leaves[i].dtype for i in found}):
+        found = [i for i in found if isinstance(leaves[i].dtype, np.dtype)]
+    return found
+
+
 def is_fetched(leaf: jax.Array) -> bool:
-    """Whether a leaf is to be had from other processes only."""
+    """Whether parts of a leaf are on other processes only."""
     return not leaf.is_fully_addressable and bool(
         not leaf.is_fully_replicated or resharding.unreduced_axes(leaf)
     )
@@ -195,12 +202,8 @@ def fetch(leaf: jax.Array) -> np.ndarray:
 
 
 def shard_functions(shardings: Any) -> Any:
-    """For each sharding of a tree a function that places an array so."""
-
-    def shard_function(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
-        return lambda leaf: put(leaf, [sharding])
-
-    return jax.tree.map(shard_function, shardings)
+    """For each sharding of a tree a function that places an array with it."""
+    return jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
 
 
 def gather_functions(shardings: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,11 @@ from scalax.errors import ArgumentError, MeshError
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._resolve import ResolveMode, resolve, with_types
 
+Tree = TypeVar('Tree')
+
 
 @renamed(pytree='tree', sharding_rule='rules')
-def with_sharding_constraint(tree: Any, rules: RuleLike) -> Any:
+def with_sharding_constraint(tree: Tree, rules: RuleLike) -> Tree:
     """Constrains the sharding of a tree of arrays, inside a function that `sjit` compiles.
 
     With an active helper (inside `sjit`, or in ``helper.get_context()``) the helper's mesh is used.
@@ -67,7 +69,7 @@ def with_sharding_constraint(tree: Any, rules: RuleLike) -> Any:
 
 
 @renamed(pytree='tree')
-def with_sharding_annotation(tree: Any, sharding_name: str) -> Any:
+def with_sharding_annotation(tree: Tree, sharding_name: str) -> Tree:
     """Names a place in a model, to be given its sharding where the model is compiled.
 
     The sharding is the one that ``helper.sjit(..., annotation_shardings={sharding_name: rule})`` (or

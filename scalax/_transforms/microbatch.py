@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,12 @@ from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown
 
 Names = int | str | Sequence[int | str]
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
 
 
 def microbatch(
-    fun: Callable[..., Any],
+    fun: Callable[Given, Result],
     n: int,
     *,
     batch: Names = 1,
@@ -34,7 +36,7 @@ def microbatch(
     rng: Names = (),
     reduce: Literal['mean', 'sum'] = 'mean',
     accumulate_dtype: Any = None,
-) -> Callable[..., Any]:
+) -> Callable[Given, Result]:
     """Makes a function of a batch one that takes it in *n* parts, one after the other.
 
     Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
@@ -146,7 +148,7 @@ def microbatch(
     compiled = jax.jit(run_call, static_argnums=0)
 
     @functools.wraps(fun)
-    def in_parts(*args: Any, **kwargs: Any) -> Any:
+    def in_parts(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if is_compiled():
             return run(args, kwargs)
         call, arrays = _Call.of(args, kwargs)

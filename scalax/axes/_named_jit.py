@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -36,9 +36,40 @@ from scalax.axes._static import (
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from scalax._transforms.sjit.function import JitOptions
+
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
 Resources = AxisMapping | ShardingRule | None
 
 
+@overload
+def named_jit(
+    fn: Callable[Given, Result],
+    axis_resources: AxisMapping | None = None,
+    *,
+    in_axis_resources: Resources = None,
+    out_axis_resources: Resources = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    mesh: Any = None,
+    **jit_kwargs: Unpack[JitOptions],
+) -> NamedJitFunction[Given, Result]: ...
+@overload
+def named_jit(
+    fn: None = None,
+    axis_resources: AxisMapping | None = None,
+    *,
+    in_axis_resources: Resources = None,
+    out_axis_resources: Resources = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    mesh: Any = None,
+    **jit_kwargs: Unpack[JitOptions],
+) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
 def named_jit(
     fn: Callable[..., Any] | None = None,
     axis_resources: AxisMapping | None = None,
@@ -106,7 +137,7 @@ def named_jit(
     for name in jit_kwargs:
         if name in _INSTEAD:
             raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
-    return _NamedJit(fn, jit_kwargs=jit_kwargs, **options)
+    return NamedJitFunction(fn, jit_kwargs=jit_kwargs, **options)
 
 
 def fsdp(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +202,7 @@ _INSTEAD = {
 }
 
 
-class _NamedJit:
+class NamedJitFunction(Generic[Given, Result]):
     """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
 
     # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
@@ -223,7 +254,7 @@ class _NamedJit:
     def __reduce__(self) -> str:
         return self.__qualname__
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -19,8 +19,10 @@ from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._resolve import ResolveMode, resolve
 
+Tree = TypeVar('Tree')
 
-def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Any:
+
+def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Tree:
     """Shards the arrays of a tree by the names of their dimensions.
 
     Outside of ``jax.jit`` arrays are placed, inside they are constrained.
@@ -70,7 +72,7 @@ def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = Non
     return _sharded(x, rule if text is None else _naming(rule, text), where)
 
 
-def auto_sharded(x: Any, mesh: Any = None) -> Any:
+def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
     """`shard` for libraries: silent where no mapping or no mesh is active, or no array names its dimensions.
 
     A rule with ``strict=True`` that is active is strict here, too.
@@ -87,7 +89,7 @@ def auto_sharded(x: Any, mesh: Any = None) -> Any:
     return x if rule is None or where is None else _sharded(x, rule, where)
 
 
-def shard_with_axis_mapping(x: Any, mapping: AxisMapping, mesh: Any = None) -> Any:
+def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> Tree:
     """The old name of ``shard(x, mapping, mesh)``.
 
     Args:

@@ -5,18 +5,19 @@ Each process reads its own part of a step, so all have to see the same steps, an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
-from scalax._tree import specs
 from scalax._tree.paths import NamedTree
+from scalax.checkpoint._description import describe_leaf
 from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
 
@@ -32,7 +33,7 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
         mesh: whose processes; all by default.
 
     Raises:
-        CheckpointError: some have not come.
+        CheckpointError: some did not come.
     """
     indices = set(range(jax.process_count()) if mesh is None else collectives.processes_of(mesh).indices)
     if len(indices) == 1 or not jax.distributed.is_initialized():
@@ -43,8 +44,8 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
         sync(key=f'scalax.checkpoint {name}', timeout_ms=int(1000 * timeout))
     except Exception as error:
         raise CheckpointError(
-            f'some processes have not come within {timeout:.0f} seconds, and all have to make this call. '
-            f'They cannot meet any more: start the job again. {error}'
+            f'some processes did not make this call within {timeout:.0f} seconds, and all have to make it. '
+            f'They are no longer in step: start the job again. {error}'
         ) from error
 
 
@@ -67,7 +68,7 @@ def agree_on_save(call: str, name: str, tree: NamedTree | None, error: BaseExcep
         leaves = [] if tree is None else [*zip(tree.paths, map(_saved_text, tree.leaves), strict=True)]
         advice = (
             'What to do: save the same step of the same tree on every process; a leaf that every process has '
-            'for itself belongs into data=.'
+            'for itself belongs in data=.'
         )
         mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))  # a save involves all processes
         statement, mine = agreement.Statement(call, leaves), bytes.fromhex(name)
@@ -80,12 +81,17 @@ def agree_on_save(call: str, name: str, tree: NamedTree | None, error: BaseExcep
 def _saved_text(leaf: Any) -> str:
     """What has to be the same on every process; for arrays on the host this includes the values."""
     if isinstance(leaf, jax.Array):
-        spec = specs.text(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else ''
-        return f'{leaf.dtype}{list(leaf.shape)} as {spec}'
-    if hasattr(leaf, 'dtype'):
-        crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-        return f'{leaf.dtype}{list(leaf.shape)} with the checksum {crc32:08x}'
-    return f'Python {type(leaf).__name__} {leaf!r}'
+        return _placed_text(leaf)
+    array = describe_leaf('', leaf).array
+    if not hasattr(leaf, 'dtype'):
+        return f'{array} {leaf!r}'
+    crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return f'{array} with the checksum {crc32:08x}'
+
+
+def _placed_text(leaf: Any) -> str:
+    described = describe_leaf('', leaf)
+    return f'{described.array} as {described.spec}' if described.kind == 'array' else described.array
 
 
 def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException | None) -> None:
@@ -101,7 +107,7 @@ def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: Ba
         CheckpointError: names the processes and leaves that differ.
     """
     if collectives.processes_of(mesh).several:
-        leaves = [(path, _restored_text(leaf)) for path, leaf in wanted.items()]
+        leaves = [(path, _placed_text(leaf)) for path, leaf in wanted.items()]
         advice = (
             'What to do: ask for the same tree on every process, and for the same step; without a step it is '
             'the latest that all of them see.'
@@ -114,10 +120,19 @@ def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: Ba
         raise error
 
 
-def _restored_text(leaf: Any) -> str:
-    if isinstance(leaf, type):
-        return f'Python {leaf.__name__}'
-    return f'{leaf.dtype}{list(leaf.shape)} as {specs.text(leaf.sharding.spec)}'
+@contextlib.contextmanager
+def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
+    """A part of a restore that has to succeed on every process of the mesh; errors are told to the others.
+
+    Raises:
+        CheckpointError: it failed on another process; on this one, its own error is raised.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as fault:
+        error = fault
+    agree_on_restore(mesh, call, {}, error)
 
 
 def common_steps(mesh: Mesh, steps: Sequence[int]) -> list[int]:
@@ -140,20 +155,12 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
     """
     processes = collectives.processes_of(mesh)
     share = (processes.here, len(processes.indices)) if processes.several else (0, 1)
-    wrong: list[str] = []
-    error: CheckpointError | None = None
-    try:
-        wrong = look(share)
-    except OSError as fault:
-        wrong = [f'it cannot be read: {fault}']
-    except CheckpointError as fault:
-        error = fault
-    if processes.several:
-        own = json.dumps([wrong[:10], error and str(error)]).encode()
-        every = [json.loads(text) for text in collectives.gather_bytes(mesh, own)]
-        wrong = list(dict.fromkeys(line for lines, _ in every for line in lines))
-        errors = [text for _, text in every if text is not None]
-        error = error or (CheckpointError(errors[0]) if errors else None)
-    if error is not None:
-        raise error
-    return wrong
+    with all_or_none(mesh, 'the files of a step'):
+        try:
+            wrong = look(share)
+        except OSError as error:
+            wrong = [f'it cannot be read: {error}']
+    if not processes.several:
+        return wrong
+    every = collectives.gather_bytes(mesh, json.dumps(wrong[:10]).encode())
+    return list(dict.fromkeys(line for lines in every for line in json.loads(lines)))

@@ -9,14 +9,14 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, overload
 
 import jax
 
 from scalax._mesh import meshes
 from scalax._tree.paths import NamedTree
 from scalax.checkpoint import _agreement
-from scalax.checkpoint._description import Description, describe_leaves, require_fit, with_typed_keys
+from scalax.checkpoint._description import Description, describe_leaf, require_fit, with_typed_keys
 from scalax.checkpoint._files import as_path
 from scalax.checkpoint._saved_step import SavedStep, complete_steps, encode_data, find_step, latest_undamaged
 from scalax.checkpoint._target import checked_pairs, renamed_paths, target_of
@@ -26,11 +26,12 @@ from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, che
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
     from scalax.checkpoint._save import SaveThread
-    from scalax.rules._prefix import RuleLike
+    from scalax.rules import RuleLike
 
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
+Tree = TypeVar('Tree')
 
 
 def _synchronized(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -173,13 +174,42 @@ class Checkpointer:
             raise
         assert tree is not None
         self._damaged.clear()
-        content = Content(restorable_tree(state), describe_leaves(tree), encoded, self._checksums)
+        leaves = [*map(describe_leaf, tree.paths, tree.leaves)]
+        content = Content(restorable_tree(state), leaves, encoded, self._checksums)
         self._running = SaveThread(self._writer, step, name, content, self._keep, self._timeout)
         with _as_checkpoint_error(step, self._directory):
             self._running.copy()
         self._reached = step
         return True
 
+    @overload
+    def restore(
+        self,
+        helper: MeshShardingHelper,
+        rules: RuleLike,
+        like: Callable[[], Tree],
+        step: int | None = None,
+        *,
+        only: str | None = None,
+        rename: Sequence[tuple[str, str]] = (),
+        cast: bool = False,
+        data: Any = None,
+        verify: bool = False,
+    ) -> Tree: ...
+    @overload
+    def restore(
+        self,
+        helper: MeshShardingHelper,
+        rules: RuleLike,
+        like: Tree,
+        step: int | None = None,
+        *,
+        only: str | None = None,
+        rename: Sequence[tuple[str, str]] = (),
+        cast: bool = False,
+        data: Any = None,
+        verify: bool = False,
+    ) -> Tree: ...
     @_synchronized
     def restore(
         self,
@@ -245,7 +275,7 @@ class Checkpointer:
         _agreement.agree_on_restore(helper.mesh, call, target.wanted if target else {}, error)
         assert target is not None
         saved = self._choose(helper, here, step, verify, data is not None)
-        try:
+        with _agreement.all_or_none(helper.mesh, call):  # its data state may be missing on this process only
             description = saved.description()
             names = renamed_paths([leaf.path for leaf in description.leaves], rename, saved.where)
             leaves = {names[leaf.path]: leaf for leaf in description.leaves}
@@ -253,21 +283,11 @@ class Checkpointer:
                 leaves = with_typed_keys(target.wanted, leaves)
             require_fit(target.wanted, leaves, cast, bool(only), saved.where)
             state = None if data is None else saved.data()
-        except Exception as fault:  # such as a data state that is missing on this process only
-            error = fault
-        _agreement.agree_on_restore(helper.mesh, call, {}, error)
-        values: dict[str, Any] = {}
-        try:
+        with _agreement.all_or_none(helper.mesh, call):
             values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
-        except Exception as fault:
-            error = fault
-        _agreement.agree_on_restore(helper.mesh, call, {}, error)
         if data is not None:
-            try:
+            with _agreement.all_or_none(helper.mesh, call):
                 data.set_state(state)
-            except Exception as fault:
-                error = fault
-            _agreement.agree_on_restore(helper.mesh, call, {}, error)
         self._restored = self._reached = saved.step
         return target.fill({name: values[leaves[name].path] for name in target.wanted})
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from scalax._report.pages import visible
 from scalax._report.tables import table, terminal_width
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, canonical_dtype
+from scalax._tree.paths import canonical_dtype
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import CheckpointError, near_names, plural
@@ -110,15 +110,11 @@ def _parse_leaf(entry: Any) -> LeafDescription:
     raise ValueError(f'it has an entry that does not describe a leaf: {reprlib.repr(entry)}')
 
 
-def describe_leaves(tree: NamedTree) -> list[LeafDescription]:
-    """Describes each leaf of a tree to save."""
-    return [_describe_leaf(path, leaf) for path, leaf in zip(tree.paths, tree.leaves, strict=True)]
-
-
-def _describe_leaf(path: str, leaf: Any) -> LeafDescription:
+def describe_leaf(path: str, leaf: Any) -> LeafDescription:
+    """Describes a leaf to save or to restore: an array, a struct, a Python number or its type."""
     if not hasattr(leaf, 'dtype'):
-        kind = type(leaf).__name__
-        return LeafDescription(path, (), str(canonical_dtype(type(leaf))), kind)
+        kind = leaf if isinstance(leaf, type) else type(leaf)
+        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
     sharding = getattr(leaf, 'sharding', None)
     spec, mesh = '', {}
     if isinstance(sharding, NamedSharding):
@@ -151,7 +147,8 @@ def require_fit(
     Raises:
         CheckpointError: names every leaf that is missing, extra, or of another shape or dtype.
     """
-    found = list(_problems(wanted, saved, cast, partial))
+    asked = {path: describe_leaf(path, target) for path, target in wanted.items()}
+    found = list(_problems(asked, saved, cast, partial))
     if found:
         count = 'one leaf differs' if len(found) == 1 else f'{len(found)} leaves differ'
         kinds = dict.fromkeys(one.kind for one in found)
@@ -159,7 +156,7 @@ def require_fit(
             kinds.pop('extra', None)  # the hint about missing leaves covers both
         hints = ''.join(f'\nWhat to do: {_HINTS[kind]}.' for kind in kinds)
         # A leaf that is wrong in many layers is listed once.
-        folds = fold((one.path, (one.kind, one.array, one.more)) for one in found)
+        folds = fold((one.leaf.path, (one.kind, one.leaf.array, one.more)) for one in found)
         extra = [path for path in saved if path not in wanted]
         lines = [_line(item, found[item.first], saved, extra) for item in folds[:_SHOWN]]
         rest = sum(item.count for item in folds[_SHOWN:])
@@ -173,38 +170,36 @@ class _Problem(NamedTuple):
 
     Attributes:
         kind: ``'missing'``, ``'extra'``, ``'shape'`` or ``'dtype'``.
-        path: its leaf path.
-        array: the leaf, such as ``'float32[8, 16]'``.
+        leaf: the leaf that is asked for; an extra one as it was saved.
         more: the rest of the message.
     """
 
     kind: str
-    path: str
-    array: str
+    leaf: LeafDescription
     more: str = ''
 
 
 def _problems(
-    wanted: Mapping[str, Any], saved: Mapping[str, LeafDescription], cast: bool, partial: bool
+    asked: Mapping[str, LeafDescription], saved: Mapping[str, LeafDescription], cast: bool, partial: bool
 ) -> Iterator[_Problem]:
-    for path, target in wanted.items():
-        array = _array_text(target)
+    for path, leaf in asked.items():
         if path not in saved:
-            yield _Problem('missing', path, array)
-        elif _shape(target) != saved[path].shape:
-            yield _Problem('shape', path, array, f' is asked for, and {saved[path].array} was saved')
-        elif not cast and _dtype(target) != saved[path].dtype:
-            yield _Problem('dtype', path, array, f' is asked for, and {saved[path].array} was saved')
-    for path in () if partial else [path for path in saved if path not in wanted]:
-        yield _Problem('extra', path, saved[path].array, ' is in the checkpoint only')
+            yield _Problem('missing', leaf)
+        elif leaf.shape != saved[path].shape:
+            yield _Problem('shape', leaf, f' is asked for, and {saved[path].array} was saved')
+        elif not cast and leaf.dtype != saved[path].dtype:
+            yield _Problem('dtype', leaf, f' is asked for, and {saved[path].array} was saved')
+    for path, leaf in saved.items():
+        if path not in asked and not partial:
+            yield _Problem('extra', dataclasses.replace(leaf, path=path), ' is in the checkpoint only')
 
 
 def _line(item: Fold, problem: _Problem, saved: Mapping[str, LeafDescription], extra: Sequence[str]) -> str:
     """One line of the message, for one leaf or several folded into one."""
-    near = near_names(problem.path, extra) if problem.kind == 'missing' else []
+    near = near_names(problem.leaf.path, extra) if problem.kind == 'missing' else []
     has = f' (the checkpoint has {" and ".join(str(saved[name]) for name in near)})' if near else ''
     name = item.short_name(MOST_RUNS) or '(the leaf itself)'
-    return f'{problem.kind}: {name}: {times(item.count)}{problem.array}{problem.more}{has}'
+    return f'{problem.kind}: {name}: {times(item.count)}{problem.leaf.array}{problem.more}{has}'
 
 
 def with_typed_keys(
@@ -217,22 +212,7 @@ def with_typed_keys(
     leaves = dict(saved)
     for path, target in wanted.items():
         leaf = saved.get(path)
-        if leaf is not None and leaf.dtype == 'uint32' and _is_key(target) and leaf.shape:
+        is_key = hasattr(target, 'dtype') and jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key)
+        if leaf is not None and leaf.dtype == 'uint32' and is_key and leaf.shape:
             leaves[path] = dataclasses.replace(leaf, shape=leaf.shape[:-1], dtype=str(target.dtype))
     return leaves
-
-
-def _is_key(target: Any) -> bool:
-    return hasattr(target, 'dtype') and jax.dtypes.issubdtype(target.dtype, jax.dtypes.prng_key)
-
-
-def _shape(target: Any) -> tuple[int, ...]:
-    return () if isinstance(target, type) else tuple(target.shape)
-
-
-def _dtype(target: Any) -> str:
-    return str(canonical_dtype(target)) if isinstance(target, type) else str(target.dtype)
-
-
-def _array_text(target: Any) -> str:
-    return f'Python {target.__name__}' if isinstance(target, type) else f'{target.dtype}{list(target.shape)}'

@@ -70,7 +70,7 @@ def read_json(path: Path, most: int = _MOST) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has more than *most* bytes, or is not JSON.
+        ValueError: it has more than *most* bytes, or is not a regular file of JSON.
     """
     return strict_json.parse(read_bytes(path, most))
 
@@ -80,15 +80,14 @@ def read_bytes(path: Path, most: int) -> bytes:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has more than *most* bytes.
+        ValueError: it has more than *most* bytes, or is not a regular file.
     """
-    size = file_size(path)
-    if size <= most:
-        with path.open('rb') as file:
-            data: bytes = file.read(most + 1)  # it may have grown
-        size = len(data)
-    if size > most:
-        raise ValueError(f'it has {size} bytes, and at most {most} are read')
+    if '://' not in str(path):
+        return bytes(strict_json.read(path, most))
+    with path.open('rb') as file:
+        data: bytes = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f'it has more than {most:,} bytes, the most that are read')
     return data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -29,7 +30,7 @@ from scalax.errors import ArgumentError, CheckpointError, shown
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax.rules._prefix import RuleLike
+    from scalax.rules import RuleLike
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
@@ -82,7 +83,7 @@ def load_safetensors(
     listed = _list_files(files)
     with contextlib.ExitStack() as stack:
         opened = _open_files(stack, listed)
-        return _load(helper, _all_tensors(listed.tensors, opened), rules, mapping, opened)
+        return _load(helper, _all_tensors(listed, opened), rules, mapping, opened)
 
 
 def _load(
@@ -104,7 +105,13 @@ def _load(
     for tensor in tensors:
         path, axes = wanted[tensor.name]
         loads.append(
-            _TensorLoad(opened[tensor.file].fileno(), tensor, path, axes, _get_leaf(shardings, path))
+            _TensorLoad(
+                opened[tensor.file].fileno(),
+                tensor,
+                path,
+                axes,
+                functools.reduce(operator.getitem, path.split('/'), shardings),
+            )
         )
     largest = max((load.largest for load in loads), default=0)
     for i, load in enumerate(loads):
@@ -217,20 +224,8 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _FileList:
-    """The files to load.
-
-    Attributes:
-        tensors: by file, the tensors that an index says are in it.
-        index: the name of the index; empty if there is none.
-    """
-
-    tensors: Mapping[Path, Sequence[str]]
-    index: str = ''
-
-
-def _list_files(files: Files) -> _FileList:
+def _list_files(files: Files) -> dict[Path, list[str]]:
+    """The files to load, each with the tensors that an index says are in it."""
     if not isinstance(files, str | os.PathLike):
         if isinstance(files, bytes) or not isinstance(files, Iterable):
             raise ArgumentError(f'load_safetensors: files has to be a path or a list of paths, got {files!r}')
@@ -242,7 +237,7 @@ def _list_files(files: Files) -> _FileList:
                 )
         if not given:
             raise CheckpointError('load_safetensors: the list of files is empty')
-        return _FileList(dict.fromkeys(map(Path, given), ()))
+        return {Path(file): [] for file in given}
     path = Path(files)
     if os.path.isdir(path):
         indices = sorted(path.glob(f'*{_SUFFIX}{_INDEX}'))
@@ -250,11 +245,11 @@ def _list_files(files: Files) -> _FileList:
         if len(indices) > 1 or not (indices or found):
             what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
             raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        return _list_indexed(indices[0]) if indices else _FileList(dict.fromkeys(found, ()))
-    return _list_indexed(path) if path.name.endswith(_INDEX) else _FileList({path: ()})
+        return _list_indexed(indices[0]) if indices else {file: [] for file in found}
+    return _list_indexed(path) if path.name.endswith(_INDEX) else {path: []}
 
 
-def _list_indexed(index: Path) -> _FileList:
+def _list_indexed(index: Path) -> dict[Path, list[str]]:
     """The files that an index names, all of which have to be in its folder or below it."""
     try:
         values = strict_json.parse(strict_json.read(index))
@@ -268,7 +263,9 @@ def _list_indexed(index: Path) -> _FileList:
     ):
         raise CheckpointError(f'{index} is no index: it has no weight_map that gives a file for each tensor')
     outside = [
-        f'{in_message(name)}: {strict_json.brief(file)}' for name, file in places.items() if _is_outside(file)
+        f'{in_message(name)}: {strict_json.brief(file)}'
+        for name, file in places.items()
+        if PurePath(file).anchor or '..' in PurePath(file).parts
     ]
     if outside:
         raise CheckpointError(
@@ -278,25 +275,20 @@ def _list_indexed(index: Path) -> _FileList:
     listed: dict[Path, list[str]] = {}
     for name, file in places.items():
         listed.setdefault(index.parent / file, []).append(name)
-    return _FileList(listed, index.name)
+    return listed
 
 
-def _is_outside(file: str) -> bool:
-    path = PurePath(file)
-    return bool(path.anchor) or '..' in path.parts
-
-
-def _open_files(stack: contextlib.ExitStack, listed: _FileList) -> dict[Path, BinaryIO]:
+def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, BinaryIO]:
     """All files, opened once: header and tensors are read from one file, even if its path changes."""
     opened: dict[Path, BinaryIO] = {}
     problems = []
-    for file in listed.tensors:
+    for file in listed:
         try:
             opened[file] = stack.enter_context(strict_json.opened(file))
         except (OSError, ValueError) as error:
             problems.append(f'{in_message(str(file))}: {strict_json.reason(error)}')
     if problems:
-        which = f' that {listed.index} names' if listed.index else ''
+        which = ' that the index names' if any(listed.values()) else ''
         raise CheckpointError(f'files{which} cannot be read:\n{shown(problems)}')
     return opened
 
@@ -329,9 +321,3 @@ def _set_leaf(tree: dict[str, Any], path: str, leaf: Any) -> None:
     for key in above:
         tree = tree.setdefault(key, {})
     tree[last] = leaf
-
-
-def _get_leaf(tree: Any, path: str) -> Any:
-    for key in path.split('/'):
-        tree = tree[key]
-    return tree

@@ -84,7 +84,7 @@ class SavedStep:
         if wrong := _files.differences(self.root, dict([*files.items()][first::count]), checksums):
             return wrong
         try:
-            self._own_description()
+            self._own_description  # noqa: B018 - reading it is the check
         except _NewerFormat:
             pass  # as far as this scalax can tell, nothing is wrong
         except (OSError, ValueError) as error:
@@ -112,7 +112,7 @@ class SavedStep:
             CheckpointError: its description is missing or cannot be read.
         """
         try:
-            own = self._own_description()
+            own = self._own_description
         except _NewerFormat:
             raise CheckpointError(
                 f'{self.where} was saved by a later scalax, and this one cannot read it'
@@ -126,9 +126,6 @@ class SavedStep:
         return Description(self.step, leaves, 0)
 
     @functools.cached_property
-    def _leaves_json(self) -> Any:
-        return _files.read_json(self.root / FOLDER / LEAVES)
-
     def _own_description(self) -> Description | None:
         """The description that scalax wrote; None if Orbax saved the step without scalax.
 
@@ -137,9 +134,10 @@ class SavedStep:
             ValueError: it is not a description.
             _NewerFormat: it was written by a later scalax.
         """
-        if not (self.root / FOLDER / LEAVES).exists():
+        file = self.root / FOLDER / LEAVES
+        if not file.exists():
             return None
-        values = self._leaves_json
+        values = _files.read_json(file)
         if isinstance(values, dict) and isinstance(values.get('format'), int) and values['format'] > FORMAT:
             raise _NewerFormat
         return parse_description(self.step, values)

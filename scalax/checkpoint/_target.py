@@ -17,7 +17,7 @@ from scalax.rules._tree_path import checked_regex
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
-    from scalax.rules._prefix import RuleLike
+    from scalax.rules import RuleLike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
 from scalax.errors import ArgumentError, RuleError, checked_flag, plural
 
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
+
 
 def sharded_op(
     rule: str,
@@ -28,7 +31,7 @@ def sharded_op(
     need_replication_factors: Iterable[str] = (),
     check_vma: bool = True,
     depends_on_placement: bool = False,
-) -> Callable[[Callable[..., Any]], ShardedOp]:
+) -> Callable[[Callable[Concatenate[Any, Given], Result]], ShardedOp[Given, Result]]:
     """Makes an operation on sharded arrays of a function on their blocks; a decorator.
 
     The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule,
@@ -67,13 +70,13 @@ def sharded_op(
     checked_flag('depends_on_placement', depends_on_placement)
     read = read_rule(rule, reduction_factors, need_replication_factors)
 
-    def decorate(fun: Callable[..., Any]) -> ShardedOp:
+    def decorate(fun: Callable[Concatenate[Any, Given], Result]) -> ShardedOp[Given, Result]:
         return ShardedOp(fun, read, check_vma=check_vma, depends_on_placement=depends_on_placement)
 
     return decorate
 
 
-class ShardedOp:
+class ShardedOp(Generic[Given, Result]):
     """What `sharded_op` makes: called with whole arrays, it runs on each device's blocks.
 
     Works inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
@@ -87,7 +90,12 @@ class ShardedOp:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], rule: Rule, *, check_vma: bool, depends_on_placement: bool
+        self,
+        fun: Callable[Concatenate[Any, Given], Result],
+        rule: Rule,
+        *,
+        check_vma: bool,
+        depends_on_placement: bool,
     ) -> None:
         """Made by `sharded_op`."""
         functools.update_wrapper(self, fun)
@@ -102,7 +110,7 @@ class ShardedOp:
     def __repr__(self) -> str:
         return f'<sharded_op {self._name}: {self.rule!r}>'
 
-    def __call__(self, *operands: Any, **static: Any) -> Any:
+    def __call__(self, *operands: Given.args, **static: Given.kwargs) -> Result:
         """Runs the operation.
 
         Args:

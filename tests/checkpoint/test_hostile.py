@@ -175,7 +175,7 @@ def test_a_pipe_and_a_file_without_end(two: Path, helper: MeshShardingHelper) ->
     listed = root / 'scalax' / 'files.json'
     listed.unlink()
     os.mkfifo(listed)
-    assert_passed_over(two, helper, 'scalax/files.json cannot be read: files.json is no regular file')
+    assert_passed_over(two, helper, 'scalax/files.json cannot be read: it is no regular file')
 
 
 def test_sizes_are_limited_before_anything_is_read(
@@ -190,7 +190,8 @@ def test_sizes_are_limited_before_anything_is_read(
     assert_passed_over(
         two,
         helper,
-        'scalax/leaves.json cannot be read: it has 1099511627776 bytes, and at most 268435456 are read',
+        'scalax/leaves.json cannot be read: it has 1,099,511,627,776 bytes, and 268,435,456 are taken at '
+        'most',
     )
     (root / 'leaves.json').write_bytes(leaves)
     os.truncate(root.parent / '_METADATA', 1 << 40)

@@ -371,8 +371,8 @@ def test_shardings_of_two_meshes_are_an_error(helper):
 
 
 def test_equal_rules_are_resolved_once(helper):
-    def shardings(rule):
-        return helper._shardings(rule, LAYERS)[0]
+    def shardings(rule, tree=LAYERS):
+        return helper._resolutions.shardings(rule, tree, helper.mesh, 'error')[0]
 
     for make in (
         lambda: MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64),
@@ -386,7 +386,7 @@ def test_equal_rules_are_resolved_once(helper):
     for rule in (PolicyShardingRule(lambda *_: P()), FirstOnTp(), Inherited(('x', P())), warns):
         kinds = rule | P(), STRICT_MISS | (FSDP & rule), (rule | P()).stacked().with_memory_kind('device')
         for composed in kinds:
-            assert helper._shardings(composed, stack)[0] is not helper._shardings(composed, stack)[0]
+            assert shardings(composed, stack) is not shardings(composed, stack)
 
 
 def test_explain_says_who_did_what(helper):

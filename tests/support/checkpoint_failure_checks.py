@@ -324,11 +324,11 @@ def check_a_process_that_does_not_come() -> None:
         if not last():
             text = error_of(call)
             assert text.startswith(
-                'CheckpointError: some processes have not come within 2 seconds, and all have to make this '
-                'call. They cannot meet any more: start the job again. '
+                'CheckpointError: some processes did not make this call within 2 seconds, and all have to '
+                'make it. They are no longer in step: start the job again. '
             ), text
         float(jax.jit(lambda w: w.sum())(more['w']))  # the last waits here until the others have the error
     if last():
-        assert 'CheckpointError: some processes have not come within ' in error_of(
+        assert 'CheckpointError: some processes did not make this call within ' in error_of(
             Checkpointer(folder('absent'), timeout=100).save, 1, more
         )

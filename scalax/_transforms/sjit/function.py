@@ -8,7 +8,16 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    ParamSpec,
+    Self,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
@@ -26,8 +35,21 @@ from scalax.errors import ArgumentError, MeshError, did_you_mean
 from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import are_pure
 
+Given = ParamSpec('Given')
+Result = TypeVar('Result')
 
-class SjitFunction(functools.partial[Any]):
+
+class JitOptions(TypedDict, total=False):
+    """The options of ``jax.jit`` that `sjit` hands on."""
+
+    keep_unused: bool
+    device: Any
+    backend: str | None
+    inline: Any
+    compiler_options: Mapping[str, Any] | None
+
+
+class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
 
     It has the name, documentation and signature of the user's function, which is its ``__wrapped__``, and
@@ -45,18 +67,27 @@ class SjitFunction(functools.partial[Any]):
     _dispatcher: Dispatcher
     __name__: str
     __qualname__: str
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[Given, Result]
 
+    if TYPE_CHECKING:  # at run time it is the partial's, because another one would cost more
+
+        def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    # Any: mypy takes an attribute that a class declares for a method, and would drop its first parameter.
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f'<SjitFunction of {self.__wrapped__!r}>'
 
-    def __copy__(self) -> SjitFunction:
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> SjitFunction:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     def __reduce__(self) -> Any:
@@ -126,7 +157,7 @@ class SjitFunction(functools.partial[Any]):
 
 def sjit(
     helper: MeshOwner,
-    fun: Callable[..., Any],
+    fun: Callable[Given, Result],
     *,
     in_shardings: RuleLike = None,
     out_shardings: RuleLike = None,
@@ -138,7 +169,7 @@ def sjit(
     annotation_shardings: Mapping[str, RuleLike] | None = None,
     on_mismatch: OnMismatch = 'error',
     jit_kwargs: Mapping[str, Any],
-) -> SjitFunction:
+) -> SjitFunction[Given, Result]:
     """See `MeshShardingHelper.sjit`, which is documented for users."""
     if not callable(fun):
         raise ArgumentError(
@@ -179,9 +210,12 @@ def sjit(
         _checked_jit_kwargs(jit_kwargs),
     )
     dispatcher = dispatcher_of(helper, fun, signature, options)
-    function = SjitFunction(dressed(generate_caller(signature, dispatcher), fun, signature.name))
+    function: SjitFunction[Given, Result] = SjitFunction(
+        dressed(generate_caller(signature, dispatcher), fun, signature.name)
+    )
     function._dispatcher, function._given = dispatcher, (helper, fun, given)
-    return dressed(function, fun, signature.name)
+    dressed(function, fun, signature.name)
+    return function
 
 
 def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
@@ -197,7 +231,7 @@ def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
     return call
 
 
-def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]) -> SjitFunction:
+def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]) -> SjitFunction[..., Any]:
     """Unpickles an `SjitFunction`."""
     return sjit(helper, fun, **options)
 
@@ -351,7 +385,7 @@ def _struct(leaf: Any) -> Any:
 class _JittedCall:
     """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
 
-    def __init__(self, function: SjitFunction, jitted: Any, signature: CallSignature) -> None:
+    def __init__(self, function: SjitFunction[..., Any], jitted: Any, signature: CallSignature) -> None:
         self._function, self._jitted, self._signature = function, jitted, signature
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
