@@ -13,6 +13,7 @@ from scalax.rules import (
     LogicalAxisShardingRule,
     OptimizerStateShardingRule,
     PolicyShardingRule,
+    RuleLike,
     ShardingRule,
     TreePathShardingRule,
 )
@@ -35,6 +36,7 @@ __all__ = [
     'PartitionSpec',
     'PolicyShardingRule',
     'Prefetch',
+    'RuleLike',
     'ShardingReport',
     'ShardingRule',
     'SjitFunction',

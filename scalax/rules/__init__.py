@@ -4,7 +4,7 @@ Rules are immutable values, one a file; they know axis sizes at most and never s
 `_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
 """
 
-from scalax.rules._base import ShardingRule
+from scalax.rules._base import RuleLike, ShardingRule
 from scalax.rules._fsdp import FSDPShardingRule
 from scalax.rules._logical_axis import LogicalAxisShardingRule
 from scalax.rules._optimizer_state import OptimizerStateShardingRule
@@ -16,6 +16,7 @@ __all__ = [
     'LogicalAxisShardingRule',
     'OptimizerStateShardingRule',
     'PolicyShardingRule',
+    'RuleLike',
     'ShardingRule',
     'TreePathShardingRule',
 ]

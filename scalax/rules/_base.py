@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -112,7 +112,7 @@ class ShardingRule(abc.ABC):
         """The rules that this one is made of."""
         return ()
 
-    def __or__(self, other: Any) -> ShardingRule:
+    def __or__(self, other: Rule) -> ShardingRule:
         """``a | b``: for each leaf the first that answers.
 
         Example:
@@ -128,10 +128,10 @@ class ShardingRule(abc.ABC):
         """
         return FirstAnswer.of(self, as_rule(other)) if is_rule(other) else NotImplemented
 
-    def __ror__(self, other: Any) -> ShardingRule:
+    def __ror__(self, other: Rule) -> ShardingRule:
         return FirstAnswer.of(as_rule(other), self) if is_rule(other) else NotImplemented
 
-    def __and__(self, other: Any) -> ShardingRule:
+    def __and__(self, other: Rule) -> ShardingRule:
         """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
 
         Example:
@@ -147,7 +147,7 @@ class ShardingRule(abc.ABC):
         """
         return Overlay(self, as_rule(other)) if is_rule(other) else NotImplemented
 
-    def __rand__(self, other: Any) -> ShardingRule:
+    def __rand__(self, other: Rule) -> ShardingRule:
         return Overlay(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def stacked(self, dims: int = 1) -> ShardingRule:
@@ -162,6 +162,34 @@ class ShardingRule(abc.ABC):
     def with_memory_kind(self, memory_kind: str) -> ShardingRule:
         """The same specs, in another memory, such as ``'pinned_host'``."""
         return InMemory(self, memory_kind)
+
+
+Rule: TypeAlias = ShardingRule | PartitionSpec | NamedSharding | None
+"""One rule."""
+
+
+class SequenceNode(Protocol):
+    """A list, a tuple or a named tuple of rules; not a string, which contains nothing but strings."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+
+    def __reversed__(self) -> Iterator[RuleLike]: ...
+
+
+class DataclassNode(Protocol):
+    """A dataclass that is a pytree node, such as a train state, with rules in its fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class FlattenedNode(Protocol):
+    """A node of a class registered by ``jax.tree_util.register_pytree_node_class``."""
+
+    def tree_flatten(self) -> Any: ...
+
+
+RuleLike: TypeAlias = Rule | SequenceNode | Mapping[Any, 'RuleLike'] | DataclassNode | FlattenedNode
+"""One rule, or a pytree of rules, which is a prefix of the tree that they are for."""
 
 
 class BuiltinRule(ShardingRule):
@@ -275,12 +303,12 @@ class ConstantRule(BuiltinRule):
         return [Decision.of(self.value, origin, '', None)] * len(tree)
 
 
-def is_rule(value: Any) -> bool:
+def is_rule(value: Any) -> TypeGuard[Rule]:
     """Whether a value is one rule rather than a tree of them."""
     return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
 
 
-def as_rule(value: ShardingRule | PartitionSpec | NamedSharding | None) -> ShardingRule:
+def as_rule(value: Rule) -> ShardingRule:
     """One rule (see `is_rule`) as a `ShardingRule`."""
     return value if isinstance(value, ShardingRule) else ConstantRule(value)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, near_names, plural
-from scalax.rules._base import BuiltinRule, ShardingRule, answers_of, as_rule, is_pure
+from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule, is_pure
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._prefix import split
 
@@ -97,7 +97,7 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     sections: tuple[Section, ...]
 
-    def __init__(self, param_rule: Any, params: Any) -> None:
+    def __init__(self, param_rule: RuleLike, params: Any) -> None:
         object.__setattr__(self, 'sections', tuple(_sections(param_rule, params)))
 
     def __repr__(self) -> str:
@@ -192,7 +192,7 @@ class Section:
         )
 
 
-def _sections(param_rule: Any, params: Any) -> Iterator[Section]:
+def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
     """Lays rules over parameters; keeps shapes in place of the arrays.
 
     Raises:

@@ -17,11 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
 from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
-from scalax.rules._base import ShardingRule, is_rule
+from scalax.rules._base import Rule, RuleLike, ShardingRule, is_rule
 from scalax.rules._decisions import short
-
-RuleLike = Any
-"""A rule, a PartitionSpec, a NamedSharding, None, or a pytree prefix of these."""
 
 _REGEX = re.compile(r'[*+?^$|\\()\[\]]')
 
@@ -36,7 +33,7 @@ class Subtree:
         tree: the subtree itself.
     """
 
-    rule: ShardingRule | PartitionSpec | NamedSharding | None
+    rule: Rule
     path: str | None
     tree: Any
 

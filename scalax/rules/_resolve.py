@@ -21,9 +21,9 @@ from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes, OnIndivisible
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
-from scalax.rules._base import ShardingRule, as_rule, decide, is_pure, is_rule
+from scalax.rules._base import Rule, RuleLike, ShardingRule, as_rule, decide, is_pure, is_rule
 from scalax.rules._decisions import Decision, non_arrays
-from scalax.rules._prefix import RuleLike, key_of, split
+from scalax.rules._prefix import key_of, split
 
 
 class ResolveMode(enum.Enum):
@@ -155,9 +155,7 @@ class _Task:
         """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
         self.problems.extend(non_arrays(tree))
 
-    def decide(
-        self, value: ShardingRule | PartitionSpec | NamedSharding | None, tree: NamedTree
-    ) -> list[Decision | Problem]:
+    def decide(self, value: Rule, tree: NamedTree) -> list[Decision | Problem]:
         """What the rule decides about every leaf of *tree*; an empty list where it raised."""
         try:
             return decide(as_rule(value), tree, self.axes.sizes)
