@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
 from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
