@@ -25,7 +25,7 @@ def chosen_mesh(name: str, mesh: Mesh | MeshOwner | None) -> Mesh:
     """The mesh to try an operation on: that given, that of the active helper, or that in force.
 
     Raises:
-        ArgumentError: there is none with devices.
+        ArgumentError: there is no mesh with devices.
     """
     context = contexts.current()
     if mesh is None:
@@ -66,7 +66,7 @@ def check(
         The number of placements.
 
     Raises:
-        AssertionError: one of them gives something else.
+        AssertionError: the results under one of them differ.
     """
     one = [jax.device_put(operand, mesh.devices.flat[0]) for operand in operands.values()]
     expected = plain(*one)
@@ -96,7 +96,7 @@ def check(
 
 
 def _difference(expected: jax.Array, got: jax.Array, rtol: float | None, values: bool) -> str:
-    """What is different about an array, in words; empty if nothing is."""
+    """How an array differs, in words; empty if it does not."""
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
         return f'{got.dtype}{list(got.shape)} when sharded'
     if not values:

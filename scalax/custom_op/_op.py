@@ -1,7 +1,8 @@
-"""`sharded_op`: an operation made of a function on blocks, called like a function of whole arrays."""
+"""`sharded_op`: makes an operation on sharded arrays of a function on their blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +54,7 @@ def sharded_op(
         A decorator that makes a `ShardedOp`.
 
     Raises:
-        RuleError: the rule is none, or the function does not have its operands.
+        RuleError: the rule is invalid, or the function has other operands.
 
     Example:
         >>> import numpy as np
@@ -149,7 +150,7 @@ class ShardedOp:
                     f'{self._name}.defvjp(forward, backward): {what} is a function, got '
                     f'{type(given).__name__}'
                 )
-        self._gradient = self._gradient.given(forward, backward)
+        self._gradient = dataclasses.replace(self._gradient, forward=forward, backward=backward)
         self._reset()
 
     def check(
@@ -175,7 +176,7 @@ class ShardedOp:
             How many placements were tried.
 
         Raises:
-            AssertionError: a placement gives other values; says which is the first, and where they differ.
+            AssertionError: a placement gives other values; the message has the first, and where they differ.
                 With ``depends_on_placement=True`` only shapes and dtypes are compared.
             ArgumentError: no mesh.
         """
@@ -247,7 +248,7 @@ class ShardedOp:
             return as_tuple(self._fun(*args, **static))
 
         fit = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
-        return Operation(self._name, self._rule.factors, fit, local, self._check_vma)
+        return Operation(self._rule.factors, fit, local, self._check_vma)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):

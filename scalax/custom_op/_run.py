@@ -34,14 +34,12 @@ class Operation:
     """An operation on operands of known shapes.
 
     Attributes:
-        name: what it is called in profiles and errors.
         factors: the factors that the function knows by name.
         fit: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
         check_vma: whether JAX can track which values differ between devices.
     """
 
-    name: str
     factors: tuple[str, ...]
     fit: FactorMap
     local: Callable[..., Results]
@@ -149,7 +147,7 @@ def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) ->
 
 
 def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands, resharded as a layout says."""
+    """The operands, resharded to a layout."""
     return tuple(
         resharded(operand, NamedSharding(mesh, layout.spec(factors)))
         for operand, factors in zip(operands, layout.fit.operands, strict=True)
@@ -157,7 +155,7 @@ def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any
 
 
 def resharded(operand: Any, wanted: NamedSharding) -> Any:
-    """A value of this type, over Explicit axes."""
+    """The operand with this sharding, over Explicit axes."""
     if canonical(jax.typeof(operand).sharding.spec) == canonical(wanted.spec):
         return operand
     return reshard(operand, wanted)
@@ -198,11 +196,11 @@ class Constants:
 
     @classmethod
     def of(cls, fun: Callable[..., Any], operands: Sequence[Any]) -> Constants:
-        """Those that a function uses when it is called with *operands*."""
+        """The arrays that a function closes over when it is called with *operands*."""
         return cls(tuple(jax.make_jaxpr(fun)(*operands).consts))
 
     def given_to(self, fun: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """The function as one of its own operands and, behind them, of the constants."""
+        """The function with the constants as further operands, behind its own."""
         if not self.values:
             return fun
 
