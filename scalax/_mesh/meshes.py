@@ -1,7 +1,7 @@
 """Meshes from axis dimensions and names.
 
-``jax.experimental.mesh_utils`` lays out the devices. This module checks what the user asked for, fills in -1,
-and says what would fit if it does not.
+``jax.experimental.mesh_utils`` orders the devices. This module checks the arguments, fills in -1, and
+suggests what would fit.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def checked_axes(
 def checked_types(
     axis_types: AxisType | Sequence[AxisType] | None, names: tuple[str, ...]
 ) -> tuple[AxisType, ...]:
-    """One axis type for every axis; Auto unless said otherwise, whatever JAX's default is."""
+    """One axis type for each axis; by default Auto, whatever JAX's default is."""
     if axis_types is None:
         return (AxisType.Auto,) * len(names)
     if isinstance(axis_types, AxisType):
@@ -105,7 +105,7 @@ def checked_types(
 
 
 def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*. *subset*: fewer devices may be advised."""
+    """The dimensions with -1 filled in; their product is *count*. *subset*: a hint may name fewer devices."""
     fixed = math.prod(dim for dim in dims if dim != -1)
     asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
     if -1 in dims:
@@ -177,7 +177,7 @@ def _one_slice(
     except AssertionError:
         # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
         # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
-        # describes them. The given order is then the only one there is.
+        # describes them. The given order is used then.
         return np.asarray(devices, dtype=object).reshape(sizes)
 
 
@@ -192,7 +192,7 @@ def _many_slices(
     if not isinstance(given, tuple) or len(given) != len(names):
         raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
     dcn, _ = checked_axes(given, names)
-    # CPU devices say that they are all of slice 0, on several hosts too.
+    # All CPU devices report slice 0, also those of several hosts.
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
@@ -237,7 +237,7 @@ def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
     """A mesh that a helper can be made of.
 
     Raises:
-        MeshError: it is no mesh, is empty, or has axes of type Manual.
+        MeshError: it is not a mesh, is empty, or has axes of type Manual.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
@@ -248,7 +248,7 @@ def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
 
 
 def pickled(mesh: Mesh | AbstractMesh) -> Any:
-    """What can be pickled of a mesh: JAX's devices cannot, so their platform and ids stand for them."""
+    """A mesh in a form that can be pickled, with platform and ids in place of devices."""
     if isinstance(mesh, AbstractMesh):
         return mesh
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
@@ -256,10 +256,10 @@ def pickled(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def unpickled(parts: Any) -> Mesh | AbstractMesh:
-    """The mesh of what `pickled` gave, of the devices of this program.
+    """The inverse of `pickled`, with the devices of this program.
 
     Raises:
-        MeshError: it has no such devices.
+        MeshError: this program has no such devices.
     """
     if isinstance(parts, AbstractMesh):
         return parts

@@ -72,7 +72,7 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are no arrays and cannot be hashed; all of them are named. Or an option
+        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option
             that has another name here.
         MeshError: there is something to shard by, and no mesh.
         RuleError: resources that are neither a mapping nor a rule.
@@ -121,7 +121,7 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         **kwargs: the same by name, and the options of `named_jit`.
 
     Raises:
-        ArgumentError: something else than these.
+        ArgumentError: other arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -233,12 +233,12 @@ class _NamedJit:
             raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit(...).lower`` of the function that serves such a call."""
+        """``jax.jit(...).lower`` of the compiled function of such a call."""
         compiled, operands = self._prepared(args, kwargs)
         return compiled.lower(*operands)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its operands: donated arrays, others, and the rest."""
+        """The compiled function of a call, and its operands: donated arrays, other arrays, static part."""
         whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
         data, static = partition(whole)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
@@ -264,7 +264,7 @@ class _NamedJit:
                 )
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
-        """For every leaf of a call whether it is donated."""
+        """Whether each leaf of a call is donated."""
         flags: list[bool] = []
         for part, tree in whole.items():
             asked = self._donated.get(part)

@@ -27,7 +27,7 @@ def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = Non
 
     Args:
         x: a tree of arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
-            others. What is no array is returned as it is.
+            others. Other leaves are returned as they are.
         axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
             (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping, which the
             mesh may follow.
@@ -36,11 +36,11 @@ def shard(x: Any, axes_or_mapping: Any = None, mapping: AxisMapping | None = Non
         mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
 
     Returns:
-        The tree with the same values. Arrays whose dimensions nobody names are left as they are. Without a
+        The tree with the same values. Arrays whose dimensions have no names are left as they are. Without a
         mapping or a mesh nothing happens, with a warning.
 
     Raises:
-        RuleError: names that are no pattern, or a mapping of another form.
+        RuleError: names that are not a pattern, or a mapping of another form.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
 
     Example:
@@ -138,7 +138,7 @@ def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule
 
 def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
     data, static = partition(tree)
-    # A rule that is not strict would replicate what nobody names; here that stays as it is.
+    # A rule that is not strict would replicate arrays without names; here they stay as they are.
     rules = rule if rule.strict else rule | None
     if constraints.is_traced():
         return combine(constraints.constrain(data, rules, mesh, where='shard'), static)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, near_names, plural
-from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule, is_pure
+from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._prefix import split
 
@@ -38,9 +38,9 @@ _HINT = (
 class OptimizerStateShardingRule(BuiltinRule):
     """Gives the leaves of an optimizer's state the specs of the parameters that they belong to.
 
-    A leaf belongs to the parameter whose whole path its own path ends with. Where several do, as ``w``
-    and ``mu/w`` for the leaf ``0/mu/w``, the one counts in whose place most parameters are found; of
-    equals one of its shape, else the longest. What it gets depends on its shape:
+    A leaf belongs to the parameter whose whole path its own path ends with. Where several match, as
+    ``w`` and ``mu/w`` for the leaf ``0/mu/w``, it is the one beside which most other parameters are found;
+    among equals one of the leaf's shape, else the longest. What it gets depends on its shape:
 
     ==========================================  ====================================================
     a leaf                                      gets
@@ -75,7 +75,7 @@ class OptimizerStateShardingRule(BuiltinRule):
             are enough, and only paths, shapes and dtypes are kept.
 
     Raises:
-        RuleError: `param_rule` is not a rule, or `params` holds no arrays, or something else.
+        RuleError: `param_rule` is not a rule, or `params` holds no arrays, or other leaves.
         StructureError: the tree of rules is not a prefix of `params`.
 
     Example:
@@ -109,31 +109,24 @@ class OptimizerStateShardingRule(BuiltinRule):
         return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
 
     @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return all(map(is_pure, self.parts))
-
-    @property
     def parts(self) -> tuple[ShardingRule, ...]:
         """See `ShardingRule.parts`."""
         return tuple(section.rule for section in self.sections)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        # Where the parameters are can be told from the whole state only.
+        # Only the whole state shows where the parameters are.
         whole, indices = tree.root()
         params = _Params(self._known, axis_sizes)
         places = _places(whole, self._known)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
-        occupied = {
-            i: spec
-            for i, spec in zip(indices, tree.occupied or [REPLICATED] * len(tree), strict=True)
-            if any(specs.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
-        }
-        params.ask_again(
-            (place.param, occupied[i]) for i, place in enumerate(places) if place and i in occupied
-        )
-        answers = [params.answer(whole, i, place, occupied.get(i)) for i, place in enumerate(places)]
+        asked: dict[int, tuple[int, PartitionSpec]] = {}
+        for i, spec in zip(indices, tree.occupied, strict=True):
+            place = places[i]
+            if place and any(specs.entries(spec)) and whole.shapes[i] == params.shapes[place.param]:
+                asked[i] = place.param, spec
+        params.ask_again(asked.values())
+        answers = [params.answer(whole, i, place, asked.get(i)) for i, place in enumerate(places)]
         if not any(answer and place for answer, place in zip(answers, places, strict=True)):
             for i, answer in enumerate(answers):
                 if answer is None and _is_float(whole, i):
@@ -224,7 +217,7 @@ class _Place(NamedTuple):
 
 
 class _Known:
-    """The parameters, found by path."""
+    """The parameters of a rule, looked up by path."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self.trees = [(section, section.tree()) for section in sections]
@@ -237,11 +230,11 @@ class _Known:
         self.lengths = set(map(len, self.paths))
 
     def is_weak(self, param: int) -> bool:
-        """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
+        """Whether the path identifies little: it is empty or a lone number, as in chains of states."""
         return not self.paths[param] or self.paths[param].isdigit()
 
     def near(self, path: str) -> str:
-        """The parameter that shares most of the last keys of *path*, perhaps but for a misspelling; or ''."""
+        """The parameter that shares most of the last keys of *path*, one perhaps misspelled; or ''."""
         found = self._longest(path)
         if not found:
             above, _, name = path.rpartition('/')
@@ -265,7 +258,7 @@ class _Known:
 
 
 class _Params:
-    """The parameters in one resolve: the answers of their rules, asked for once."""
+    """The parameters in one resolve, with the answers of their rules."""
 
     def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
         self._axis_sizes = axis_sizes
@@ -281,30 +274,23 @@ class _Params:
 
     def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
         """Asks about some parameters again, each with the spec that an outer rule gave to a copy of it."""
-        left = list(dict.fromkeys(wanted))
-        while left:
-            now = dict(left)  # each parameter once in a round
-            left = [(param, occupied) for param, occupied in left if now[param] != occupied]
-            for _, group in itertools.groupby(sorted(now), lambda param: id(self._rows[param][1])):
-                mine = list(group)
-                section, tree, _ = self._rows[mine[0]]
-                part = tree.select([self._rows[param][2] for param in mine])
-                part = part.with_occupied([now[param] for param in mine])
-                for param, answer in zip(mine, answers_of(section.rule, part, self._axis_sizes), strict=True):
-                    self._answers[param, now[param]] = answer
-
-    def is_copy(self, shape: tuple[int, ...], place: _Place | None) -> bool:
-        """Whether a leaf has the shape of its parameter."""
-        return place is not None and shape == self.shapes[place.param]
+        groups: dict[int, list[tuple[int, PartitionSpec]]] = {}
+        for param, occupied in dict.fromkeys(wanted):
+            groups.setdefault(id(self._rows[param][1]), []).append((param, occupied))
+        for group in groups.values():
+            section, tree, _ = self._rows[group[0][0]]
+            part = tree.select([self._rows[param][2] for param, _ in group])
+            part = part.with_occupied([occupied for _, occupied in group])
+            self._answers.update(zip(group, answers_of(section.rule, part, self._axis_sizes), strict=True))
 
     def answer(
-        self, state: NamedTree, index: int, place: _Place | None, occupied: PartitionSpec | None
+        self, state: NamedTree, index: int, place: _Place | None, asked: tuple[int, PartitionSpec] | None
     ) -> Answer:
-        """What a leaf of the state gets."""
+        """The answer about a leaf of the state; *asked*: its parameter and what is occupied of its copy."""
         shape = state.shapes[index]
         if place is None:
             return _SMALL if _is_small(shape) else None
-        answer = self._of_parameter(place.param, occupied)
+        answer = self._of_parameter(asked or (place.param, None))
         if isinstance(answer, Problem):
             detail = f'its parameter {self.paths[place.param]!r}: {answer.detail}'
             return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
@@ -326,11 +312,11 @@ class _Params:
             hint=_HINT,
         )
 
-    def _of_parameter(self, param: int, occupied: PartitionSpec | None) -> Decision | Problem:
-        answer = self._answers[param, occupied]
+    def _of_parameter(self, asked: tuple[int, PartitionSpec | None]) -> Decision | Problem:
+        answer = self._answers[asked]
         if answer is None:
-            section, tree, i = self._rows[param]
-            answer = self._answers[param, occupied] = section.rule.fallback(tree, i, self._axis_sizes)
+            section, tree, i = self._rows[asked[0]]
+            answer = self._answers[asked] = section.rule.fallback(tree, i, self._axis_sizes)
         return answer
 
 
