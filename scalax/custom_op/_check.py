@@ -14,6 +14,7 @@ from scalax._trace import contexts
 from scalax._trace.contexts import MeshOwner
 from scalax._tree.paths import describe_leaf
 from scalax._tree.specs import MeshAxes, canonical, indivisible
+from scalax.custom_op._rule import message
 from scalax.errors import ArgumentError
 
 _RTOL = {'float64': 1e-12, 'complex128': 1e-12, 'float32': 1e-5, 'complex64': 1e-5, 'float16': 5e-3}
@@ -81,16 +82,15 @@ def check(
         for label, result in expected.items():
             wrong = _difference(result, got[label], rtol, values)
             if wrong:
-                lines = [
-                    f'{name} differs when it is sharded (mesh: {MeshAxes.of(mesh)}):',
-                    *[
-                        f'  {describe_leaf(operand, value)} as {spec}'
-                        for operand, value, spec in zip(operands, one, specs, strict=True)
-                    ],
-                    f'{describe_leaf(label, result)}: {wrong}',
-                    f'Placements tried before, which agree: {tried}',
+                head = f'{name} differs when it is sharded (mesh: {MeshAxes.of(mesh)})'
+                arrays = [
+                    f'{describe_leaf(operand, value)} as {spec}'
+                    for operand, value, spec in zip(operands, one, specs, strict=True)
                 ]
-                raise AssertionError('\n'.join(lines))
+                agree = f'Placements tried before, which agree: {tried}'
+                raise AssertionError(
+                    message(head, arrays, [f'{describe_leaf(label, result)}: {wrong}', agree])
+                )
         tried += 1
     return tried
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._trace.contexts import MeshOwner
-from scalax._util.lru_cache import LRUCache, type_key
+from scalax._util.lru_cache import type_key
 from scalax.custom_op import _check
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
 from scalax.custom_op._layout import FactorContext
@@ -115,13 +115,14 @@ class ShardedOp:
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
         if not static:
-            return self._without_static(*operands)
+            return self._jitted((), *operands)
+        key = _key(static)
         try:
-            compiled = self._compiled.get(_key(static))
+            hash(key)
         except TypeError as error:
             self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
-        return (compiled or self._compile(static))(*operands)
+        return self._jitted(key, *operands)
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Gives the operation its gradient, by two more operations (or functions of whole arrays).
@@ -226,19 +227,16 @@ class ShardedOp:
 
     def _reset(self) -> None:
         """Drops what was compiled."""
-        self._compiled: LRUCache[Any, Callable[..., Any]] = LRUCache()
-        self._without_static = self._compile({})
 
-    def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
-        self._check_static(static)
-
-        def call(*operands: Any) -> Any:
+        def call(key: tuple[Any, ...], *operands: Any) -> Any:
+            static = {name: value for name, _, value in key}
+            self._check_static(static)
             operation = self._operation(operands, static)
             results = self._gradient.attach(operation, static)(*operands)
             return results if len(operation.fit.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
-        return self._compiled.add(_key(static), jax.jit(call))
+        self._jitted = jax.jit(call, static_argnums=0)
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
         """The operation on these operands, checked."""

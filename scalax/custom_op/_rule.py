@@ -217,7 +217,7 @@ def fit(
     operand_factors, wrong = _all_factors(rule.operands, operands, dots, sizes)
     if wrong:
         raise ArgumentError(
-            _lines(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
+            message(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
         )
     of_operands = set(sizes)
     result_factors: list[Factors] = []
@@ -228,7 +228,7 @@ def fit(
         if wrong:
             described += [describe_leaf(label, result) for label, result in results.items()]
             raise RuleError(
-                _lines(f'{name}: the results contradict the rule {rule.text!r}', described, wrong)
+                message(f'{name}: the results contradict the rule {rule.text!r}', described, wrong)
             )
     return FactorMap(
         tuple(operand_factors),
@@ -292,5 +292,6 @@ def shown_factor(factor: str) -> str:
     return f"'...'[{factor.split()[1]}]" if factor.startswith('...') else repr(factor)
 
 
-def _lines(head: str, arrays: Sequence[str], wrong: Sequence[str]) -> str:
-    return '\n'.join([f'{head}:', *[f'  {text}' for text in arrays], *wrong])
+def message(head: str, arrays: Sequence[str], rest: Sequence[str]) -> str:
+    """A message with a list of arrays under its first line."""
+    return '\n'.join([f'{head}:', *[f'  {text}' for text in arrays], *rest])

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
+from scalax._tree.paths import is_key
 from scalax._tree.specs import canonical
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap
@@ -66,7 +67,7 @@ class Operation:
 
 def run(operation: Operation, *operands: Any) -> Results:
     """Runs an operation inside a function that JAX compiles, also under ``jax.vmap``."""
-    if any(map(_is_key, operands)):
+    if any(map(is_key, operands)):
         return run(*_with_key_data(operation, operands))
 
     @custom_vmap
@@ -82,13 +83,9 @@ def run(operation: Operation, *operands: Any) -> Results:
     return results
 
 
-def _is_key(operand: Any) -> bool:
-    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
-
-
 def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The operation on the data of typed PRNG keys: when partitioned, a key has one more dimension."""
-    impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
+    impls = [jax.random.key_impl(operand) if is_key(operand) else None for operand in operands]
 
     def local(ctx: FactorContext, *blocks: Any) -> Results:
         keys = [
@@ -97,7 +94,7 @@ def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, 
         ]
         return operation.local(ctx, *keys)
 
-    data = [jax.random.key_data(operand) if _is_key(operand) else operand for operand in operands]
+    data = [jax.random.key_data(operand) if is_key(operand) else operand for operand in operands]
     factors = [
         (*factors, *[None] * (len(numbers.shape) - len(factors)))
         for factors, numbers in zip(operation.fit.operands, data, strict=True)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import FactorContext, Layout
-from scalax.custom_op._rule import FactorMap, Rule, fit, shown_factor
+from scalax.custom_op._rule import FactorMap, Rule, fit, message, shown_factor
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())
@@ -113,23 +113,19 @@ def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], 
         layout.block(factors, result.shape) for factors, result in zip(layout.fit.results, whole, strict=True)
     ]
     wrong = [
-        f'  {describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
+        f'{describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
         f'{list(returned.shape)}'
         for i, (result, block, returned) in enumerate(zip(whole, expected, blocks, strict=True))
         if tuple(returned.shape) != block
     ]
     if wrong:
-        raise RuleError(
-            '\n'.join(
-                [
-                    f'{name}: on blocks the results contradict the rule {rule.text!r} '
-                    f'({_counts_text(layout.sizes)}):',
-                    *wrong,
-                    'What to do: return blocks of the results, computed from the shapes of the blocks given; '
-                    'a factor that the function wants whole belongs into need_replication_factors.',
-                ]
-            )
+        counts = _counts_text(layout.sizes)
+        head = f'{name}: on blocks the results contradict the rule {rule.text!r} ({counts})'
+        remedy = (
+            'What to do: return blocks of the results, computed from the shapes of the blocks given; a factor '
+            'that the function wants whole belongs into need_replication_factors.'
         )
+        raise RuleError(message(head, wrong, [remedy]))
 
 
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:

@@ -164,15 +164,9 @@ def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partition
         >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
-    occupied, used = specs.entries(outer), _used(outer)
-    left: list[Any] = []
-    for dim, entry in enumerate(specs.entries(spec)):
-        if dim < min(rank, len(occupied)) and occupied[dim] is not None:
-            entry = None
-        elif entry is not specs.UNCONSTRAINED:
-            entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
-        left.append(entry)
-    return specs.replaced(spec, left)
+    unused = specs.only_axes(spec, set(specs.spec_axes(spec)) - _used(outer))
+    pairs = itertools.zip_longest(specs.entries(unused), specs.entries(outer)[:rank])
+    return specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
 
 
 def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:

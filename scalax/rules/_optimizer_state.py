@@ -117,13 +117,13 @@ class OptimizerStateShardingRule(BuiltinRule):
         """See `ShardingRule.answers`."""
         # Only the whole state shows where the parameters are.
         whole, indices = tree.root()
-        params = _Params(self._known, axis_sizes)
+        params = _ParamAnswers(self._known, axis_sizes)
         places = _places(whole, self._known)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
         asked: dict[int, tuple[int, PartitionSpec]] = {}
         for i, spec in zip(indices, tree.occupied, strict=True):
             place = places[i]
-            if place and any(specs.entries(spec)) and whole.shapes[i] == params.shapes[place.param]:
+            if place and any(specs.entries(spec)) and whole.shapes[i] == self._known.shapes[place.param]:
                 asked[i] = place.param, spec
         params.ask_again(asked.values())
         answers = [params.answer(whole, i, place, asked.get(i)) for i, place in enumerate(places)]
@@ -147,8 +147,8 @@ class OptimizerStateShardingRule(BuiltinRule):
         return _FEW_ELEMENTS if math.prod(shape) <= _FEW else _mismatch(tree, index, known, place)
 
     @functools.cached_property
-    def _known(self) -> _Known:
-        return _Known(self.sections)
+    def _known(self) -> _ParamIndex:
+        return _ParamIndex(self.sections)
 
 
 _FEW = 32  # elements: tables of coefficients, as muon has
@@ -216,16 +216,14 @@ class _Place(NamedTuple):
     inside: bool = False
 
 
-class _Known:
+class _ParamIndex:
     """The parameters of a rule, looked up by path."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self.trees = [(section, section.tree()) for section in sections]
-        self.shapes: list[tuple[int, ...]] = []
-        self.paths: list[str] = []
-        for section, tree in self.trees:
-            self.shapes.extend(tree.shapes)
-            self.paths.extend(tree.path_below(section.at, i) for i in range(len(tree)))
+        self.rows = [(section, tree, i) for section, tree in self.trees for i in range(len(tree))]
+        self.shapes = [tree.shapes[i] for _, tree, i in self.rows]
+        self.paths = [tree.path_below(section.at, i) for section, tree, i in self.rows]
         self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
         self.lengths = set(map(len, self.paths))
 
@@ -257,29 +255,25 @@ class _Known:
         return endings
 
 
-class _Params:
+class _ParamAnswers:
     """The parameters in one resolve, with the answers of their rules."""
 
-    def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
-        self._axis_sizes = axis_sizes
-        self._rows: list[tuple[Section, NamedTree, int]] = []
-        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {}
-        self.known = known
-        self.shapes, self.paths = known.shapes, known.paths
-        for section, tree in known.trees:
-            self._rows.extend((section, tree, i) for i in range(len(tree)))
-            for answer in answers_of(section.rule, tree, axis_sizes):
-                self._answers[len(self._answers), None] = answer
+    def __init__(self, known: _ParamIndex, axis_sizes: AxisSizes | None) -> None:
+        self.known, self._axis_sizes = known, axis_sizes
+        each = [answer for part, tree in known.trees for answer in answers_of(part.rule, tree, axis_sizes)]
+        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {
+            (param, None): answer for param, answer in enumerate(each)
+        }
         self._memo: dict[Any, Decision | None] = {}
 
     def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
         """Asks about some parameters again, each with the spec that an outer rule gave to a copy of it."""
         groups: dict[int, list[tuple[int, PartitionSpec]]] = {}
         for param, occupied in dict.fromkeys(wanted):
-            groups.setdefault(id(self._rows[param][1]), []).append((param, occupied))
+            groups.setdefault(id(self.known.rows[param][1]), []).append((param, occupied))
         for group in groups.values():
-            section, tree, _ = self._rows[group[0][0]]
-            part = tree.select([self._rows[param][2] for param, _ in group])
+            section, tree, _ = self.known.rows[group[0][0]]
+            part = tree.select([self.known.rows[param][2] for param, _ in group])
             part = part.with_occupied([occupied for _, occupied in group])
             self._answers.update(zip(group, answers_of(section.rule, part, self._axis_sizes), strict=True))
 
@@ -292,9 +286,9 @@ class _Params:
             return _SMALL if _is_small(shape) else None
         answer = self._of_parameter(asked or (place.param, None))
         if isinstance(answer, Problem):
-            detail = f'its parameter {self.paths[place.param]!r}: {answer.detail}'
+            detail = f'its parameter {self.known.paths[place.param]!r}: {answer.detail}'
             return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
-        own = self.shapes[place.param]
+        own = self.known.shapes[place.param]
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
         key = (id(answer), own, shape, role, place.inside)
@@ -306,8 +300,8 @@ class _Params:
         return Problem(
             'params-mismatch',
             state.describe(index),
-            f'the parameter {self.paths[place.param]!r} has shape {list(own)}: this is no copy, no stack of '
-            'copies, and not some of its dimensions',
+            f'the parameter {self.known.paths[place.param]!r} has shape {list(own)}: this is no copy, no '
+            'stack of copies, and not some of its dimensions',
             rule=_NAME,
             hint=_HINT,
         )
@@ -315,12 +309,12 @@ class _Params:
     def _of_parameter(self, asked: tuple[int, PartitionSpec | None]) -> Decision | Problem:
         answer = self._answers[asked]
         if answer is None:
-            section, tree, i = self._rows[asked[0]]
+            section, tree, i = self.known.rows[asked[0]]
             answer = self._answers[asked] = section.rule.fallback(tree, i, self._axis_sizes)
         return answer
 
 
-def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
+def _places(state: NamedTree, params: _ParamIndex) -> list[_Place | None]:
     """The place of every leaf of the state; None for what belongs to no parameter."""
     found = [list(_ending(path, params)) for path in state.paths]
     if any(len(places) > 1 for places in found):
@@ -341,7 +335,7 @@ def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
     return [choose(i, places) for i, places in enumerate(found)]
 
 
-def _ending(path: str, params: _Known) -> Iterator[_Place]:
+def _ending(path: str, params: _ParamIndex) -> Iterator[_Place]:
     """The parameters whose path *path* ends with, on whole keys; the shortest first."""
     index, lengths = params.index, params.lengths
     if '' in index:
@@ -357,7 +351,7 @@ def _ending(path: str, params: _Known) -> Iterator[_Place]:
                 yield _Place(path[: max(start - 1, 0)], param)
 
 
-def _parameter_above(path: str, params: _Known) -> _Place | None:
+def _parameter_above(path: str, params: _ParamIndex) -> _Place | None:
     """The parameter that a leaf is below: the deepest one, of those the longest."""
     end = path.rfind('/')
     while end > 0:
@@ -419,7 +413,7 @@ def _is_float(state: NamedTree, index: int) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
 
 
-def _mismatch(state: NamedTree, index: int, params: _Known, place: _Place | None) -> Problem:
+def _mismatch(state: NamedTree, index: int, params: _ParamIndex, place: _Place | None) -> Problem:
     """The problem of a leaf that should belong to a parameter and does not."""
     if place is None:
         near = params.near(state.paths[index])
