@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._tree.specs import axis_sizes_text
 from scalax.errors import MeshError, did_you_mean, plural
 
 
@@ -106,21 +107,26 @@ def checked_types(
 
 def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
     """The dimensions with -1 filled in; their product is *count*. *subset*: a hint may name fewer devices."""
-    fixed = math.prod(dim for dim in dims if dim != -1)
-    asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
-    if -1 in dims:
-        if count % fixed:
-            raise MeshError(
-                f'mesh ({asked}): {count} devices do not divide by {fixed}, the product of the '
-                f'given dimensions; it may be {_listed(_divisors(count))}'
-            )
-        return tuple(count // fixed if dim == -1 else dim for dim in dims)
-    if fixed != count:
+    asked = axis_sizes_text(dict(zip(names, dims, strict=True)))
+    sizes = _filled(dims, count)
+    product = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
         raise MeshError(
-            f'mesh ({asked}) needs {plural(fixed, "device")}, there '
+            f'mesh ({asked}): {count} devices do not divide by {product}, the product of the '
+            f'given dimensions; it may be {_listed(_divisors(count))}'
+        )
+    if product != count:
+        raise MeshError(
+            f'mesh ({asked}) needs {plural(product, "device")}, there '
             f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
         )
-    return dims
+    return sizes
+
+
+def _filled(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The dimensions with -1 filled in, if *count* divides by the others."""
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    return dims if count % fixed else tuple(count // fixed if dim == -1 else dim for dim in dims)
 
 
 def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
@@ -199,7 +205,11 @@ def _many_slices(
     granules: dict[int, list[Any]] = {}
     for device in devices:
         granules.setdefault(getattr(device, attribute), []).append(device)
-    dcn = _inferred_dcn(dcn, names, len(granules), what)
+    dcn, asked = _filled(dcn, len(granules)), axis_sizes_text(dict(zip(names, dcn, strict=True)))
+    if math.prod(dcn) != len(granules):
+        raise MeshError(
+            f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {len(granules)}'
+        )
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
             raise MeshError(
@@ -221,16 +231,6 @@ def _many_slices(
     count = len(sizes)
     order = [part + axis for axis in range(count) for part in (0, count)]
     return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
-
-
-def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:
-    fixed = math.prod(dim for dim in dcn if dim != -1)
-    if -1 in dcn and granules % fixed == 0:
-        dcn = tuple(granules // fixed if dim == -1 else dim for dim in dcn)
-    if math.prod(dcn) != granules:
-        asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dcn, strict=True))
-        raise MeshError(f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {granules}')
-    return dcn
 
 
 def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:

@@ -274,16 +274,18 @@ class _NamedJit:
             elif part == 'args' and isinstance(asked, tuple | list):
                 prefix = (*asked, *[False] * (len(tree) - len(asked)))
             form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
-            said = f'{form}; got {asked!r}'
-            prefix = jax.tree.map(_flag, prefix, is_leaf=lambda flag: flag is None)
+            wrong = f'{form}; got {asked!r}'
+            prefix = jax.tree.map(
+                lambda flag: False if flag is None else flag, prefix, is_leaf=lambda flag: flag is None
+            )
             if not all(
                 isinstance(flag, bool | np.bool_) or callable(flag) for flag in jax.tree.leaves(prefix)
             ):
-                raise ArgumentError(f'{said}. Positions and names are for jax.jit.')
+                raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
             try:
                 asked_of = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
-                raise ArgumentError(f'{said}. JAX says: {error}') from None
+                raise ArgumentError(f'{wrong}. JAX says: {error}') from None
             for flag, leaf in zip(asked_of, jax.tree.leaves(tree), strict=True):
                 flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
@@ -298,7 +300,11 @@ class _NamedJit:
         if known is not None:
             return known
         body = self._body(mapping, mesh_in_force(place))
-        inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
+        inputs: Any = None
+        if self._in is not None:
+            # The rule once for every argument, so that leaf paths start inside of each.
+            by_name = dict.fromkeys(sorted(kwargs), self._in)
+            inputs = {'args': (self._in,) * args, 'function': self._in, 'kwargs': by_name}
         if isinstance(place, AbstractMesh):
             if not constraints.is_traced():
                 meshes.require_devices(place, self._name)
@@ -321,10 +327,6 @@ class _NamedJit:
             )
         return self._known.add(key, compiled)
 
-    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> dict[str, Any]:
-        """The rule once for every argument, so that leaf paths start inside of each."""
-        return {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
-
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
@@ -340,11 +342,6 @@ class _NamedJit:
 
         body.__name__ = body.__qualname__ = self._name
         return body
-
-
-def _flag(asked: Any) -> Any:
-    """What is said of an argument's donation: None says no."""
-    return False if asked is None else asked
 
 
 @jax.tree_util.register_static

@@ -122,8 +122,8 @@ def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], 
         counts = _counts_text(layout.sizes)
         head = f'{name}: on blocks the results contradict the rule {rule.text!r} ({counts})'
         remedy = (
-            'What to do: return blocks of the results, computed from the shapes of the blocks given; a factor '
-            'that the function wants whole belongs into need_replication_factors.'
+            'What to do: return blocks of the results, computed from the shapes of the blocks given; a '
+            'factor that the function wants whole belongs into need_replication_factors.'
         )
         raise RuleError(message(head, wrong, [remedy]))
 

@@ -145,7 +145,8 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
                 # Arrays of one element are nobody's to decide about.
-                paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
+                leaves = zip(section.paths, section.shapes, strict=True)
+                paths = [path for path, shape in leaves if math.prod(shape) != 1]
                 for table, _ in _tables([section.rule]):
                     found.setdefault(_key(table), []).extend(paths)
         elif isinstance(rule, ShardingRule):

@@ -66,37 +66,35 @@ class FSDPShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        size = self._axis_size(axis_sizes)
+        self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
         keys = list(zip(tree.shapes, tree.occupied, strict=True))
-        chosen = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
-        return [chosen[key] for key in keys]
+        chosen = {key: self._choose(*key, axis_sizes) for key in dict.fromkeys(keys)}
+        return [one if isinstance(one := chosen[key], Decision) else None for key in keys]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """Arrays that are too small, or of which no dimension divides, are replicated."""
-        elements = math.prod(tree.shapes[index])
-        occupied = tree.occupied[index]
-        if elements < self.min_fsdp_size:
-            reason = f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
-        elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(occupied)]:
-            reason = f'FSDP: {", ".join(used)} in use'
-        elif entries(occupied) and None not in entries(occupied)[: len(tree.shapes[index])]:
-            reason = 'FSDP: no dimension is free'
-        else:
-            size = self._axis_size(axis_sizes) or 'a power of two'
-            reason = f'no{" free" if any(entries(occupied)) else ""} dimension divides by {size}'
+        reason = self._choose(tree.shapes[index], tree.occupied[index], axis_sizes)
+        assert isinstance(reason, str)
         return Decision(REPLICATED, repr(self), reason)
 
-    def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Decision | None:
-        if math.prod(shape) < self.min_fsdp_size:
-            return None
-        if not set(entry_axes(self.fsdp_axis_name)).isdisjoint(spec_axes(occupied)):
-            return None
-        dim = _largest_divisible(shape, entries(occupied), size)
-        if dim is None:
-            return None
-        spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
-        found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
-        return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+    def _choose(
+        self, shape: tuple[int, ...], occupied: PartitionSpec, axis_sizes: AxisSizes | None
+    ) -> Decision | str:
+        """The decision about an array, or the reason why there is none."""
+        elements, taken = math.prod(shape), entries(occupied)
+        if elements < self.min_fsdp_size:
+            return f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
+        if used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(occupied)]:
+            return f'FSDP: {", ".join(used)} in use'
+        size = self._axis_size(axis_sizes)
+        dim = _largest_divisible(shape, taken, size)
+        if dim is not None:
+            spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
+            found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
+            return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+        if taken and None not in taken[: len(shape)]:
+            return 'FSDP: no dimension is free'
+        return f'no{" free" if any(taken) else ""} dimension divides by {size or "a power of two"}'
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:

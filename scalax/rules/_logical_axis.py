@@ -119,14 +119,13 @@ class LogicalAxisShardingRule(BuiltinRule):
         known = [name for name, _ in mapping] if strict else None
         named = _pairs(axis_names or (), 'axis_names', "pairs of a regex and names such as 'embed mlp'")
         sized = _pairs(sizes or (), 'sizes', 'a dict of names and sizes')
-        for name, value in (
-            ('axis_mapping', mapping),
-            ('axis_names', tuple(_checked_names(n, pair, known) for n, pair in enumerate(named))),
-            ('strict', strict),
-            ('on_indivisible', checked_policy(on_indivisible)),
-            ('sizes', tuple(sorted(_checked_size(*pair, known) for pair in sized))),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            axis_mapping=mapping,
+            axis_names=tuple(_checked_names(number, pair, known) for number, pair in enumerate(named)),
+            strict=strict,
+            on_indivisible=checked_policy(on_indivisible),
+            sizes=tuple(sorted(_checked_size(*pair, known) for pair in sized)),
+        )
 
     def __repr__(self) -> str:
         mapping = dict(self.axis_mapping)

@@ -103,7 +103,7 @@ class OptimizerStateShardingRule(BuiltinRule):
     def __repr__(self) -> str:
         # Without the shapes, of which a large model has thousands; equality compares them.
         rules = [section.rule for section in self.sections]
-        shapes = [shape for section in self.sections for _, shape, _ in section.leaves]
+        shapes = [shape for section in self.sections for shape in section.shapes]
         text = repr(rules[0]) if len(rules) == 1 else f'<{len(rules)} rules>'
         count = plural(len(shapes), 'parameter')
         return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
@@ -170,23 +170,20 @@ class Section:
     rule: ShardingRule
     at: str | None
     treedef: Any
-    # Not hashed: hashing the shapes of a large model would cost at every look-up.
-    leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
+    # Not hashed: hashing the paths and shapes of a large model would cost at every look-up.
+    paths: tuple[str, ...] = dataclasses.field(hash=False)
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(hash=False)
+    dtypes: tuple[Any, ...] = dataclasses.field(hash=False)
 
     def tree(self) -> NamedTree:
         """The parameters, as the rule sees them."""
-        return NamedTree(
-            [path for path, _, _ in self.leaves],
-            [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in self.leaves],
-            [shape for _, shape, _ in self.leaves],
-            self.treedef,
-            self.at,
-            bare=jax.tree_util.treedef_is_leaf(self.treedef),
-        )
+        structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
+        bare = jax.tree_util.treedef_is_leaf(self.treedef)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, self.at, bare=bare)
 
 
 def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
-    """Lays rules over parameters; keeps shapes in place of the arrays.
+    """Pairs rules with parameters; keeps shapes in place of the arrays.
 
     Raises:
         RuleError: something is not a rule, or not an array.
@@ -204,8 +201,8 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
                     'array; give what the optimizer was initialised with'
                 )
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
-        leaves = tuple(zip(tree.paths, map(tuple, tree.shapes), dtypes, strict=True))
-        yield Section(as_rule(part.rule), part.path, tree.treedef, leaves)
+        columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)
+        yield Section(as_rule(part.rule), part.path, tree.treedef, *columns)
 
 
 class _Place(NamedTuple):

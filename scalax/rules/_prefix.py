@@ -152,32 +152,32 @@ def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
     of = _of(where) or ' of the tree'
     place = 'at its root' if at is None else f'at {at!r}'
     mine, theirs = dict(_children(rules)), dict(_children(tree))
-    if type(rules) is not type(tree):
-        raise StructureError(
-            f'the rules do not have the structure{of} {place}: the rules hold '
-            f'{_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
-            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
-        )
     missing = [key for key in theirs if key not in mine]
     extra = [key for key in mine if key not in theirs]
-    if missing or extra:
-        parts = []
-        if missing:
-            parts.append(f'there is no rule for {_first_ten(map(repr, missing))}')
+    if type(rules) is not type(tree):
+        why = (
+            f'the rules hold {_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
+            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+        )
+    elif missing or extra:
+        parts = [f'there is no rule for {_first_ten(map(repr, missing))}'] if missing else []
         if extra:
             near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
             parts.append(f'the tree has nothing called {_first_ten(near)}')
-        hint = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        why = (
+            f'{"; ".join(parts)}. Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        )
         if any(_REGEX.search(key) for key in extra):
-            hint += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
-        raise StructureError(f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. {hint}')
-    for key, child in mine.items():
-        _explain(child, theirs[key], join(at, key), where)
-    raise StructureError(
-        f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
-        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, '
-        'or make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
-    )
+            why += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+    else:
+        for key, child in mine.items():
+            _explain(child, theirs[key], join(at, key), where)
+        why = (
+            f'the {type(rules).__name__} there differs in its static fields{_differing(rules, tree, mine)}. '
+            'Give one rule for the whole subtree, or make the tree of rules of the tree itself '
+            '(jax.tree.map, tree.replace).'
+        )
+    raise StructureError(f'the rules do not have the structure{of} {place}: {why}')
 
 
 def _fits(rules: Any, tree: Any) -> bool:

@@ -63,12 +63,8 @@ class TreePathShardingRule(BuiltinRule):
             checked_pair(f'TreePathShardingRule, pair {number}', rule, _SPREAD)
             for number, rule in enumerate(rules)
         )
-        for name, value in (
-            ('rules', pairs),
-            ('strict', checked_flag('strict', strict, RuleError)),
-            ('on_indivisible', checked_policy(on_indivisible)),
-        ):
-            object.__setattr__(self, name, value)
+        strict = checked_flag('strict', strict, RuleError)
+        vars(self).update(rules=pairs, strict=strict, on_indivisible=checked_policy(on_indivisible))
 
     def __repr__(self) -> str:
         pairs = [f'({regex_text(pattern)}, {value!r})' for pattern, value in self.rules]
