@@ -68,7 +68,7 @@ def _uncertain_nodes(treedef: Any, depth: int, start: int) -> Iterator[tuple[typ
 
 
 def _is_alike(static: Any, numbers: bool) -> bool:
-    """Whether all values equal to *static* have its text; numbers have as keys of dicts (*numbers*) only."""
+    """Whether values equal to *static* have its text, as equal numbers do if they are keys (*numbers*)."""
     if isinstance(static, tuple | list):
         inside = numbers and isinstance(static, list)
         return all(_is_alike(item, inside) for item in static)

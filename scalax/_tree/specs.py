@@ -140,14 +140,9 @@ class MeshAxes:
         """The number of shards along *axes* together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    @property
-    def any_manual(self) -> bool:
-        """Whether some axis is Manual, as inside ``shard_map``."""
-        return AxisType.Manual in self.types.values()
-
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The spec with those axes of its entries that are among *axes*. The rest of it stays.
+    """The spec with only those axes in its entries that are among *axes*.
 
     Example:
         >>> only_axes(PartitionSpec(('data', 'fsdp'), 'tp', PartitionSpec.UNCONSTRAINED), {'fsdp'})

@@ -18,7 +18,7 @@ _LONGEST = 120  # characters of a value in a message
 
 
 def parse(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text, without what JSON readers disagree about.
+    """Parses a JSON text, and refuses what JSON readers disagree about.
 
     Python's own reader accepts more: NaN, a key twice (the last one counts), half of a surrogate pair, and
     nesting up to the limit of the interpreter.

@@ -145,5 +145,5 @@ def names_text(axes: Any) -> str:
 
 
 def is_axis(value: Any) -> bool:
-    """Whether a value is a haliax Axis, by what it has: haliax need not be installed."""
+    """Whether a value is a haliax Axis; duck-typed, because haliax need not be installed."""
     return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), int)

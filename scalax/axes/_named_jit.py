@@ -369,7 +369,7 @@ def _inline(
 
 
 def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
-    """The rule of a mapping: what names no dimensions stays as it is, or is left to the compiler."""
+    """The rule of a mapping. Arrays without names stay as they are, or are left to the compiler."""
     if resources is None:
         return None
     if not isinstance(resources, ShardingRule):

@@ -133,7 +133,7 @@ def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any =
 def round_axis_for_partitioning(
     size: Any, axis: str | None = None, mapping: AxisMapping | None = None, *, mesh: Any = None
 ) -> Any:
-    """The smallest size, not below the one given, that divides over the devices of its mesh axes.
+    """The size, rounded up to a multiple of the number of devices along its mesh axes.
 
     Args:
         size: the size; or a haliax Axis, which has a name too.
@@ -184,7 +184,7 @@ def _is_tree(value: Any) -> bool:
 
 
 def _holds_spec(node: Any) -> bool:
-    """Whether a node is a NamedArray of haliax with a spec where its array was, by what it has."""
+    """Whether a node is a haliax NamedArray that holds a spec in place of its array; duck-typed."""
     return isinstance(getattr(node, 'array', None), PartitionSpec)
 
 

@@ -106,7 +106,7 @@ def _is_place(value: Any) -> bool:
 
 
 def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
-    """The axes and the mapping: what is given first may be either."""
+    """The axes and the mapping: the first argument may be either."""
     value = axes_or_mapping
     if value is None or isinstance(value, str) or is_axis(value):
         return value, mapping

@@ -13,7 +13,7 @@ from scalax.rules._pattern import Dimension, Pattern, names_in, parse, pattern_e
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule such as ``'b c, -> b'``, read.
+    """A parsed rule, such as ``'b c, -> b'``.
 
     Attributes:
         text: as it was written.

@@ -223,7 +223,7 @@ class BuiltinRule(ShardingRule):
         return getattr(self, 'on_indivisible', 'error') != 'warn' and all(map(is_pure, self.parts))
 
     def _options(self, *names: str) -> list[str]:
-        """Those of the named fields that do not have their defaults, as code."""
+        """The named fields that differ from their defaults, as code."""
         changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
         return [f'{name}={getattr(self, name)!r}' for name in changed]
 
@@ -463,14 +463,17 @@ class _Wrapper(BuiltinRule):
         return changed
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the rule, changed."""
-        # This leaf alone: the whole tree for each leaf would take quadratic time.
-        one = self._inner_tree(dataclasses.replace(tree.select([index]), whole=None))
-        return self._changed(self.rule.fallback(one, 0, axis_sizes), len(tree.shapes[index]))
+        """The default of the wrapped rule, changed."""
+        default = self.rule.fallback(*self._inner_leaf(tree, index), axis_sizes)
+        return self._changed(default, len(tree.shapes[index]))
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         """The tree that the wrapped rule sees."""
         return tree
+
+    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
+        """A tree with the leaf as the wrapped rule sees it, and its number there."""
+        return tree, index
 
     def _changed(self, answer: Decision | Problem, rank: int) -> Decision | Problem:
         """The answer of the wrapped rule, changed for an array of this rank."""
@@ -498,6 +501,10 @@ class Stacked(_Wrapper):
         keys = list(zip(tree.occupied, map(len, layer.shapes), strict=True))
         known = {key: self._occupied(*key) for key in dict.fromkeys(keys)}
         return layer.with_occupied([known[key] for key in keys])
+
+    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
+        # This leaf alone: the whole tree for each leaf would take quadratic time.
+        return self._inner_tree(dataclasses.replace(tree.select([index]), whole=None)), 0
 
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""

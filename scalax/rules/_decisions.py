@@ -58,7 +58,7 @@ class Decision:
         on_indivisible: OnIndivisible | None,
         clauses: tuple[tuple[ShardingRule, int], ...] = (),
     ) -> Decision:
-        """The decision of a rule that holds *value* in place of a spec."""
+        """The decision for a value: a PartitionSpec, a NamedSharding, or None."""
         policies = (on_indivisible,)
         if not isinstance(value, NamedSharding):
             return cls(value, origin, reason, policies, clauses=clauses)

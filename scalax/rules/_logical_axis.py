@@ -402,7 +402,7 @@ class NamedLeaf:
         return [rest if n is None else n for n in sizes] if sizes.count(None) == 1 else sizes
 
     def _dividing(self, axes: tuple[str, ...], size: int | None, is_whole: bool) -> tuple[str, ...]:
-        """The axes without those, from the right, by which a dimension or a part of one does not divide."""
+        """The axes that divide a dimension or a part of one; others are dropped from the right."""
         # With the policy "error", whole dimensions are checked with the rest of the spec, in `resolve`.
         judged = is_whole and self.rule.on_indivisible == 'error'
         if size is not None and self.axis_sizes is not None and not judged:
@@ -430,7 +430,7 @@ class NamedLeaf:
         )
 
     def _name_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
-        """The first thing that is wrong with names that a leaf holds; those of regexes were checked."""
+        """The first fault of names that a leaf holds itself; those of regexes were checked before."""
         places: dict[str, list[int]] = {}
         for dim, parts in enumerate(dimensions):
             for part in parts:

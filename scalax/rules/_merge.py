@@ -59,7 +59,7 @@ def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) ->
 
 
 def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
-    """The decision of two with specs together, about a leaf of this shape."""
+    """One decision made of two that have specs, about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
     free = remainder(claim(below), above.spec, len(shape))
     filled = joined(below.spec, free)
@@ -94,7 +94,7 @@ def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes:
 
 
 def unanswered(below: Decision, default: Decision | Problem) -> Decision:
-    """The decision of *a* where *b* has no answer, with the reason of *b* for that."""
+    """The decision of *a* where *b* has no answer, with the reason of *b* as a note."""
     if isinstance(default, Problem) or not default.reason:
         return below
     return dataclasses.replace(below, notes=(*below.notes, default.reason))
@@ -143,7 +143,7 @@ def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec
 
 
 def joined(below: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
-    """A spec, and in its empty dimensions the entries of another, which `remainder` left of it."""
+    """A spec whose empty dimensions are filled from *free*, which `remainder` gave."""
     pairs = itertools.zip_longest(specs.entries(below), specs.entries(free))
     filled = specs.replaced(below, [other if own is None else own for own, other in pairs])
     unreduced, reduced = free.unreduced - _used(below), free.reduced - _used(below)
@@ -153,7 +153,7 @@ def joined(below: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
 
 
 def _used(spec: PartitionSpec) -> set[str]:
-    """Every mesh axis of a spec, those of sums too."""
+    """Every mesh axis of a spec, with the unreduced and reduced ones."""
     return {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
 
 
@@ -170,7 +170,7 @@ def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partition
 
 
 def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
-    """The spec with UNCONSTRAINED, which is never filled, in those of some dimensions that are empty.
+    """The spec with UNCONSTRAINED in the empty ones of *dims*, so that they are never filled.
 
     Example:
         >>> close(PartitionSpec('a'), (0, 1))

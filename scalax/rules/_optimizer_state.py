@@ -307,6 +307,8 @@ class _ParamAnswers:
         answer = self._answers[asked]
         if answer is None:
             section, tree, i = self.known.rows[asked[0]]
+            if asked[1] is not None:
+                tree, i = tree.select([i]).with_occupied([asked[1]]), 0
             answer = self._answers[asked] = section.rule.fallback(tree, i, self._axis_sizes)
         return answer
 

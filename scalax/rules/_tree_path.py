@@ -160,7 +160,7 @@ def _text(pattern: str | re.Pattern[str]) -> str:
 
 
 def regex_text(pattern: str | re.Pattern[str]) -> str:
-    """A regex as code that makes it again; Python's own text of a compiled one ends after 200 characters."""
+    """A regex as code. The repr of a compiled one is cut off after 200 characters."""
     if isinstance(pattern, str):
         return repr(pattern)
     flags = re.RegexFlag(pattern.flags & ~re.UNICODE)  # which every regex of text has
