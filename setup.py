@@ -32,6 +32,7 @@ EXTRAS = {
     'dev': [
         *EXAMPLES,
         'build',
+        'einops',  # patterns of dimensions mean what they mean there
         'equinox',
         'flatbuffers',
         # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
@@ -63,7 +64,7 @@ setup(
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
     package_data={'scalax': ['py.typed', '_report/assets/*', 'explain/assets/*']},
-    install_requires=['jax>=0.10', 'numpy', 'einops'],
+    install_requires=['jax>=0.10', 'numpy'],
     extras_require=EXTRAS,
     classifiers=[
         'Development Status :: 4 - Beta',

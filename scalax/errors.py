@@ -136,7 +136,7 @@ class ShardingError(ScalaxError, ValueError):
         problems: all of them; ten are shown and the rest are counted.
         mesh: the mesh axis sizes as text, for the first line.
         where: which tree this is about, such as ``"argument 'state'"``.
-        message: what to say instead, where there are no problems of single leaves.
+        message: the whole message, if the problems are not about single leaves.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     count = 'One leaf' if len(leaves) == 1 else f'{len(leaves)} leaves'
     head = f'{count}{f" of {where}" if where else ""} cannot be sharded as asked'
     lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:']
-    # What is wrong with a leaf in each of many layers is said once.
+    # The same problem in each of many layers is shown once.
     split = [leaf.rpartition(': ') for leaf in leaves]
     folds = fold(
         (path, (colon, array, *_details(of_leaf[leaf])))
@@ -173,14 +173,14 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     if more:
         lines.append(f'  ... and {plural(more, "more leaf", "more leaves")}')
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
-    # What begins another hint is said there.
+    # A hint that another one begins with is left out.
     told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
     lines.extend(f'What to do: {hint}' for hint in told)
     return '\n'.join(lines)
 
 
 def _details(problems: Sequence[Problem]) -> list[str]:
-    """What is wrong with one leaf, and what was asked for, a line each."""
+    """The problems of one leaf and the spec asked for, one a line."""
     lines: list[str] = []
     for origin in dict.fromkeys(map(_origin, problems)):
         details = [problem.detail for problem in problems if _origin(problem) == origin]
@@ -255,7 +255,7 @@ def _module(frame: types.FrameType) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Says which of the *known* names is meant, or lists them all.
+    """Suggests the *known* names that are like *word*, or lists them all.
 
     Example:
         >>> did_you_mean('fdsp', ['fsdp', 'tp'])

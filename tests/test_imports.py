@@ -25,7 +25,7 @@ SECTION = DESIGN.partition('## Rooms')[2].partition('\n## ')[0]
 ROOMS = re.findall(r'^\| `(\w+)` \|', SECTION, re.MULTILINE)[::-1]
 
 OPTIONAL = [
-    *('absl', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
+    *('absl', 'einops', 'equinox', 'flax', 'haliax', 'libtpu', 'matplotlib'),
     *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
@@ -113,7 +113,7 @@ def test_import_changes_no_global_state() -> None:
     # JAX itself may set variables when it is imported, so it comes first.
     code = f"""
 import os
-import jax, jax.numpy, einops, numpy
+import jax, jax.numpy, numpy
 before = dict(os.environ), dict(jax.config.values)
 {IMPORT}
 assert dict(os.environ) == before[0], 'os.environ was edited'

@@ -1,7 +1,7 @@
 """Meshes from axis dimensions and names.
 
-``jax.experimental.mesh_utils`` lays out the devices. This module checks what the user asked for, fills in -1,
-and says what would fit if it does not.
+``jax.experimental.mesh_utils`` orders the devices. This module checks the arguments, fills in -1, and
+suggests what would fit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._tree.specs import axis_sizes_text
 from scalax.errors import MeshError, did_you_mean, plural
 
 
@@ -88,7 +89,7 @@ def checked_axes(
 def checked_types(
     axis_types: AxisType | Sequence[AxisType] | None, names: tuple[str, ...]
 ) -> tuple[AxisType, ...]:
-    """One axis type for every axis; Auto unless said otherwise, whatever JAX's default is."""
+    """One axis type for each axis; by default Auto, whatever JAX's default is."""
     if axis_types is None:
         return (AxisType.Auto,) * len(names)
     if isinstance(axis_types, AxisType):
@@ -105,22 +106,27 @@ def checked_types(
 
 
 def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*. *subset*: fewer devices may be advised."""
-    fixed = math.prod(dim for dim in dims if dim != -1)
-    asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dims, strict=True))
-    if -1 in dims:
-        if count % fixed:
-            raise MeshError(
-                f'mesh ({asked}): {count} devices do not divide by {fixed}, the product of the '
-                f'given dimensions; it may be {_listed(_divisors(count))}'
-            )
-        return tuple(count // fixed if dim == -1 else dim for dim in dims)
-    if fixed != count:
+    """The dimensions with -1 filled in; their product is *count*. *subset*: a hint may name fewer devices."""
+    asked = axis_sizes_text(dict(zip(names, dims, strict=True)))
+    sizes = _filled(dims, count)
+    product = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes:
         raise MeshError(
-            f'mesh ({asked}) needs {plural(fixed, "device")}, there '
+            f'mesh ({asked}): {count} devices do not divide by {product}, the product of the '
+            f'given dimensions; it may be {_listed(_divisors(count))}'
+        )
+    if product != count:
+        raise MeshError(
+            f'mesh ({asked}) needs {plural(product, "device")}, there '
             f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
         )
-    return dims
+    return sizes
+
+
+def _filled(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The dimensions with -1 filled in, if *count* divides by the others."""
+    fixed = math.prod(dim for dim in dims if dim != -1)
+    return dims if count % fixed else tuple(count // fixed if dim == -1 else dim for dim in dims)
 
 
 def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
@@ -177,7 +183,7 @@ def _one_slice(
     except AssertionError:
         # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
         # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
-        # describes them. The given order is then the only one there is.
+        # describes them. The given order is used then.
         return np.asarray(devices, dtype=object).reshape(sizes)
 
 
@@ -192,14 +198,18 @@ def _many_slices(
     if not isinstance(given, tuple) or len(given) != len(names):
         raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
     dcn, _ = checked_axes(given, names)
-    # CPU devices say that they are all of slice 0, on several hosts too.
+    # All CPU devices report slice 0, also those of several hosts.
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
     granules: dict[int, list[Any]] = {}
     for device in devices:
         granules.setdefault(getattr(device, attribute), []).append(device)
-    dcn = _inferred_dcn(dcn, names, len(granules), what)
+    dcn, asked = _filled(dcn, len(granules)), axis_sizes_text(dict(zip(names, dcn, strict=True)))
+    if math.prod(dcn) != len(granules):
+        raise MeshError(
+            f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {len(granules)}'
+        )
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
             raise MeshError(
@@ -223,21 +233,11 @@ def _many_slices(
     return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
 
 
-def _inferred_dcn(dcn: tuple[int, ...], names: tuple[str, ...], granules: int, what: str) -> tuple[int, ...]:
-    fixed = math.prod(dim for dim in dcn if dim != -1)
-    if -1 in dcn and granules % fixed == 0:
-        dcn = tuple(granules // fixed if dim == -1 else dim for dim in dcn)
-    if math.prod(dcn) != granules:
-        asked = ', '.join(f'{name}={dim}' for name, dim in zip(names, dcn, strict=True))
-        raise MeshError(f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {granules}')
-    return dcn
-
-
 def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
     """A mesh that a helper can be made of.
 
     Raises:
-        MeshError: it is no mesh, is empty, or has axes of type Manual.
+        MeshError: it is not a mesh, is empty, or has axes of type Manual.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
@@ -248,7 +248,7 @@ def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
 
 
 def pickled(mesh: Mesh | AbstractMesh) -> Any:
-    """What can be pickled of a mesh: JAX's devices cannot, so their platform and ids stand for them."""
+    """A mesh in a form that can be pickled, with platform and ids in place of devices."""
     if isinstance(mesh, AbstractMesh):
         return mesh
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
@@ -256,10 +256,10 @@ def pickled(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def unpickled(parts: Any) -> Mesh | AbstractMesh:
-    """The mesh of what `pickled` gave, of the devices of this program.
+    """The inverse of `pickled`, with the devices of this program.
 
     Raises:
-        MeshError: it has no such devices.
+        MeshError: this program has no such devices.
     """
     if isinstance(parts, AbstractMesh):
         return parts

@@ -1,4 +1,4 @@
-"""TPU topologies: the slices that are known, and devices of slices that are not here, for compiling only."""
+"""TPU topologies: known slices, and devices of slices that are not attached, for compiling only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
 """Kind of chip -> the slices of it."""
 
 KNOWN = tuple(f'{name}:{size}' for name, sizes in SIZES.items() for size in sizes.split())
-"""The names of slices; others whose sides are as even serve as well."""
+"""The names of slices. The compiler also accepts others, of similarly even sides."""
 
 # What Google Cloud calls slices: v5p-128 is 128 TensorCores, v6e-64 is 64 chips
 # (https://cloud.google.com/tpu/docs/v4, v5e, v5p and v6e): name -> (kind of chip, cores of one that count).
@@ -44,11 +44,11 @@ NO_TPU_MACHINE = {
     'TPU_STDERR_LOG_LEVEL': '3',
     'TPU_MIN_LOG_LEVEL': '3',
 }
-"""Without these it asks the network where it runs, takes a lock for itself, writes logs, and complains."""
+"""Without these libtpu asks the network where it runs, takes a lock, writes logs, and prints warnings."""
 
 
 def topology_devices(topology: str, num_slices: int) -> list[Any]:
-    """The devices of TPU hardware that is not here, such as ``'v5p:4x4x4'``, for compiling only.
+    """The devices of a TPU topology that is not attached, such as ``'v5p:4x4x4'``, for compiling only.
 
     Raises:
         MissingDependencyError: libtpu is not installed.
@@ -59,7 +59,7 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
     if not topology or not isinstance(topology, str):
-        # For none the compiler would take one of its own.
+        # Given none, the compiler would choose one.
         raise MeshError(
             f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
             'lists them'
@@ -72,13 +72,13 @@ def topology_devices(topology: str, num_slices: int) -> list[Any]:
 
     options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
     if small := _LESS_THAN_A_HOST.fullmatch(topology):
-        # Older libtpu (0.0.42) takes every host to have 2x2 chips, unless told otherwise.
+        # Older libtpu (0.0.42) assumes 2x2 chips on every host.
         options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
     try:
         if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
             raise ValueError('a side of 0 chips')
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
-    # A RuntimeError is also how libtpu says that another process holds it; its own words follow ours.
+    # libtpu also raises RuntimeError if another process holds it; its message follows ours.
     except (RuntimeError, ValueError) as error:
         if _is_wrong_version(error):
             raise MissingDependencyError(

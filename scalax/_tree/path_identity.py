@@ -1,8 +1,9 @@
-"""Whether trees of equal structure have equal leaf paths: JAX's caches take such trees for one another.
+"""Trees whose structure does not determine their leaf paths.
 
-Nearly always they do: keys of dicts that are equal have equal texts (`paths`), and most nodes name their
-children by fields of their type. A node may also name them by static data that leaves the name out of
-comparison, or a dict may have keys whose equality says nothing about how they print.
+JAX's caches treat trees of equal structure as the same. Nearly always their leaf paths are equal too: equal
+keys of dicts have equal texts (`paths`), and most nodes name their children by fields of their type. But a
+node may name them by static data that it leaves out of comparison, and keys of dicts may be equal and print
+differently.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def uncertain_paths(tree: Any, treedef: Any) -> tuple[str, ...] | None:
-    """The leaf paths of a tree, where a tree of equal structure may have others; else None.
+    """The leaf paths of a tree if a tree of equal structure may have other ones, else None.
 
     Args:
         tree: the tree.
         treedef: its structure.
     """
-    nodes = list(_doubtful(treedef, 0, 0))
+    nodes = list(_uncertain_nodes(treedef, 0, 0))
     if not nodes:
         return None
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -45,10 +46,10 @@ def paths_of(tree: Any) -> tuple[str, ...]:
     return tuple(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
-def _doubtful(treedef: Any, depth: int, start: int) -> Iterator[tuple[type, Any, int, list[int]]]:
-    """The nodes whose static data may equal others that name children otherwise.
+def _uncertain_nodes(treedef: Any, depth: int, start: int) -> Iterator[tuple[type, Any, int, list[int]]]:
+    """The nodes whose static data may be equal to data that names children differently.
 
-    Each with its type, its static data, its depth, and the first leaf of each child.
+    Yields the type, the static data, the depth, and the first leaf of each child.
     """
     data = treedef.node_data()
     if data is None:
@@ -60,14 +61,14 @@ def _doubtful(treedef: Any, depth: int, start: int) -> Iterator[tuple[type, Any,
         if count:
             firsts.append(start)
             if count > 1 or child.num_nodes > 1:
-                yield from _doubtful(child, depth + 1, start)
+                yield from _uncertain_nodes(child, depth + 1, start)
         start += count
     if not _is_alike(static, numbers=kind in _DICTS):
         yield kind, static, depth, firsts
 
 
 def _is_alike(static: Any, numbers: bool) -> bool:
-    """Whether everything equal to *static* prints like it; *numbers* do as keys of dicts alone."""
+    """Whether values equal to *static* have its text, as equal numbers do if they are keys (*numbers*)."""
     if isinstance(static, tuple | list):
         inside = numbers and isinstance(static, list)
         return all(_is_alike(item, inside) for item in static)
@@ -78,7 +79,7 @@ def _is_alike(static: Any, numbers: bool) -> bool:
 
 
 def _names_follow(kind: type, static: Any, key: Any) -> bool:
-    """Whether the name of a child follows from the type of the node, or stands in what JAX compares."""
+    """Whether the type of the node, or static data that JAX compares, determines the name of a child."""
     if isinstance(key, SequenceKey | FlattenedIndexKey):
         return True
     name: Any = getattr(key, 'name', getattr(key, 'key', None))

@@ -34,7 +34,7 @@ def key_string(key: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a key of a dict is called: equal keys alike, because JAX takes such dicts for one structure."""
+    """The text of a key: the same for equal keys, because JAX takes such dicts for one structure."""
     if isinstance(value, str):
         return str.__str__(value)  # an Enum that is a string prints otherwise
     if isinstance(value, np.generic):
@@ -59,7 +59,7 @@ def path_string(path: Sequence[Any], separator: str = '/') -> str:
 
 def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
     """`path_string` of each path; several times faster where all keys are those of dicts, and strings."""
-    # Keys of other types may have a `key` too, which is not what they are called.
+    # Keys of other types may have an attribute `key` that is not their name.
     if {DictKey}.issuperset(map(type, itertools.chain.from_iterable(paths))):
         with contextlib.suppress(TypeError):
             return ['/'.join([key.key for key in path]) for path in paths]
@@ -87,7 +87,7 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
     """The shape of anything JAX takes as an array, or None for what it does not take."""
     shape = getattr(leaf, 'shape', None)
     if shape is not None and hasattr(leaf, 'dtype'):
-        # numpy would drop the mask without a word where it makes another array of such a one.
+        # numpy silently drops the mask when it converts one.
         return None if isinstance(leaf, np.ma.MaskedArray) else tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
 
@@ -114,7 +114,7 @@ def has_foreign_dtype(leaf: Any) -> bool:
 
 
 def overflowed_dtype(leaf: Any) -> Any:
-    """The dtype that JAX would make of a Python int which does not fit into it; None for other leaves."""
+    """The dtype that JAX gives a Python int which does not fit into it; None for other leaves."""
     if not isinstance(leaf, int) or isinstance(leaf, bool):
         return None
     dtype = canonical_dtype(int)
@@ -128,7 +128,7 @@ def canonical_dtype(dtype: Any) -> Any:
 
 
 def dtype_on_devices(leaf: Any) -> Any:
-    """The dtype that a leaf has there: a ``jax.Array`` keeps the one it was made with, under x64 perhaps."""
+    """The dtype that a leaf has on devices: a ``jax.Array`` keeps its own, also a wide one without x64."""
     if isinstance(leaf, jax.Array):
         return leaf.dtype
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
@@ -157,14 +157,19 @@ def describe_leaf(path: str, leaf: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedTree:
-    """A flattened pytree: its leaves with their paths and shapes, and its structure.
+    """A flattened pytree, or some of its leaves: the form in which rules see a tree.
 
-    Rules see a tree in this form. ``prefix`` is its path in the tree that the user gave (for messages
-    only: rules never see it); None for that tree itself. ``parent`` and ``indices`` are set on a
-    selection of leaves, which has no structure of its own. ``occupied`` holds, in a composition, the spec
-    that another rule has given each leaf already; ``shown`` the leaves as messages show them, where rules see
-    others. ``bare`` says that there is nothing but one leaf without a key: the path of an empty key is
-    ``''`` too.
+    Attributes:
+        paths: the leaf paths.
+        leaves: the leaves; anything with a shape and a dtype, or Python scalars.
+        shapes: their shapes; ``()`` for what is not an array.
+        treedef: the structure of the whole tree.
+        prefix: the path of the tree in the one that the user gave, for messages; None for that one itself.
+        whole: the tree that these leaves were selected from; None if these are all.
+        indices: where these leaves are in the whole tree.
+        occupied: for each leaf the spec of the rules that decided before, in ``a & b``.
+        shown: the leaves as messages show them, where rules see others.
+        bare: whether the tree is one leaf without a key. (``''`` is also the path of an empty key.)
     """
 
     paths: Sequence[str]
@@ -172,11 +177,15 @@ class NamedTree:
     shapes: Sequence[tuple[int, ...]]
     treedef: Any
     prefix: str | None = None
-    parent: NamedTree | None = None
+    whole: NamedTree | None = None
     indices: Sequence[int] = ()
     occupied: Sequence[PartitionSpec] = ()
     shown: Sequence[Any] = ()
     bare: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.occupied:
+            object.__setattr__(self, 'occupied', [PartitionSpec()] * len(self.paths))
 
     @classmethod
     def of(
@@ -212,53 +221,44 @@ class NamedTree:
         def rows(column: Sequence[Any]) -> list[Any]:
             return [column[i] for i in indices] if column else []
 
-        return NamedTree(
-            rows(self.paths),
-            rows(self.leaves),
-            rows(self.shapes),
-            None,
-            self.prefix,
+        whole, places = self.root()
+        return dataclasses.replace(
             self,
-            indices,
-            rows(self.occupied),
-            rows(self.shown),
-            self.bare,
+            paths=rows(self.paths),
+            leaves=rows(self.leaves),
+            shapes=rows(self.shapes),
+            whole=whole,
+            indices=rows(places),
+            occupied=rows(self.occupied),
+            shown=rows(self.shown),
         )
 
     def with_occupied(self, occupied: Sequence[PartitionSpec]) -> NamedTree:
-        """The same leaves, of each of which another rule has sharded some dimensions already."""
+        """The same leaves, with the specs of the rules that decided before."""
         return dataclasses.replace(self, occupied=occupied)
 
     def without_first(self, dims: int) -> NamedTree:
-        """The same leaves without their first dimensions, which are stacks of layers."""
+        """The same leaves without their first dimensions, which are stacks of layers; nothing is occupied."""
         shapes = [shape[dims:] for shape in self.shapes]
-        return NamedTree(
-            self.paths,
-            [
+        return dataclasses.replace(
+            self,
+            leaves=[
                 jax.ShapeDtypeStruct(shape, leaf.dtype) if hasattr(leaf, 'dtype') else leaf
                 for leaf, shape in zip(self.leaves, shapes, strict=True)
             ],
-            shapes,
-            self.treedef,
-            self.prefix,
-            self.parent and self.parent.without_first(dims),
-            self.indices,
-            [PartitionSpec(*spec[dims:]) for spec in self.occupied],
-            self.shown or self.leaves,
-            self.bare,
+            shapes=shapes,
+            whole=self.whole and self.whole.without_first(dims),
+            occupied=(),
+            shown=self.shown or self.leaves,
         )
 
     def stacked(self, index: int) -> int:
         """How many first dimensions of leaf number *index* are stacks of layers, which rules do not see."""
         return len(leaf_shape(self.shown[index]) or ()) - len(self.shapes[index]) if self.shown else 0
 
-    def root(self) -> tuple[NamedTree, list[int]]:
-        """The tree of which this is a selection, perhaps of a selection, and where its leaves are there."""
-        tree, indices = self, list(range(len(self)))
-        while tree.parent is not None:
-            indices = [tree.indices[i] for i in indices]
-            tree = tree.parent
-        return tree, indices
+    def root(self) -> tuple[NamedTree, Sequence[int]]:
+        """The whole tree, and where these leaves are in it."""
+        return (self, range(len(self))) if self.whole is None else (self.whole, self.indices)
 
     def path_below(self, at: str | None, index: int) -> str:
         """The path of leaf number *index* in a tree that has this one at *at*."""
@@ -281,9 +281,9 @@ class NamedTree:
     @functools.cached_property
     def tree(self) -> Any:
         """The pytree itself, with structs for Python scalars: every leaf has a shape and a dtype."""
-        return self.treedef.unflatten(
-            [
-                leaf if hasattr(leaf, 'shape') else jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf))
-                for leaf in self.leaves
-            ]
-        )
+        return self.treedef.unflatten(map(with_shape, self.leaves))
+
+
+def with_shape(leaf: Any) -> Any:
+    """The leaf, or a struct for a Python scalar."""
+    return leaf if hasattr(leaf, 'shape') else jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf))

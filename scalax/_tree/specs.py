@@ -28,7 +28,7 @@ def checked_policy(value: str) -> OnIndivisible:
 
 
 def strictest(policies: Iterable[OnIndivisible]) -> OnIndivisible:
-    """Of several policies for one array the one that lets the least pass in silence."""
+    """The strictest of several policies for one array."""
     return min(policies, key=('error', 'warn', 'replicate').index)
 
 
@@ -79,7 +79,7 @@ def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def sums_kind(spec: PartitionSpec) -> str:
-    """What the parts along unreduced axes make: a sum, or in newer JAX something else."""
+    """How the parts along unreduced axes combine: a sum, or another kind in newer JAX."""
     return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
 
 
@@ -140,14 +140,9 @@ class MeshAxes:
         """The number of shards along *axes* together."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    @property
-    def any_manual(self) -> bool:
-        """Whether some axis is Manual, as inside ``shard_map``."""
-        return AxisType.Manual in self.types.values()
-
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The spec with those axes of its entries that are among *axes*. The rest of it stays.
+    """The spec with only those axes in its entries that are among *axes*.
 
     Example:
         >>> only_axes(PartitionSpec(('data', 'fsdp'), 'tp', PartitionSpec.UNCONSTRAINED), {'fsdp'})
@@ -177,7 +172,7 @@ class Fault:
 
 
 def no_axis(axis: Any, sizes: Mapping[str, int]) -> str:
-    """What is wrong with an axis that a mesh of these axes lacks."""
+    """The text about an axis that a mesh lacks."""
     return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
 
 
@@ -185,7 +180,7 @@ def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> froz
     """The mesh axes that an option names: one or several.
 
     Raises:
-        ArgumentError: these are no names.
+        ArgumentError: *names* are not strings.
         MeshError: a name that the mesh does not have.
     """
     if not isinstance(names, Iterable):

@@ -15,10 +15,10 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-# A number is a key, or ends one behind an underscore or a dot: `block12` and `block13` may be unrelated.
-# Braces before it would read as numbers in the name. Longer numbers do not count layers.
+# A number is a whole key, or follows an underscore or a dot: `block12` and `block13` may be unrelated.
+# Braces before it would look like folded numbers. Longer numbers do not count layers.
 _NUMBERED = re.compile('((?:[^{}]*[_.])?)(0|[1-9][0-9]{0,17})', re.ASCII | re.DOTALL)
-_DEEPEST = 100  # keys of a path that are folded: looking at each costs a round over all leaves
+_DEEPEST = 100  # keys of a path that are folded: each costs a pass over all leaves
 
 
 MOST_RUNS = 6  # between the braces of one folded path: layers may alternate

@@ -28,7 +28,7 @@ def renamed(**names: str) -> Callable[[Callable[Given, Result]], Callable[Given,
         @functools.wraps(fun)
         def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
             for old in names.keys() & kwargs.keys():
-                # Where the new name is there as well, Python says that there is one too many.
+                # If both are given, Python raises about the old one.
                 if names[old] not in kwargs:
                     kwargs[names[old]] = kwargs.pop(old)
             return fun(*args, **kwargs)

@@ -18,7 +18,7 @@ _LONGEST = 120  # characters of a value in a message
 
 
 def parse(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text that every JSON reader understands alike.
+    """Parses a JSON text, and refuses what JSON readers disagree about.
 
     Python's own reader accepts more: NaN, a key twice (the last one counts), half of a surrogate pair, and
     nesting up to the limit of the interpreter.
@@ -27,7 +27,7 @@ def parse(text: str | bytes | bytearray) -> Any:
         text: bytes are UTF-8.
 
     Raises:
-        ValueError: it is no such text; says why.
+        ValueError: it is not strict JSON; the message has the reason.
 
     Example:
         >>> parse('{"a": [1, null]}')
@@ -74,7 +74,7 @@ def _require_finite(number: float) -> None:
 
 
 def _check(value: Any) -> None:
-    """Raises ValueError about strings that are no Unicode, numbers without end, and deep nesting."""
+    """Raises ValueError about strings that are not Unicode, infinite numbers, and deep nesting."""
     level, depth = [value], 0
     while level:
         inner: list[Any] = []
@@ -104,13 +104,13 @@ def brief(value: Any) -> str:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, opened for reading without a buffer. Nothing else is waited for, or read without end.
+    """A regular file, opened for reading without a buffer. Pipes and devices might block or never end.
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is a device, a pipe or the like; or its path is none.
+        ValueError: it is not a regular file, or the path is invalid.
     """
-    # A pipe that nobody writes to would be waited for where it is opened.
+    # Opening a pipe without a writer would block.
     with open(path, 'rb', buffering=0, opener=_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError('it is no regular file')
@@ -125,12 +125,12 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
     """All bytes of a regular file.
 
     Args:
-        path: which.
-        most: how many bytes it may have.
+        path: the path of the file.
+        most: the largest number of bytes.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no regular file, is larger than that, or changes while it is read.
+        ValueError: it is not a regular file, is larger than that, or changes while it is read.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -140,7 +140,7 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
 
 
 def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
-    """So many bytes of a file, from a position on.
+    """Reads *size* bytes of a file, from *position* on.
 
     Raises:
         OSError: it cannot be read.
@@ -159,5 +159,5 @@ def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What such an error says, without the path."""
+    """The message of an error of `read` or `parse`, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,8 +1,8 @@
 """Named axes: a mapping of logical axis names to mesh axes, given once, usable everywhere.
 
-What a mapping means is what `LogicalAxisShardingRule` says; here it is active in a context, inside and
-outside of compiled functions, and can be asked questions. Arrays name their dimensions themselves (flax's
-boxes and variables, haliax's NamedArrays) or are named where they are sharded: ``shard(x, 'batch embed')``.
+A mapping has the meaning that `LogicalAxisShardingRule` gives it. It is active in a context, inside and
+outside of compiled functions, and can be queried. Arrays name their dimensions themselves (flax's boxes and
+variables, haliax's NamedArrays) or are named where they are sharded: ``shard(x, 'batch embed')``.
 """
 
 from scalax.axes._mapping import AxisMapping, axis_mapping

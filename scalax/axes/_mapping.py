@@ -50,7 +50,7 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
 
 
 def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
-    """A mapping as the rule that it stands for: dimensions of other names, and of none, are not sharded."""
+    """A mapping as a rule. Dimensions of other names, or without names, are not sharded."""
     if isinstance(mapping, LogicalAxisShardingRule):
         return mapping
     return LogicalAxisShardingRule(mapping, strict=False)  # type: ignore[arg-type]  # it checks for itself
@@ -77,7 +77,7 @@ def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
     """The mesh given, or that of the active helper, or that of ``jax.set_mesh``; None without any.
 
     Raises:
-        MeshError: *mesh* is given, and is none.
+        MeshError: *mesh* is not a mesh or a helper.
     """
     if mesh is not None:
         mesh = getattr(mesh, 'mesh', mesh)  # a helper
@@ -92,7 +92,7 @@ def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
 
 
 def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
-    """The mesh in force; raises MeshError, in the name of *what*, where there is none."""
+    """The mesh in force; raises MeshError if there is none, for *what*."""
     found = mesh_in_force(mesh)
     if found is None:
         raise MeshError(
@@ -108,7 +108,7 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
     Strings are patterns; a haliax axis is one dimension, whatever it is called.
 
     Raises:
-        RuleError: neither a pattern, nor haliax axes, nor a sequence of these.
+        RuleError: not a pattern, haliax axes, or a sequence of these.
     """
     if isinstance(axes, str):
         return parse(axes), axes
@@ -145,5 +145,5 @@ def names_text(axes: Any) -> str:
 
 
 def is_axis(value: Any) -> bool:
-    """Whether a value is a haliax Axis, by what it has: haliax need not be installed."""
+    """Whether a value is a haliax Axis; duck-typed, because haliax need not be installed."""
     return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), int)

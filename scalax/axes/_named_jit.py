@@ -103,7 +103,7 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are no arrays and cannot be hashed; all of them are named. Or an option
+        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option
             that has another name here.
         MeshError: there is something to shard by, and no mesh.
         RuleError: resources that are neither a mapping nor a rule.
@@ -152,7 +152,7 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         **kwargs: the same by name, and the options of `named_jit`.
 
     Raises:
-        ArgumentError: something else than these.
+        ArgumentError: other arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -264,12 +264,12 @@ class NamedJitFunction(Generic[Given, Result]):
             raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit(...).lower`` of the function that serves such a call."""
+        """``jax.jit(...).lower`` of the compiled function of such a call."""
         compiled, operands = self._prepared(args, kwargs)
         return compiled.lower(*operands)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its operands: donated arrays, others, and the rest."""
+        """The compiled function of a call, and its operands: donated arrays, other arrays, static part."""
         whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
         data, static = partition(whole)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
@@ -295,7 +295,7 @@ class NamedJitFunction(Generic[Given, Result]):
                 )
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
-        """For every leaf of a call whether it is donated."""
+        """Whether each leaf of a call is donated."""
         flags: list[bool] = []
         for part, tree in whole.items():
             asked = self._donated.get(part)
@@ -305,16 +305,18 @@ class NamedJitFunction(Generic[Given, Result]):
             elif part == 'args' and isinstance(asked, tuple | list):
                 prefix = (*asked, *[False] * (len(tree) - len(asked)))
             form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
-            said = f'{form}; got {asked!r}'
-            prefix = jax.tree.map(_flag, prefix, is_leaf=lambda flag: flag is None)
+            wrong = f'{form}; got {asked!r}'
+            prefix = jax.tree.map(
+                lambda flag: False if flag is None else flag, prefix, is_leaf=lambda flag: flag is None
+            )
             if not all(
                 isinstance(flag, bool | np.bool_) or callable(flag) for flag in jax.tree.leaves(prefix)
             ):
-                raise ArgumentError(f'{said}. Positions and names are for jax.jit.')
+                raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
             try:
                 asked_of = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
-                raise ArgumentError(f'{said}. JAX says: {error}') from None
+                raise ArgumentError(f'{wrong}. JAX says: {error}') from None
             for flag, leaf in zip(asked_of, jax.tree.leaves(tree), strict=True):
                 flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
@@ -329,7 +331,11 @@ class NamedJitFunction(Generic[Given, Result]):
         if known is not None:
             return known
         body = self._body(mapping, mesh_in_force(place))
-        inputs = None if self._in is None else self._by_argument(self._in, args, kwargs)
+        inputs: Any = None
+        if self._in is not None:
+            # The rule once for every argument, so that leaf paths start inside of each.
+            by_name = dict.fromkeys(sorted(kwargs), self._in)
+            inputs = {'args': (self._in,) * args, 'function': self._in, 'kwargs': by_name}
         if isinstance(place, AbstractMesh):
             if not constraints.is_traced():
                 meshes.require_devices(place, self._name)
@@ -352,10 +358,6 @@ class NamedJitFunction(Generic[Given, Result]):
             )
         return self._known.add(key, compiled)
 
-    def _by_argument(self, rule: ShardingRule, args: int, kwargs: frozenset[str]) -> dict[str, Any]:
-        """The rule once for every argument, so that leaf paths start inside of each."""
-        return {'args': (rule,) * args, 'function': rule, 'kwargs': dict.fromkeys(sorted(kwargs), rule)}
-
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
@@ -371,11 +373,6 @@ class NamedJitFunction(Generic[Given, Result]):
 
         body.__name__ = body.__qualname__ = self._name
         return body
-
-
-def _flag(asked: Any) -> Any:
-    """What is said of an argument's donation: None says no."""
-    return False if asked is None else asked
 
 
 @jax.tree_util.register_static
@@ -403,7 +400,7 @@ def _inline(
 
 
 def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
-    """The rule of a mapping: what names no dimensions stays as it is, or is left to the compiler."""
+    """The rule of a mapping. Arrays without names stay as they are, or are left to the compiler."""
     if resources is None:
         return None
     if not isinstance(resources, ShardingRule):

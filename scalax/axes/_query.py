@@ -1,4 +1,4 @@
-"""Questions to the active mapping: the mesh axes, the spec and the sharding of named dimensions."""
+"""Queries of the active mapping: the mesh axes, the spec and the sharding of named dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._tree.specs import canonical, entry_axes
+from scalax._tree.specs import Fault, canonical, entry_axes
 from scalax.axes._mapping import (
     AxisMapping,
     as_rule,
@@ -81,7 +81,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
 
     Raises:
-        RuleError: names that are no pattern, or whose number depends on the array (``...``).
+        RuleError: names that are not a pattern, or whose number depends on the array (``...``).
 
     Example:
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
@@ -96,15 +96,14 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
     if rule is None:
         return PartitionSpec(*[None] * len(pattern.dimensions))
-    # Whether an array divides is asked when there is one.
+    # Divisibility is checked when there is an array.
     rule = dataclasses.replace(rule, on_indivisible='error')
     sizes = None if found is None else dict(found.shape)
     leaf = NamedLeaf(rule, Named(pattern, text), _shape(pattern, rule, sizes), 0, REPLICATED, sizes)
-    said, _ = leaf.decide()
-    spec = getattr(said, 'spec', None)
-    if spec is None:
-        raise RuleError(f'{text!r}: {said.detail}')  # type: ignore[union-attr]  # a Fault, then
-    return spec
+    decision, _ = leaf.decide()
+    if isinstance(decision, Fault):
+        raise RuleError(f'{text!r}: {decision.detail}')
+    return decision.spec
 
 
 def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any = None) -> NamedSharding:
@@ -134,7 +133,7 @@ def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any =
 def round_axis_for_partitioning(
     size: Any, axis: str | None = None, mapping: AxisMapping | None = None, *, mesh: Any = None
 ) -> Any:
-    """The smallest size, not below the one given, that divides over the devices of its mesh axes.
+    """The size, rounded up to a multiple of the number of devices along its mesh axes.
 
     Args:
         size: the size; or a haliax Axis, which has a name too.
@@ -180,12 +179,12 @@ def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> in
 
 
 def _is_tree(value: Any) -> bool:
-    """Whether a value holds arrays: neither names of dimensions, nor something that was meant to be these."""
+    """Whether a value holds arrays, rather than names of dimensions."""
     return any(map(is_array, jax.tree.leaves(value)))
 
 
 def _holds_spec(node: Any) -> bool:
-    """Whether a node is a NamedArray of haliax with a spec where its array was, by what it has."""
+    """Whether a node is a haliax NamedArray that holds a spec in place of its array; duck-typed."""
     return isinstance(getattr(node, 'array', None), PartitionSpec)
 
 
@@ -206,6 +205,6 @@ def _shape(pattern: Pattern, rule: LogicalAxisShardingRule, axis_sizes: AxisSize
     shape = []
     for parts in pattern.dimensions:
         sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
-        told = math.prod(size for size in sizes if size is not None)
-        shape.append(told * everything if None in sizes else told)
+        given = math.prod(size for size in sizes if size is not None)
+        shape.append(given * everything if None in sizes else given)
     return tuple(shape)

@@ -29,7 +29,7 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
 
     Args:
         x: a tree of arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
-            others. What is no array is returned as it is.
+            others. Other leaves are returned as they are.
         axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
             (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping, which the
             mesh may follow.
@@ -38,11 +38,11 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
         mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
 
     Returns:
-        The tree with the same values. Arrays whose dimensions nobody names are left as they are. Without a
+        The tree with the same values. Arrays whose dimensions have no names are left as they are. Without a
         mapping or a mesh nothing happens, with a warning.
 
     Raises:
-        RuleError: names that are no pattern, or a mapping of another form.
+        RuleError: names that are not a pattern, or a mapping of another form.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
 
     Example:
@@ -108,7 +108,7 @@ def _is_place(value: Any) -> bool:
 
 
 def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
-    """The axes and the mapping: what is given first may be either."""
+    """The axes and the mapping: the first argument may be either."""
     value = axes_or_mapping
     if value is None or isinstance(value, str) or is_axis(value):
         return value, mapping
@@ -140,7 +140,7 @@ def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule
 
 def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
     data, static = partition(tree)
-    # A rule that is not strict would replicate what nobody names; here that stays as it is.
+    # A rule that is not strict would replicate arrays without names; here they stay as they are.
     rules = rule if rule.strict else rule | None
     if constraints.is_traced():
         return combine(constraints.constrain(data, rules, mesh, where='shard'), static)

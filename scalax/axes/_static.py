@@ -49,7 +49,7 @@ class StaticPart:
 
 
 def partition(tree: Any) -> tuple[Any, StaticPart]:
-    """The tree with None in place of what is no array, and that as a static part."""
+    """The tree with None in place of other leaves than arrays, and these leaves as a static part."""
     leaves, treedef = jax.tree.flatten(tree)
     arrays = tuple(map(is_array, leaves))
     data = [leaf if array else None for leaf, array in zip(leaves, arrays, strict=True)]
@@ -79,8 +79,8 @@ def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> N
     Args:
         static: the static part of the tree.
         tree: the tree.
-        what: what the message says has such leaves.
-        remedy: what the message says to do.
+        what: the beginning of the message.
+        remedy: what to do, for the message.
     """
     try:
         hash(static)

@@ -14,6 +14,7 @@ from scalax._trace import contexts
 from scalax._trace.contexts import MeshOwner
 from scalax._tree.paths import describe_leaf
 from scalax._tree.specs import MeshAxes, canonical, indivisible
+from scalax.custom_op._rule import message
 from scalax.errors import ArgumentError
 
 _RTOL = {'float64': 1e-12, 'complex128': 1e-12, 'float32': 1e-5, 'complex64': 1e-5, 'float16': 5e-3}
@@ -25,7 +26,7 @@ def chosen_mesh(name: str, mesh: Mesh | MeshOwner | None) -> Mesh:
     """The mesh to try an operation on: that given, that of the active helper, or that in force.
 
     Raises:
-        ArgumentError: there is none with devices.
+        ArgumentError: there is no mesh with devices.
     """
     context = contexts.current()
     if mesh is None:
@@ -66,7 +67,7 @@ def check(
         The number of placements.
 
     Raises:
-        AssertionError: one of them gives something else.
+        AssertionError: the results under one of them differ.
     """
     one = [jax.device_put(operand, mesh.devices.flat[0]) for operand in operands.values()]
     expected = plain(*one)
@@ -81,22 +82,21 @@ def check(
         for label, result in expected.items():
             wrong = _difference(result, got[label], rtol, values)
             if wrong:
-                lines = [
-                    f'{name} differs when it is sharded (mesh: {MeshAxes.of(mesh)}):',
-                    *[
-                        f'  {describe_leaf(operand, value)} as {spec}'
-                        for operand, value, spec in zip(operands, one, specs, strict=True)
-                    ],
-                    f'{describe_leaf(label, result)}: {wrong}',
-                    f'Placements tried before, which agree: {tried}',
+                head = f'{name} differs when it is sharded (mesh: {MeshAxes.of(mesh)})'
+                arrays = [
+                    f'{describe_leaf(operand, value)} as {spec}'
+                    for operand, value, spec in zip(operands, one, specs, strict=True)
                 ]
-                raise AssertionError('\n'.join(lines))
+                agree = f'Placements tried before, which agree: {tried}'
+                raise AssertionError(
+                    message(head, arrays, [f'{describe_leaf(label, result)}: {wrong}', agree])
+                )
         tried += 1
     return tried
 
 
 def _difference(expected: jax.Array, got: jax.Array, rtol: float | None, values: bool) -> str:
-    """What is different about an array, in words; empty if nothing is."""
+    """How an array differs, in words; empty if it does not."""
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
         return f'{got.dtype}{list(got.shape)} when sharded'
     if not values:

@@ -33,10 +33,6 @@ class Gradient:
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
 
-    def given(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Gradient:
-        """The same with another gradient."""
-        return dataclasses.replace(self, forward=forward, backward=backward)
-
     def attach(self, operation: Operation, static: dict[str, Any]) -> Callable[..., Results]:
         """The operation as a function that JAX can differentiate."""
         results = len(operation.fit.results)
@@ -46,7 +42,13 @@ class Gradient:
 
         def forwards(*operands: Any) -> tuple[Results, Any]:
             if self.forward is None:
-                self._check_plain()
+                if not self.plain:
+                    raise ArgumentError(
+                        f'{self.name} has no gradient: its results depend on the shardings of its operands '
+                        '(depends_on_placement=True), those of its function on whole arrays do not. What to '
+                        f'do: give it one with {self.name}.defvjp(forward, backward), or '
+                        'jax.lax.stop_gradient its operands.'
+                    )
                 return with_gradient(*operands), (operands, ())  # it may be differentiated again
             returned = as_tuple(self.forward(*operands, **static))
             if len(returned) < results:
@@ -68,14 +70,6 @@ class Gradient:
         with_gradient = jax.custom_vjp(call)
         with_gradient.defvjp(forwards, backwards)
         return with_gradient
-
-    def _check_plain(self) -> None:
-        if not self.plain:
-            raise ArgumentError(
-                f'{self.name} has no gradient: its results depend on the shardings of its operands '
-                '(depends_on_placement=True), those of its function on whole arrays do not. What to do: give '
-                f'it one with {self.name}.defvjp(forward, backward), or jax.lax.stop_gradient its operands.'
-            )
 
     def _for_operands(self, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
         """One cotangent for each operand, of its type; None for those that have none."""

@@ -1,4 +1,4 @@
-"""The mesh axes of each factor in one call, and the context that tells the user's function about them."""
+"""The mesh axes of each factor in one call, and the context from which the user's function reads them."""
 
 from __future__ import annotations
 
@@ -121,10 +121,7 @@ class FactorContext:
 
     def size(self, factor: str | tuple[str, ...]) -> int:
         """The number of blocks along a factor."""
-        size = 1
-        for axis in self.axis_names(factor):
-            size *= self._sizes[axis]
-        return size
+        return math.prod(self._sizes[axis] for axis in self.axis_names(factor))
 
     def index(self, factor: str | tuple[str, ...]) -> jax.Array:
         """Which block along a factor this device has: an int32 scalar, 0 for the first."""

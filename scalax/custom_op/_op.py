@@ -1,7 +1,8 @@
-"""`sharded_op`: an operation made of a function on blocks, called like a function of whole arrays."""
+"""`sharded_op`: makes an operation on sharded arrays of a function on their blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._trace.contexts import MeshOwner
-from scalax._util.lru_cache import LRUCache, type_key
+from scalax._util.lru_cache import type_key
 from scalax.custom_op import _check
 from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
 from scalax.custom_op._layout import FactorContext
@@ -56,7 +57,7 @@ def sharded_op(
         A decorator that makes a `ShardedOp`.
 
     Raises:
-        RuleError: the rule is none, or the function does not have its operands.
+        RuleError: the rule is invalid, or the function has other operands.
 
     Example:
         >>> import numpy as np
@@ -122,13 +123,14 @@ class ShardedOp(Generic[Given, Result]):
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
         if not static:
-            return self._without_static(*operands)
+            return self._jitted((), *operands)
+        key = _key(static)
         try:
-            compiled = self._compiled.get(_key(static))
+            hash(key)
         except TypeError as error:
             self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
-        return (compiled or self._compile(static))(*operands)
+        return self._jitted(key, *operands)
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Gives the operation its gradient, by two more operations (or functions of whole arrays).
@@ -157,7 +159,7 @@ class ShardedOp(Generic[Given, Result]):
                     f'{self._name}.defvjp(forward, backward): {what} is a function, got '
                     f'{type(given).__name__}'
                 )
-        self._gradient = self._gradient.given(forward, backward)
+        self._gradient = dataclasses.replace(self._gradient, forward=forward, backward=backward)
         self._reset()
 
     def check(
@@ -183,7 +185,7 @@ class ShardedOp(Generic[Given, Result]):
             How many placements were tried.
 
         Raises:
-            AssertionError: a placement gives other values; says which is the first, and where they differ.
+            AssertionError: a placement gives other values; the message has the first, and where they differ.
                 With ``depends_on_placement=True`` only shapes and dtypes are compared.
             ArgumentError: no mesh.
         """
@@ -233,19 +235,16 @@ class ShardedOp(Generic[Given, Result]):
 
     def _reset(self) -> None:
         """Drops what was compiled."""
-        self._compiled: LRUCache[Any, Callable[..., Any]] = LRUCache()
-        self._without_static = self._compile({})
 
-    def _compile(self, static: dict[str, Any]) -> Callable[..., Any]:
-        self._check_static(static)
-
-        def call(*operands: Any) -> Any:
+        def call(key: tuple[Any, ...], *operands: Any) -> Any:
+            static = {name: value for name, _, value in key}
+            self._check_static(static)
             operation = self._operation(operands, static)
             results = self._gradient.attach(operation, static)(*operands)
             return results if len(operation.fit.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
-        return self._compiled.add(_key(static), jax.jit(call))
+        self._jitted = jax.jit(call, static_argnums=0)
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
         """The operation on these operands, checked."""
@@ -255,7 +254,7 @@ class ShardedOp(Generic[Given, Result]):
             return as_tuple(self._fun(*args, **static))
 
         fit = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
-        return Operation(self._name, self._rule.factors, fit, local, self._check_vma)
+        return Operation(self._rule.factors, fit, local, self._check_vma)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):

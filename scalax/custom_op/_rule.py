@@ -8,12 +8,12 @@ from typing import Any
 
 from scalax._tree.paths import describe_leaf
 from scalax.errors import ArgumentError, RuleError, did_you_mean, plural
-from scalax.rules._pattern import Dimension, Pattern, as_text, names_in, parse, pattern_error
+from scalax.rules._pattern import Dimension, Pattern, names_in, parse, pattern_error
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule such as ``'b c, -> b'``, read.
+    """A parsed rule, such as ``'b c, -> b'``.
 
     Attributes:
         text: as it was written.
@@ -186,54 +186,20 @@ class FactorMap:
         return rule, {kind: tuple(factors) for kind, factors in special.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class FittedOperands:
-    """The operands of a call, fitted to a rule; made by `fit_operands`."""
-
-    rule: Rule
-    name: str
-    factors: tuple[Factors, ...]
-    sizes: Mapping[str, tuple[int, str]]
-    dots: int
-    described: tuple[str, ...]
-
-    def with_results(self, results: Sequence[Any]) -> FactorMap:
-        """The map of a call with these results: the types of what the function returns for whole arrays.
-
-        Raises:
-            RuleError: they contradict the rule.
-        """
-        sizes = dict(self.sizes)
-        labels = {f'result {i}': result for i, result in enumerate(results)}
-        factors: list[Factors] = []
-        wrong = [f'the rule has {len(self.rule.results)}, the function returned {len(results)}']
-        if len(results) == len(self.rule.results):
-            factors, wrong = _all_factors(self.rule.results, labels, self.dots, sizes)
-        if wrong:
-            texts = [*self.described, *[describe_leaf(label, result) for label, result in labels.items()]]
-            raise RuleError(
-                _lines(f'{self.name}: the results contradict the rule {self.rule.text!r}', texts, wrong)
-            )
-        return FactorMap(
-            self.factors,
-            tuple(factors),
-            {factor: size for factor, (size, _) in sizes.items()},
-            # A factor of results only is made by the function, whole, on every device.
-            frozenset(self.rule.need_replication_factors) | (set(sizes) - set(self.sizes)),
-            frozenset(self.rule.reduction_factors),
-        )
-
-
-def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> FittedOperands:
-    """Fits a rule to the operands of a call.
+def fit(
+    rule: Rule, name: str, operands: Mapping[str, Any], results: Mapping[str, Any] | None = None
+) -> FactorMap:
+    """Fits a rule to a call.
 
     Args:
         rule: the rule.
         name: the name of the operation, for errors.
         operands: the types of the operands, by name.
+        results: the types of what the function returns for whole arrays; None where that is not known yet.
 
     Raises:
-        ArgumentError: they do not fit the rule, or one another.
+        ArgumentError: the operands do not fit the rule, or one another.
+        RuleError: the results contradict it.
     """
     dots = next(
         (
@@ -243,17 +209,35 @@ def fit_operands(rule: Rule, name: str, operands: Mapping[str, Any]) -> FittedOp
         ),
         0,
     )
-    sizes: dict[str, tuple[int, str]] = {}
-    described = tuple(
-        f'{describe_leaf(label, operand)} for {_text(pattern)!r}'
+    described = [
+        f'{describe_leaf(label, operand)} for {str(pattern)!r}'
         for pattern, (label, operand) in zip(rule.operands, operands.items(), strict=True)
-    )
-    factors, wrong = _all_factors(rule.operands, operands, dots, sizes)
+    ]
+    sizes: dict[str, tuple[int, str]] = {}
+    operand_factors, wrong = _all_factors(rule.operands, operands, dots, sizes)
     if wrong:
         raise ArgumentError(
-            _lines(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
+            message(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
         )
-    return FittedOperands(rule, name, tuple(factors), sizes, dots, described)
+    of_operands = set(sizes)
+    result_factors: list[Factors] = []
+    if results is not None:
+        wrong = [f'the rule has {len(rule.results)}, the function returned {len(results)}']
+        if len(results) == len(rule.results):
+            result_factors, wrong = _all_factors(rule.results, results, dots, sizes)
+        if wrong:
+            described += [describe_leaf(label, result) for label, result in results.items()]
+            raise RuleError(
+                message(f'{name}: the results contradict the rule {rule.text!r}', described, wrong)
+            )
+    return FactorMap(
+        tuple(operand_factors),
+        tuple(result_factors),
+        {factor: size for factor, (size, _) in sizes.items()},
+        # A factor of results only is made by the function, whole, on every device.
+        frozenset(rule.need_replication_factors) | (set(sizes) - of_operands),
+        frozenset(rule.reduction_factors),
+    )
 
 
 def _all_factors(
@@ -303,17 +287,11 @@ def _wrong_rank(pattern: Pattern, label: str, rank: int, dots: int) -> str:
     return f'{label} has {plural(rank, "dimension")}, and {said} in the rule'
 
 
-def _text(pattern: Pattern) -> str:
-    if pattern.ellipsis is None:
-        return as_text(pattern.dimensions)
-    parts = pattern.dimensions[: pattern.ellipsis], pattern.dimensions[pattern.ellipsis :]
-    return ' '.join(filter(None, [as_text(parts[0]), '...', as_text(parts[1])]))
-
-
 def shown_factor(factor: str) -> str:
     """A factor as messages show it: the dimensions of an ellipsis have no names."""
     return f"'...'[{factor.split()[1]}]" if factor.startswith('...') else repr(factor)
 
 
-def _lines(head: str, arrays: Sequence[str], wrong: Sequence[str]) -> str:
-    return '\n'.join([f'{head}:', *[f'  {text}' for text in arrays], *wrong])
+def message(head: str, arrays: Sequence[str], rest: Sequence[str]) -> str:
+    """A message with a list of arrays under its first line."""
+    return '\n'.join([f'{head}:', *[f'  {text}' for text in arrays], *rest])

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
+from scalax._tree.paths import is_key
 from scalax._tree.specs import canonical
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap
@@ -34,14 +35,12 @@ class Operation:
     """An operation on operands of known shapes.
 
     Attributes:
-        name: what it is called in profiles and errors.
         factors: the factors that the function knows by name.
         fit: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
         check_vma: whether JAX can track which values differ between devices.
     """
 
-    name: str
     factors: tuple[str, ...]
     fit: FactorMap
     local: Callable[..., Results]
@@ -68,7 +67,7 @@ class Operation:
 
 def run(operation: Operation, *operands: Any) -> Results:
     """Runs an operation inside a function that JAX compiles, also under ``jax.vmap``."""
-    if any(map(_is_key, operands)):
+    if any(map(is_key, operands)):
         return run(*_with_key_data(operation, operands))
 
     @custom_vmap
@@ -84,13 +83,9 @@ def run(operation: Operation, *operands: Any) -> Results:
     return results
 
 
-def _is_key(operand: Any) -> bool:
-    return jax.dtypes.issubdtype(operand.dtype, jax.dtypes.prng_key)
-
-
 def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The operation on the data of typed PRNG keys: when partitioned, a key has one more dimension."""
-    impls = [jax.random.key_impl(operand) if _is_key(operand) else None for operand in operands]
+    impls = [jax.random.key_impl(operand) if is_key(operand) else None for operand in operands]
 
     def local(ctx: FactorContext, *blocks: Any) -> Results:
         keys = [
@@ -99,7 +94,7 @@ def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, 
         ]
         return operation.local(ctx, *keys)
 
-    data = [jax.random.key_data(operand) if _is_key(operand) else operand for operand in operands]
+    data = [jax.random.key_data(operand) if is_key(operand) else operand for operand in operands]
     factors = [
         (*factors, *[None] * (len(numbers.shape) - len(factors)))
         for factors, numbers in zip(operation.fit.operands, data, strict=True)
@@ -149,7 +144,7 @@ def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) ->
 
 
 def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands, resharded as a layout says."""
+    """The operands, resharded to a layout."""
     return tuple(
         resharded(operand, NamedSharding(mesh, layout.spec(factors)))
         for operand, factors in zip(operands, layout.fit.operands, strict=True)
@@ -157,7 +152,7 @@ def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any
 
 
 def resharded(operand: Any, wanted: NamedSharding) -> Any:
-    """A value of this type, over Explicit axes."""
+    """The operand with this sharding, over Explicit axes."""
     if canonical(jax.typeof(operand).sharding.spec) == canonical(wanted.spec):
         return operand
     return reshard(operand, wanted)
@@ -198,11 +193,11 @@ class Constants:
 
     @classmethod
     def of(cls, fun: Callable[..., Any], operands: Sequence[Any]) -> Constants:
-        """Those that a function uses when it is called with *operands*."""
+        """The arrays that a function closes over when it is called with *operands*."""
         return cls(tuple(jax.make_jaxpr(fun)(*operands).consts))
 
     def given_to(self, fun: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """The function as one of its own operands and, behind them, of the constants."""
+        """The function with the constants as further operands, behind its own."""
         if not self.values:
             return fun
 

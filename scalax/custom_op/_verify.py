@@ -1,4 +1,4 @@
-"""Checks that a function keeps to its rule, before anything is compiled.
+"""Checks that a function follows its rule, before anything is compiled.
 
 The function is traced twice, without computing: on whole arrays, and on blocks of every factor that may be
 sharded. JAX then tracks which values differ between devices, so that a forgotten sum is found whatever the
@@ -8,7 +8,7 @@ mesh will be.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import FactorContext, Layout
-from scalax.custom_op._rule import FactorMap, Rule, fit_operands, shown_factor
+from scalax.custom_op._rule import FactorMap, Rule, fit, message, shown_factor
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())
@@ -49,14 +49,15 @@ def verified(
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=getattr(each, 'weak_type', False))
         for each in types
     ]
-    fitting = fit_operands(rule, name, dict(zip(labels, blank, strict=True)))
-    # What is looked at is no part of the caller's mesh.
+    named = dict(zip(labels, blank, strict=True))
+    fit(rule, name, named)  # before the function sees the operands
+    # The trial is independent of the caller's mesh.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
         if not all(hasattr(result, 'shape') for result in whole):
             kinds = ', '.join(type(result).__name__ for result in whole)
             raise RuleError(f'{name}: the function returns one array, or a tuple of arrays, got {kinds}')
-        fitted = fitting.with_results(whole)
+        fitted = fit(rule, name, named, {f'result {i}': result for i, result in enumerate(whole)})
         _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
     return fitted
 
@@ -88,16 +89,17 @@ def _try_on_blocks(
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(mapped, *operands)
     except Exception as error:
-        cut = ', '.join(f'{shown_factor(factor)} in {size}' for factor, size in sizes.items())
         error.add_note(
-            f'{name} ({rule.text!r}) was tried on blocks: {cut}. A factor that the function wants whole '
-            'belongs into need_replication_factors'
+            f'{name} ({rule.text!r}) was tried on blocks: {_counts_text(sizes)}. A factor that the function '
+            'wants whole belongs into need_replication_factors'
             + ('; check_vma=False stops JAX from following which values differ.' if check_vma else '.')
         )
         raise
     _check_blocks(name, rule, layout, seen[-1], whole)
     for i, (factors, block) in enumerate(zip(fitted.results, seen[-1], strict=True)):
-        differs = [factor for factor in sizes if factor in _varying(block) and factor not in factors]
+        # As far as JAX followed it.
+        varying = block.manual_axis_type.varying
+        differs = [factor for factor in sizes if factor in varying and factor not in factors]
         if differs:
             raise _forgotten(name, rule, differs[0], f'result {i} still differs between its blocks')
     if not check_vma:
@@ -111,28 +113,19 @@ def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], 
         layout.block(factors, result.shape) for factors, result in zip(layout.fit.results, whole, strict=True)
     ]
     wrong = [
-        f'  {describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
+        f'{describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '
         f'{list(returned.shape)}'
         for i, (result, block, returned) in enumerate(zip(whole, expected, blocks, strict=True))
         if tuple(returned.shape) != block
     ]
     if wrong:
-        cut = ', '.join(f'{shown_factor(factor)} in {size}' for factor, size in layout.sizes.items())
-        raise RuleError(
-            '\n'.join(
-                [
-                    f'{name}: on blocks the results contradict the rule {rule.text!r} ({cut}):',
-                    *wrong,
-                    'What to do: return blocks of the results, computed from the shapes of the blocks given; '
-                    'a factor that the function wants whole belongs into need_replication_factors.',
-                ]
-            )
+        counts = _counts_text(layout.sizes)
+        head = f'{name}: on blocks the results contradict the rule {rule.text!r} ({counts})'
+        remedy = (
+            'What to do: return blocks of the results, computed from the shapes of the blocks given; a '
+            'factor that the function wants whole belongs into need_replication_factors.'
         )
-
-
-def _varying(block: Any) -> frozenset[str]:
-    """The axes along which a value may differ, as far as JAX followed it."""
-    return frozenset(block.manual_axis_type.varying)
+        raise RuleError(message(head, wrong, [remedy]))
 
 
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
@@ -151,9 +144,9 @@ def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
 
 
 def _block_counts(fitted: FactorMap) -> dict[str, int]:
-    """Into how many blocks each factor is cut: few, but factors of equal size differently where they can be.
+    """Into how many blocks each factor is cut: few, and factors of equal size differently if possible.
 
-    So a result whose dimensions are in another order than the rule says has blocks of another shape.
+    A result whose dimensions are in another order than in the rule then has blocks of another shape.
     """
     counts: dict[str, int] = {}
     for factor, size in fitted.sizes.items():
@@ -162,6 +155,10 @@ def _block_counts(fitted: FactorMap) -> dict[str, int]:
             divisors = _divisors(size)
             counts[factor] = next((count for count in divisors if count not in taken), divisors[0])
     return counts
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    return ', '.join(f'{shown_factor(factor)} in {count}' for factor, count in counts.items())
 
 
 def _divisors(size: int) -> list[int]:

@@ -138,7 +138,8 @@ def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
                 # No rule decides about arrays of one element.
-                paths = [path for path, shape, _ in section.leaves if math.prod(shape) != 1]
+                leaves = zip(section.paths, section.shapes, strict=True)
+                paths = [path for path, shape in leaves if math.prod(shape) != 1]
                 for key in _tables([section.rule]):
                     found.setdefault(key, []).extend(paths)
         elif isinstance(rule, ShardingRule):

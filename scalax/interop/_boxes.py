@@ -92,7 +92,7 @@ def _entry(entry: Any) -> str | tuple[str, ...] | None:
 
 
 def _linen_names(box: Any) -> Any:
-    return getattr(box, 'names', None)  # a box of the user's own class may have none
+    return getattr(box, 'names', None)  # a user's own box class may have none
 
 
 def _nnx_names(variable: Any) -> Any:
@@ -106,7 +106,7 @@ def _haliax_names(array: Any) -> Any:
     return [axis.name for axis in array.axes]
 
 
-# By library and class. Where in the library a class is defined is not written down: that changes.
+# By library and class; the modules that define the classes change.
 _READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ('flax', 'AxisMetadata'): _linen_names,
     ('flax', 'Variable'): _nnx_names,

@@ -8,18 +8,18 @@ every leaf.
 Users write the operators; these classes are what they make. The precedence, leaf by leaf:
 
 ==============================  ===========================  =======================================
-what *a* says                   ``a | b`` gives              ``a & b`` gives
+answer of *a*                   ``a | b`` gives              ``a & b`` gives
 ==============================  ===========================  =======================================
 a spec                          that spec                    that spec; *b* fills what it left free
-``PartitionSpec()``             ``PartitionSpec()``          what *b* says
+``PartitionSpec()``             ``PartitionSpec()``          the answer of *b*
 a spec, ``.stacked(n)``         that spec                    that spec; *b* fills what it left free,
                                                              but never the first *n* dimensions
 None (leave to the compiler)    None                         None
-no answer (FSDP: too small)     what *b* says                what *b* says
-strict, and no regex matches    what *b* says                an error
+no answer (FSDP: too small)     the answer of *b*            the answer of *b*
+strict, and no regex matches    the answer of *b*            an error
 ==============================  ===========================  =======================================
 
-Where *b* has no answer, or says None, ``a & b`` leaves a spec of *a* as it is.
+Where *b* has no answer, or answers None, ``a & b`` gives the spec of *a* unchanged.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class ShardingRule(abc.ABC):
     """
 
     by_path: ClassVar[bool] = False
-    """Whether it looks at paths and ranks alone; its parts may look at more."""
+    """Whether answers depend on paths and ranks only, apart from those of its parts."""
     by_shape: ClassVar[bool] = False
-    """Whether it looks at nothing but shapes and what is occupied of them."""
+    """Whether answers depend on shapes, and on what is occupied of them, only."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -69,7 +69,7 @@ class ShardingRule(abc.ABC):
         """
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """One answer a leaf; None where this rule has none, a Problem where it went wrong.
+        """One answer for each leaf: None for "no answer", a Problem where something is wrong.
 
         Args:
             tree: the leaves to decide about.
@@ -99,12 +99,12 @@ class ShardingRule(abc.ABC):
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """What a leaf gets that this rule does not answer: an answer, or the error to raise."""
+        """The default for a leaf without an answer: a decision, or the problem to raise."""
         return Decision(REPLICATED, type(self).__name__, 'no answer')
 
     @property
     def is_pure(self) -> bool:
-        """Whether a result may be reused: the same answers and no warnings for equal shapes, for ever."""
+        """Whether results can be cached: equal trees always get the same answers, and no warnings."""
         return False
 
     @property
@@ -216,6 +216,17 @@ class BuiltinRule(ShardingRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
 
+    @property
+    def is_pure(self) -> bool:
+        """See `ShardingRule.is_pure`."""
+        # A warning has to be given each time.
+        return getattr(self, 'on_indivisible', 'error') != 'warn' and all(map(is_pure, self.parts))
+
+    def _options(self, *names: str) -> list[str]:
+        """The named fields that differ from their defaults, as code."""
+        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return [f'{name}={getattr(self, name)!r}' for name in changed]
+
 
 def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
     """The answers of any rule about every leaf; see `ShardingRule.answers`.
@@ -238,7 +249,7 @@ def answers_of_each(
     Args:
         rules: leaf number -> its rule.
         tree: the leaves, and perhaps others.
-        axis_sizes: as in `ask`.
+        axis_sizes: as in `ShardingRule.answers`.
     """
     groups: dict[int, tuple[ShardingRule, list[int]]] = {}
     for index, rule in rules.items():
@@ -264,7 +275,7 @@ def _applies_itself(rule: ShardingRule) -> bool:
 
 
 def decide(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
-    """What a rule decides about every leaf, with its default where it has no answer."""
+    """The decisions of a rule about every leaf, with its default where it has no answer."""
     return with_defaults(rule, answers_of(rule, tree, axis_sizes), tree, axis_sizes)
 
 
@@ -290,11 +301,6 @@ class ConstantRule(BuiltinRule):
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return True
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
@@ -344,11 +350,6 @@ class FirstAnswer(BuiltinRule):
         """See `ShardingRule.parts`."""
         return self.rules
 
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return all(map(is_pure, self.rules))
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         answers: list[Answer] = [None] * len(tree)
@@ -384,11 +385,6 @@ class Overlay(BuiltinRule):
         """See `ShardingRule.parts`."""
         return self.first, self.second
 
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return is_pure(self.first) and is_pure(self.second)
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         below = answers_of(self.first, tree, axis_sizes)
@@ -399,16 +395,13 @@ class Overlay(BuiltinRule):
                 below[i] = default if isinstance(default, Problem) else None
         undecided = [i for i, one in enumerate(below) if not isinstance(one, Problem) and _is_open(one)]
         part = tree.select(undecided)
-        outers = part.occupied or [REPLICATED] * len(part)
-        first = unoccupied(outers, [below[i] for i in undecided], part.shapes)
-        keys = [
-            (outer, claim(answer), len(shape))
-            for outer, answer, shape in zip(outers, first, part.shapes, strict=True)
-        ]
+        outers, ranks = part.occupied, list(map(len, part.shapes))
+        first = unoccupied(outers, [below[i] for i in undecided], ranks)
+        keys = list(zip(outers, map(claim, first), ranks, strict=True))
         known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
         occupied = [known[key] for key in keys]
         part = part.with_occupied(occupied)
-        above = unoccupied(outers, answers_of(self.second, part, axis_sizes), part.shapes)
+        above = unoccupied(outers, answers_of(self.second, part, axis_sizes), ranks)
         answers = list(below)
         # One object for equal decisions, so that each is validated once.
         memo: dict[Any, Decision] = {}
@@ -441,13 +434,13 @@ class Overlay(BuiltinRule):
 
 
 def _is_open(answer: Answer) -> bool:
-    """Whether another rule may decide too: not where the leaf is left to the compiler."""
+    """Whether another rule may add to an answer: not where the leaf is left to the compiler."""
     return not (isinstance(answer, Decision) and answer.spec is None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Around(BuiltinRule):
-    """A rule that changes what one other rule says."""
+class _Wrapper(BuiltinRule):
+    """A rule that changes the decisions of another one."""
 
     rule: ShardingRule
     by_path: ClassVar[bool] = True
@@ -457,14 +450,41 @@ class _Around(BuiltinRule):
         """See `ShardingRule.parts`."""
         return (self.rule,)
 
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return is_pure(self.rule)
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
+        """See `ShardingRule.answers`."""
+        answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
+        memo: dict[tuple[int, int], Answer] = {}
+        changed: list[Answer] = []
+        for answer, shape in zip(answers, tree.shapes, strict=True):
+            key = id(answer), len(shape)
+            if key not in memo:
+                memo[key] = None if answer is None else self._changed(answer, len(shape))
+            changed.append(memo[key])
+        return changed
+
+    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
+        """The default of the wrapped rule, changed."""
+        default = self.rule.fallback(*self._inner_leaf(tree, index), axis_sizes)
+        return self._changed(default, len(tree.shapes[index]))
+
+    def _inner_tree(self, tree: NamedTree) -> NamedTree:
+        """The tree that the wrapped rule sees."""
+        return tree
+
+    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
+        """A tree with the leaf as the wrapped rule sees it, and its number there."""
+        return tree, index
+
+    def _changed(self, answer: Decision | Problem, rank: int) -> Decision | Problem:
+        """The answer of the wrapped rule, changed for an array of this rank."""
+        return answer if isinstance(answer, Problem) or answer.spec is None else self._change(answer, rank)
+
+    @abc.abstractmethod
+    def _change(self, decision: Decision, rank: int) -> Decision: ...
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Stacked(_Around):
+class Stacked(_Wrapper):
     """``rule.stacked(n)``: the first *n* dimensions are stacks of layers, which the rule does not see."""
 
     dims: int = 1
@@ -476,48 +496,34 @@ class Stacked(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.stacked({self.dims})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
-        memo: dict[int, Decision] = {}
-        layer = self._layer(tree)
-        return [
-            self._restacked(answer, shape, memo) if isinstance(answer, Decision) else answer
-            for answer, shape in zip(answers_of(self.rule, layer, axis_sizes), tree.shapes, strict=True)
-        ]
-
-    def _layer(self, tree: NamedTree) -> NamedTree:
+    def _inner_tree(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        occupied = list(map(self._occupied, tree.occupied, layer.shapes))
-        return layer.with_occupied(occupied) if occupied else layer
+        keys = list(zip(tree.occupied, map(len, layer.shapes), strict=True))
+        known = {key: self._occupied(*key) for key in dict.fromkeys(keys)}
+        return layer.with_occupied([known[key] for key in keys])
 
-    def _occupied(self, occupied: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
+        # This leaf alone: the whole tree for each leaf would take quadratic time.
+        return self._inner_tree(dataclasses.replace(tree.select([index]), whole=None)), 0
+
+    def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""
         stack, layer = PartitionSpec(*occupied[: self.dims]), PartitionSpec(*occupied[self.dims :])
-        return occupied_by(layer, PartitionSpec(*[None] * len(shape), specs.spec_axes(stack)), len(shape))
+        return occupied_by(layer, PartitionSpec(*[None] * rank, specs.spec_axes(stack)), rank)
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the rule for one layer."""
-        # This leaf alone: the whole tree for each leaf would take quadratic time.
-        one = self._layer(dataclasses.replace(tree.select([index]), parent=None))
-        default = self.rule.fallback(one, 0, axis_sizes)
-        return default if isinstance(default, Problem) else self._restacked(default, tree.shapes[index], {})
-
-    def _restacked(self, answer: Decision, shape: tuple[int, ...], memo: dict[int, Decision]) -> Decision:
+    def _change(self, decision: Decision, rank: int) -> Decision:
         """The decision about one layer, for the stack; arrays of too few dimensions are replicated."""
-        if answer.spec is None:
-            return answer
-        if len(shape) < self.dims:
+        if rank < self.dims:
             reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
-            return dataclasses.replace(answer, spec=REPLICATED, reason=reason, stack=())
-        if id(answer) not in memo:
-            spec = specs.replaced(answer.spec, [*[None] * self.dims, *specs.entries(answer.spec)])
-            stack = (*range(self.dims), *(dim + self.dims for dim in answer.stack))
-            memo[id(answer)] = dataclasses.replace(answer, spec=spec, stack=stack)
-        return memo[id(answer)]
+            return dataclasses.replace(decision, spec=REPLICATED, reason=reason, stack=())
+        assert decision.spec is not None
+        spec = specs.replaced(decision.spec, [*[None] * self.dims, *specs.entries(decision.spec)])
+        stack = (*range(self.dims), *(dim + self.dims for dim in decision.stack))
+        return dataclasses.replace(decision, spec=spec, stack=stack)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class InMemory(_Around):
+class InMemory(_Wrapper):
     """``rule.with_memory_kind(kind)``: the same specs, in another memory."""
 
     memory_kind: str
@@ -529,22 +535,5 @@ class InMemory(_Around):
     def __repr__(self) -> str:
         return f'{self.rule!r}.with_memory_kind({self.memory_kind!r})'
 
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
-        memo: dict[int, Decision] = {}
-        return [
-            self._placed(answer, memo) if isinstance(answer, Decision) else answer
-            for answer in answers_of(self.rule, tree, axis_sizes)
-        ]
-
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the rule, in this memory."""
-        default = self.rule.fallback(tree, index, axis_sizes)
-        return default if isinstance(default, Problem) else self._placed(default, {})
-
-    def _placed(self, answer: Decision, memo: dict[int, Decision]) -> Decision:
-        if answer.spec is None:
-            return answer
-        if id(answer) not in memo:
-            memo[id(answer)] = dataclasses.replace(answer, memory_kind=self.memory_kind)
-        return memo[id(answer)]
+    def _change(self, decision: Decision, rank: int) -> Decision:
+        return dataclasses.replace(decision, memory_kind=self.memory_kind)

@@ -1,4 +1,4 @@
-"""What a rule decides about a leaf, and the problems of leaves that are no arrays and specs that are none."""
+"""`Decision`, what a rule decides about one leaf, and the problems of leaves that are not arrays."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Decision:
 
     Attributes:
         spec: the spec; None leaves the leaf to the compiler.
-        origin: who said so, as messages and reports show it.
+        origin: the rule, as messages and reports show it.
         reason: why, in a few words.
-        policies: for dimensions that do not divide, those of the rules that placed some; None is the
-            helper's. The strictest counts.
+        policies: for dimensions that do not divide, the policies of the rules that placed some; None is
+            the helper's. The strictest counts.
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
         clauses: the rules that took part, each with the number of its clause, from the outermost inwards;
             reports find unused clauses by them.
-        mesh: the mesh of the NamedSharding that was given, to be checked; None if a spec was.
-        notes: what was asked for and not given, and why, each in a few words.
+        mesh: the mesh of the NamedSharding given, to be checked; None for a PartitionSpec.
+        notes: what was asked for and not given, each with the reason.
         stack: the dimensions that are stacks of layers, which ``&`` never shards.
         reordered: whether the NamedSharding that was given has an order of devices of its own.
     """
@@ -58,25 +58,16 @@ class Decision:
         on_indivisible: OnIndivisible | None,
         clauses: tuple[tuple[ShardingRule, int], ...] = (),
     ) -> Decision:
-        """The decision of a rule that holds *value* in place of a spec."""
-        if isinstance(value, NamedSharding):
-            # Left out, the memory kind reads as the default one of the devices.
-            plain = NamedSharding(value.mesh, value.spec)
-            kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
-            if kind is not None:
-                plain = NamedSharding(value.mesh, value.spec, memory_kind=kind)
-            # What else may be in one has no public name: JAX takes an order of the devices.
-            return cls(
-                value.spec,
-                origin,
-                reason,
-                (on_indivisible,),
-                kind,
-                clauses,
-                value.mesh,
-                reordered=value != plain,
-            )
-        return cls(value, origin, reason, (on_indivisible,), clauses=clauses)
+        """The decision for a value: a PartitionSpec, a NamedSharding, or None."""
+        policies = (on_indivisible,)
+        if not isinstance(value, NamedSharding):
+            return cls(value, origin, reason, policies, clauses=clauses)
+        # Left out, the memory kind reads as the default one of the devices.
+        plain = NamedSharding(value.mesh, value.spec)
+        kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
+        # What else may be in one has no public name: JAX takes an order of the devices.
+        reordered = value != NamedSharding(value.mesh, value.spec, memory_kind=kind)
+        return cls(value.spec, origin, reason, policies, kind, clauses, value.mesh, reordered=reordered)
 
 
 Answer = Decision | Problem | None
@@ -115,13 +106,13 @@ def non_arrays(tree: NamedTree) -> list[Problem]:
 
 
 def short(value: Any) -> str:
-    """A value of the user's as messages show it: on one line, shortened."""
+    """A user's value as messages show it: on one line, shortened."""
     text = ' '.join(repr(value).split())
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 
 def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
-    """The problem of a leaf for which the user's code returned something else than a spec."""
+    """The problem of a leaf for which the user's code returned something that is not a spec."""
     return Problem(
         'not-a-spec',
         tree.describe(index),

@@ -21,7 +21,7 @@ class FSDPShardingRule(BuiltinRule):
     """Shards the largest dimension that divides by the FSDP axis; small arrays are replicated.
 
     The axis size comes from the mesh when the rule is resolved through a helper. Without a mesh it is
-    `fsdp_axis_size`; with neither, the dimension with the largest power-of-two divisor is taken, which
+    `fsdp_axis_size`; with neither, the dimension with the largest power-of-two divisor is chosen, which
     suits every axis size that is a power of two. Of equal dimensions the first one wins.
 
     Args:
@@ -60,51 +60,41 @@ class FSDPShardingRule(BuiltinRule):
             raise RuleError(f'min_fsdp_size is a number of elements, got {self.min_fsdp_size!r}')
 
     def __repr__(self) -> str:
-        parts = [repr(self.fsdp_axis_name)]
-        if self.fsdp_axis_size is not None:
-            parts.append(f'fsdp_axis_size={self.fsdp_axis_size}')
-        if self.min_fsdp_size != 1048576:
-            parts.append(f'min_fsdp_size={self.min_fsdp_size}')
-        return f'{type(self).__name__}({", ".join(parts)})'
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return True
+        size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
+        least = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
+        return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        size = self._axis_size(axis_sizes)
-        keys = list(zip(tree.shapes, tree.occupied or [REPLICATED] * len(tree), strict=True))
-        chosen = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
-        return [chosen[key] for key in keys]
+        self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
+        keys = list(zip(tree.shapes, tree.occupied, strict=True))
+        chosen = {key: self._choose(*key, axis_sizes) for key in dict.fromkeys(keys)}
+        return [one if isinstance(one := chosen[key], Decision) else None for key in keys]
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
         """Arrays that are too small, or of which no dimension divides, are replicated."""
-        elements = math.prod(tree.shapes[index])
-        taken = tree.occupied[index] if tree.occupied else REPLICATED
-        if elements < self.min_fsdp_size:
-            reason = f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
-        elif used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(taken)]:
-            reason = f'FSDP: {", ".join(used)} in use'
-        elif entries(taken) and None not in entries(taken)[: len(tree.shapes[index])]:
-            reason = 'FSDP: no dimension is free'
-        else:
-            size = self._axis_size(axis_sizes) or 'a power of two'
-            reason = f'no{" free" if any(entries(taken)) else ""} dimension divides by {size}'
+        reason = self._choose(tree.shapes[index], tree.occupied[index], axis_sizes)
+        assert isinstance(reason, str)
         return Decision(REPLICATED, repr(self), reason)
 
-    def _answer(self, shape: tuple[int, ...], taken: PartitionSpec, size: int | None) -> Decision | None:
-        if math.prod(shape) < self.min_fsdp_size:
-            return None
-        if not set(entry_axes(self.fsdp_axis_name)).isdisjoint(spec_axes(taken)):
-            return None
-        dim = _largest_divisible(shape, entries(taken), size)
-        if dim is None:
-            return None
-        spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
-        found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
-        return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+    def _choose(
+        self, shape: tuple[int, ...], occupied: PartitionSpec, axis_sizes: AxisSizes | None
+    ) -> Decision | str:
+        """The decision about an array, or the reason why there is none."""
+        elements, taken = math.prod(shape), entries(occupied)
+        if elements < self.min_fsdp_size:
+            return f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
+        if used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(occupied)]:
+            return f'FSDP: {", ".join(used)} in use'
+        size = self._axis_size(axis_sizes)
+        dim = _largest_divisible(shape, taken, size)
+        if dim is not None:
+            spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
+            found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
+            return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
+        if taken and None not in taken[: len(shape)]:
+            return 'FSDP: no dimension is free'
+        return f'no{" free" if any(taken) else ""} dimension divides by {size or "a power of two"}'
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:
@@ -127,7 +117,7 @@ def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _largest_divisible(shape: tuple[int, ...], taken: tuple[Any, ...], size: int | None) -> int | None:
+def _largest_divisible(shape: tuple[int, ...], occupied: tuple[Any, ...], size: int | None) -> int | None:
     """The first of the largest free dimensions that divide by *size* (None: by a power of two)."""
     if size is None:
         score = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
@@ -135,5 +125,5 @@ def _largest_divisible(shape: tuple[int, ...], taken: tuple[Any, ...], size: int
     else:
         score = list(shape)
         allowed = [dim for dim, n in enumerate(shape) if n and n % size == 0]
-    free = [dim for dim in allowed if dim >= len(taken) or taken[dim] is None]
+    free = [dim for dim in allowed if dim >= len(occupied) or occupied[dim] is None]
     return max(free, key=lambda dim: score[dim], default=None)

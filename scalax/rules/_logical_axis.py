@@ -27,7 +27,7 @@ from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules._base import BuiltinRule
 from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision
-from scalax.rules._pattern import Dimension, Part, Pattern, as_text, names_in, parse, pattern_error
+from scalax.rules._pattern import Dimension, Part, Pattern, names_in, parse, pattern_error
 from scalax.rules._tree_path import checked_regex, regex_text
 
 MeshAxisEntry = str | tuple[str, ...] | None
@@ -78,7 +78,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             dimension without a name, a number one of that size. The first regex that is found counts,
             for leaves that do not name their dimensions themselves. For those that name more or fewer than
             they have, it counts if it names every dimension, without ``...``.
-        strict: a leaf whose dimensions nobody names, and a name that is not in the mapping, are errors.
+        strict: a leaf whose dimensions have no names, and a name that is not in the mapping, are errors.
             With False the rule has no answer for such a leaf, and such a dimension is not sharded.
         on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
@@ -119,14 +119,13 @@ class LogicalAxisShardingRule(BuiltinRule):
         known = [name for name, _ in mapping] if strict else None
         named = _pairs(axis_names or (), 'axis_names', "pairs of a regex and names such as 'embed mlp'")
         sized = _pairs(sizes or (), 'sizes', 'a dict of names and sizes')
-        for name, value in (
-            ('axis_mapping', mapping),
-            ('axis_names', tuple(_checked_names(n, pair, known) for n, pair in enumerate(named))),
-            ('strict', strict),
-            ('on_indivisible', checked_policy(on_indivisible)),
-            ('sizes', tuple(sorted(_checked_size(*pair, known) for pair in sized))),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            axis_mapping=mapping,
+            axis_names=tuple(_checked_names(number, pair, known) for number, pair in enumerate(named)),
+            strict=strict,
+            on_indivisible=checked_policy(on_indivisible),
+            sizes=tuple(sorted(_checked_size(*pair, known) for pair in sized)),
+        )
 
     def __repr__(self) -> str:
         mapping = dict(self.axis_mapping)
@@ -134,22 +133,16 @@ class LogicalAxisShardingRule(BuiltinRule):
         if self.axis_names:
             pairs = [f'({regex_text(regex)}, {names!r})' for regex, names in self.axis_names]
             parts.append(f'[{", ".join(pairs)}]')
-        if not self.strict:
-            parts.append('strict=False')
-        if self.on_indivisible != 'error':
-            parts.append(f'on_indivisible={self.on_indivisible!r}')
+        parts += self._options('strict', 'on_indivisible')
         if self.sizes:
             parts.append(f'sizes={dict(self.sizes)!r}')
         return f'LogicalAxisShardingRule({", ".join(parts)})'
 
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`. Names that leaves hold themselves are part of a tree's structure."""
-        return self.on_indivisible != 'warn'
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        own = _own_names(tree)
+        # Boxes with names can be found in the whole tree only.
+        whole, indices = tree.root()
+        own_names = names_by_leaf(whole.tree)
         decided: dict[Any, tuple[Decision | Fault, list[str]]] = {}
         passed: list[str] = []
         answers: list[Answer] = []
@@ -158,28 +151,26 @@ class LogicalAxisShardingRule(BuiltinRule):
                 answers.append(_ONE)
                 continue
             stacked = tree.stacked(i)
-            named = self._named(tree.paths[i], own[i], len(shape), stacked)
+            named = self._named(tree.paths[i], own_names[indices[i]], len(shape), stacked)
             if named is None:
                 answers.append(None)
                 continue
-            taken = tree.occupied[i] if tree.occupied else REPLICATED
-            key = (named, shape, stacked, taken)
+            key = (named, shape, stacked, tree.occupied[i])
             if key not in decided:
-                decided[key] = NamedLeaf(self, named, shape, stacked, taken, axis_sizes).decide()
-            said, dropped = decided[key]
+                decided[key] = NamedLeaf(self, *key, axis_sizes).decide()
+            found, dropped = decided[key]
             passed.extend(f'{tree.describe(i)}, {named.source}: {text}' for text in dropped)
-            if isinstance(said, Fault):
-                answers.append(
-                    Problem(said.kind, tree.describe(i), said.detail, rule=named.source, hint=said.hint)
-                )
+            if isinstance(found, Fault):
+                source, hint = named.source, found.hint
+                answers.append(Problem(found.kind, tree.describe(i), found.detail, rule=source, hint=hint))
             else:
-                answers.append(said)
+                answers.append(found)
         if passed and self.on_indivisible == 'warn':
             warn(f'dimensions that do not divide:\n{shown(passed)}', IndivisibleWarning)
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """A leaf whose dimensions nobody names is an error, or replicated with ``strict=False``."""
+        """A leaf whose dimensions have no names is an error, or replicated with ``strict=False``."""
         if not self.strict:
             return _UNNAMED
         return Problem(
@@ -193,7 +184,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         )
 
     def _named(self, path: str, own: DimensionNames | None, rank: int, stacked: int) -> Named | None:
-        """Who names the dimensions of a leaf, and how; None if nobody does."""
+        """The names of the dimensions of a leaf, and where they come from; None where there are none."""
         if own is None or len(own) != rank + stacked:
             # flax reshapes boxed kernels (those of attention) and keeps their names, which are then too few.
             pair = self._pair(path)
@@ -201,25 +192,18 @@ class LogicalAxisShardingRule(BuiltinRule):
                 return pair
         else:
             own = own[stacked:]  # a leaf may name its stack of layers too
-        dimensions = tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own)
-        return Named(Pattern(dimensions), as_text(dimensions))
+        pattern = Pattern(tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own))
+        return Named(pattern, str(pattern), f"the leaf's own names {str(pattern)!r}")
 
     def _pair(self, path: str) -> Named | None:
         for number, (regex, text) in enumerate(self.axis_names):
             if re.search(regex, path):
-                return Named(parse(text), text, number, regex)
+                return Named(parse(text), text, f'regex {regex_text(regex)}: {text!r}', number)
         return None
 
 
 _ONE = Decision(REPLICATED, 'LogicalAxisShardingRule', ONE_ELEMENT)
 _UNNAMED = Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False')
-
-
-def _own_names(tree: NamedTree) -> list[DimensionNames | None]:
-    """The names in the leaves themselves. Their boxes can be found in the whole tree only."""
-    whole, indices = tree.root()
-    names = names_by_leaf(whole.tree)
-    return [names[i] for i in indices]
 
 
 # --- Construction ---------------------------------------------------------------------------------
@@ -292,23 +276,24 @@ _BOXED = (
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """The names of the dimensions of a leaf, and where they come from."""
+    """The names of the dimensions of a leaf.
+
+    Attributes:
+        pattern: the names.
+        text: the same as text.
+        source: where they come from, as messages show it.
+        number: the number of the pair of `axis_names`; None for names that the leaf holds itself.
+    """
 
     pattern: Pattern
     text: str
+    source: str = ''
     number: int | None = None
-    regex: str | re.Pattern[str] = ''
-
-    @property
-    def source(self) -> str:
-        if self.number is None:
-            return f"the leaf's own names {self.text!r}"
-        return f'regex {regex_text(self.regex)}: {self.text!r}'
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedLeaf:
-    """One decision: the names and the shape of a leaf, what is occupied of it, and the mesh."""
+    """Everything that the decision about one leaf depends on."""
 
     rule: LogicalAxisShardingRule
     named: Named
@@ -318,13 +303,13 @@ class NamedLeaf:
     axis_sizes: AxisSizes | None
 
     def decide(self) -> tuple[Decision | Fault, list[str]]:
-        """The decision, or what is wrong; and the axes that were dropped, where the policy allows that."""
+        """The decision, or what is wrong; and which axes were dropped, where the policy allows that."""
         dimensions = self.named.pattern.of_rank(len(self.shape))
         fault = self._rank_fault() if dimensions is None else self._name_fault(dimensions)
         if fault is not None:
             return fault, []
         assert dimensions is not None
-        used, taken = list(spec_axes(self.occupied)), entries(self.occupied)
+        used, occupied = list(spec_axes(self.occupied)), entries(self.occupied)
         chosen: list[tuple[str, ...]] = []
         dropped: list[str] = []
         reasons: list[str] = []
@@ -334,16 +319,16 @@ class NamedLeaf:
             if sizes is None:
                 return self._grouping_fault(dim, parts), []
             chosen.append(())
-            if dim < len(taken) and taken[dim] is not None:
+            if dim < len(occupied) and occupied[dim] is not None:
                 asked = [axis for part in parts for axis in self._choose(part, used)[0]]
-                if not {*entry_axes(taken[dim])}.issuperset(asked):
-                    notes.append(self._in_vain(asked, dim, 'not free'))
+                if not {*entry_axes(occupied[dim])}.issuperset(asked):
+                    notes.append(self._refused(asked, dim, 'not free'))
                 continue
             for part, size in zip(parts, sizes, strict=True):
                 axes, why, busy = self._choose(part, used)
                 if not axes and set(busy).intersection(spec_axes(self.occupied)):
                     why = ''  # another rule uses them, as the note says
-                    notes.append(self._in_vain(busy, dim, 'in use'))
+                    notes.append(self._refused(busy, dim, 'in use'))
                 kept = self._dividing(axes, size, is_whole=len(parts) == 1)
                 if kept != axes:
                     text = self._uneven(dim, parts, part, size, axes)
@@ -354,15 +339,18 @@ class NamedLeaf:
                 used.extend(kept)
                 chosen[-1] += kept
                 reasons.extend([why] if why else [])
-        spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen))
         number = self.named.number
-        clauses = () if number is None else ((self.rule, number),)
-        reason = '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here')
-        policies, unheard = (self.rule.on_indivisible,), tuple(dict.fromkeys(notes))
-        source = self.named.source
-        return Decision(spec, source, reason, policies, clauses=clauses, notes=unheard), dropped
+        decision = Decision(
+            PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen)),
+            self.named.source,
+            '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here'),
+            (self.rule.on_indivisible,),
+            clauses=() if number is None else ((self.rule, number),),
+            notes=tuple(dict.fromkeys(notes)),
+        )
+        return decision, dropped
 
-    def _in_vain(self, axes: Sequence[str], dim: int, why: str) -> str:
+    def _refused(self, axes: Sequence[str], dim: int, why: str) -> str:
         return f'{self.named.source} asked for {", ".join(dict.fromkeys(axes))} on dimension {dim}: {why}'
 
     def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str, list[str]]:
@@ -391,10 +379,9 @@ class NamedLeaf:
         return (), f'{name}: {in_use}{lacks}' if busy else f'{name}{lacks}' if lacks else '', busy
 
     def _lacks(self, absent: Sequence[str], present: Sequence[str]) -> str:
-        """Which mesh axes of a name the mesh lacks: all if it has none of them, else one that looks misspelt.
+        """Which axes of a name the mesh lacks: all if it has none of them, else one that looks misspelt.
 
-        Skipping them is the contract: one mapping serves many meshes. An axis is not meant by
-        another name where it is named itself.
+        One mapping serves many meshes, so that axes that a mesh lacks are skipped.
         """
         if self.axis_sizes is None or not absent:
             return ''
@@ -415,7 +402,7 @@ class NamedLeaf:
         return [rest if n is None else n for n in sizes] if sizes.count(None) == 1 else sizes
 
     def _dividing(self, axes: tuple[str, ...], size: int | None, is_whole: bool) -> tuple[str, ...]:
-        """The axes without those, from the right, by which a dimension or a part of one does not divide."""
+        """The axes that divide a dimension or a part of one; others are dropped from the right."""
         # With the policy "error", whole dimensions are checked with the rest of the spec, in `resolve`.
         judged = is_whole and self.rule.on_indivisible == 'error'
         if size is not None and self.axis_sizes is not None and not judged:
@@ -426,10 +413,10 @@ class NamedLeaf:
     def _uneven(self, dim: int, parts: Dimension, part: Part, size: int | None, axes: tuple[str, ...]) -> str:
         assert self.axis_sizes is not None
         shards = math.prod(self.axis_sizes[axis] for axis in axes)
-        said = ' x '.join(f'{axis}={self.axis_sizes[axis]}' for axis in axes)
+        factors = ' x '.join(f'{axis}={self.axis_sizes[axis]}' for axis in axes)
         return (
-            f'{part!r} of size {size} in dimension {dim}, {as_text((parts,))}, does not divide by '
-            f'{shards} ({said})'
+            f'{part!r} of size {size} in dimension {dim}, {Pattern((parts,))}, does not divide by '
+            f'{shards} ({factors})'
         )
 
     def _rank_fault(self) -> Fault:
@@ -443,7 +430,7 @@ class NamedLeaf:
         )
 
     def _name_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
-        """The first thing that is wrong with names that a leaf holds; those of regexes were checked."""
+        """The first fault of names that a leaf holds itself; those of regexes were checked before."""
         places: dict[str, list[int]] = {}
         for dim, parts in enumerate(dimensions):
             for part in parts:
@@ -452,10 +439,10 @@ class NamedLeaf:
         known = [name for name, _ in self.rule.axis_mapping]
         unknown = [name for name in places if name not in known] if self.rule.strict else []
         if unknown:
-            said = [
+            texts = [
                 f'{name!r} of dimension {places[name][0]} ({did_you_mean(name, known)})' for name in unknown
             ]
-            return Fault('unknown-name', f'axis_mapping has no name {", ".join(said)}', _KNOW)
+            return Fault('unknown-name', f'axis_mapping has no name {", ".join(texts)}', _KNOW)
         for name, dims in places.items():
             if len(dims) > 1:
                 listed = ', '.join(map(str, dims))
@@ -466,7 +453,7 @@ class NamedLeaf:
         known = ', '.join(f'{name}={size}' for name, size in self.rule.sizes if name in parts)
         return Fault(
             'grouping',
-            f'dimension {dim} of size {self.shape[dim]} is not {as_text((parts,))}'
+            f'dimension {dim} of size {self.shape[dim]} is not {Pattern((parts,))}'
             + (f' with {known}' if known else ''),
             _FACTOR,
         )

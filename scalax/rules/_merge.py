@@ -1,8 +1,9 @@
-"""What ``a & b`` makes of two decisions about one leaf, and what of them is lost."""
+"""``a & b``: two decisions about one leaf merged into one."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -16,23 +17,23 @@ from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
 def claim(answer: Answer) -> PartitionSpec:
-    """What a decision occupies of a leaf. A stack of layers is not free, though nothing shards it."""
+    """The spec that a decision occupies. A stack of layers is not free, though nothing shards it."""
     if not isinstance(answer, Decision) or answer.spec is None:
         return REPLICATED
     return close(answer.spec, answer.stack) if answer.stack else answer.spec
 
 
 def unoccupied(
-    outers: Sequence[PartitionSpec], answers: Sequence[Answer], shapes: Sequence[tuple[int, ...]]
+    outers: Sequence[PartitionSpec], answers: Sequence[Answer], ranks: Sequence[int]
 ) -> list[Answer]:
-    """The answers without what outer rules occupy already: nested rules cannot use it again."""
+    """The answers without the dimensions and mesh axes that outer rules have assigned already."""
     memo: dict[Any, Answer] = {}
     kept: list[Answer] = []
-    for outer, answer, shape in zip(outers, answers, shapes, strict=True):
+    for outer, answer, rank in zip(outers, answers, ranks, strict=True):
         if outer and isinstance(answer, Decision) and answer.spec is not None:
-            key = id(answer), outer, len(shape)
+            key = id(answer), outer, rank
             if key not in memo:
-                spec = remainder(outer, answer.spec, len(shape))
+                spec = remainder(outer, answer.spec, rank)
                 same = spec == specs.canonical(answer.spec)
                 memo[key] = answer if same else _reduced(answer, spec, outer)
             answer = memo[key]
@@ -42,7 +43,7 @@ def unoccupied(
 
 def _reduced(answer: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
     notes = (*answer.notes, *_lost(answer, spec, outer))
-    clauses = answer.clauses if _asks(spec) else ()  # decides nothing if nothing is left
+    clauses = answer.clauses if _is_sharded(spec) else ()  # a rule whose spec was not used did not decide
     return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
@@ -58,12 +59,13 @@ def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) ->
 
 
 def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
-    """The decision of two with specs together, about a leaf of this shape."""
+    """One decision made of two that have specs, about a leaf of this shape."""
     assert below.spec is not None and above.spec is not None
-    filled = fill(below.spec, above.spec, len(shape), below.stack)
+    free = remainder(claim(below), above.spec, len(shape))
+    filled = joined(below.spec, free)
     is_same = filled == specs.canonical(below.spec)
-    # A rule that got nothing of what it asked for did not decide.
-    counts = not is_same or not _asks(above.spec) or (above.memory_kind and not below.memory_kind)
+    # A rule whose spec was not used at all did not decide.
+    counts = not is_same or not _is_sharded(above.spec) or (above.memory_kind and not below.memory_kind)
     both = dataclasses.replace(
         below,
         memory_kind=below.memory_kind or above.memory_kind,
@@ -75,16 +77,11 @@ def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes:
     )
     if is_same:
         return both
-    own = specs.entries(below.spec)
-    added = [
-        None if dim < len(own) and own[dim] is not None else entry
-        for dim, entry in enumerate(specs.entries(filled))
-    ]
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
         policy
-        for answer, entries in ((below, own), (above, added))
-        if not _divides(shape, entries, axis_sizes)
+        for answer, spec in ((below, below.spec), (above, free))
+        if not _divides(shape, spec, axis_sizes)
         for policy in answer.policies
     ]
     return dataclasses.replace(
@@ -97,16 +94,16 @@ def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes:
 
 
 def unanswered(below: Decision, default: Decision | Problem) -> Decision:
-    """The decision of *a* where *b* has no answer, with the reason of *b* for that."""
+    """The decision of *a* where *b* has no answer, with the reason of *b* as a note."""
     if isinstance(default, Problem) or not default.reason:
         return below
     return dataclasses.replace(below, notes=(*below.notes, default.reason))
 
 
 def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
-    """What a decision asked for and did not get, and why, in a few words."""
+    """Notes about the mesh axes that a decision asked for and did not get."""
     assert asked.spec is not None
-    kept, used = specs.entries(placed), {*specs.spec_axes(before), *before.unreduced, *before.reduced}
+    kept, used = specs.entries(placed), _used(before)
     notes = []
     for dim, entry in enumerate(specs.entries(asked.spec)):
         got = specs.entry_axes(kept[dim]) if dim < len(kept) else ()
@@ -117,51 +114,47 @@ def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tupl
     return tuple(notes)
 
 
-def _asks(spec: PartitionSpec) -> bool:
-    """Whether a spec says anything."""
+def _is_sharded(spec: PartitionSpec) -> bool:
+    """Whether a spec shards anything."""
     return any(specs.entries(spec)) or bool(spec.unreduced or spec.reduced)
 
 
-def _divides(shape: tuple[int, ...], entries: Sequence[Any], axis_sizes: AxisSizes) -> bool:
+def _divides(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: AxisSizes) -> bool:
     """Whether every dimension divides by its axes, as far as these are known."""
     return not any(
         n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
-        for n, entry in zip(shape, entries, strict=False)
+        for n, entry in zip(shape, specs.entries(spec), strict=False)
     )
 
 
-def fill(
-    below: PartitionSpec, above: PartitionSpec, rank: int, closed: Collection[int] = ()
-) -> PartitionSpec:
+def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec:
     """A spec whose free dimensions are filled from another, with axes that it does not use yet.
 
     Args:
         below: the spec.
         above: the other one.
         rank: the number of dimensions of the array.
-        closed: dimensions that are not free, though nothing is placed there.
 
     Example:
         >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
         P('fsdp', 'tp')
     """
-    used = {*specs.spec_axes(below), *below.unreduced, *below.reduced}
-    first, second = specs.entries(below), specs.entries(above)
-    entries: list[Any] = []
-    # A spec that is longer than the array stays so; validation reports it.
-    for dim in range(max(rank, len(first), len(second))):
-        entry = first[dim] if dim < len(first) else None
-        if entry is None and dim < len(second) and dim not in closed:
-            entry = second[dim]
-            if entry is not specs.UNCONSTRAINED:
-                # An axis that `above` uses twice stays too; validation reports it.
-                entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
-        entries.append(entry)
-    filled = specs.replaced(below, entries)
-    unreduced, reduced = above.unreduced - used, above.reduced - used
+    return joined(below, remainder(below, above, rank))
+
+
+def joined(below: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
+    """A spec whose empty dimensions are filled from *free*, which `remainder` gave."""
+    pairs = itertools.zip_longest(specs.entries(below), specs.entries(free))
+    filled = specs.replaced(below, [other if own is None else own for own, other in pairs])
+    unreduced, reduced = free.unreduced - _used(below), free.reduced - _used(below)
     if unreduced or reduced:
         filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
     return filled
+
+
+def _used(spec: PartitionSpec) -> set[str]:
+    """Every mesh axis of a spec, with the unreduced and reduced ones."""
+    return {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
 
 
 def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
@@ -171,19 +164,13 @@ def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partition
         >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
-    taken, used = specs.entries(outer), specs.spec_axes(outer)
-    left: list[Any] = []
-    for dim, entry in enumerate(specs.entries(spec)):
-        if dim < min(rank, len(taken)) and taken[dim] is not None:
-            entry = None
-        elif entry is not specs.UNCONSTRAINED:
-            entry = tuple(axis for axis in specs.entry_axes(entry) if axis not in used)
-        left.append(entry)
-    return specs.replaced(spec, left)
+    unused = specs.only_axes(spec, set(specs.spec_axes(spec)) - _used(outer))
+    pairs = itertools.zip_longest(specs.entries(unused), specs.entries(outer)[:rank])
+    return specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
 
 
 def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
-    """The spec in which the empty ones of some dimensions are not free.
+    """The spec with UNCONSTRAINED in the empty ones of *dims*, so that they are never filled.
 
     Example:
         >>> close(PartitionSpec('a'), (0, 1))
@@ -191,15 +178,14 @@ def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     """
     entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
     for dim in dims:
-        # UNCONSTRAINED is never filled.
         entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
     return specs.replaced(spec, entries)
 
 
 def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """What a rule and the outer ones occupy of a leaf of *rank* dimensions, for the next rule to see.
+    """What a rule and the rules around it occupy of a leaf of *rank* dimensions, for the next rule.
 
-    Axes that they use outside these dimensions come after the last one.
+    Mesh axes that they use elsewhere, such as for a stack of layers, are in one more entry at the end.
 
     Example:
         >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)

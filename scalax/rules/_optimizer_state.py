@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, near_names, plural
-from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule, is_pure
+from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._prefix import split
 
@@ -38,9 +38,9 @@ _HINT = (
 class OptimizerStateShardingRule(BuiltinRule):
     """Gives the leaves of an optimizer's state the specs of the parameters that they belong to.
 
-    A leaf belongs to the parameter whose whole path its own path ends with. Where several do, as ``w``
-    and ``mu/w`` for the leaf ``0/mu/w``, the one counts in whose place most parameters are found; of
-    equals one of its shape, else the longest. What it gets depends on its shape:
+    A leaf belongs to the parameter whose whole path its own path ends with. Where several match, as
+    ``w`` and ``mu/w`` for the leaf ``0/mu/w``, it is the one beside which most other parameters are found;
+    among equals one of the leaf's shape, else the longest. What it gets depends on its shape:
 
     ==========================================  ====================================================
     a leaf                                      gets
@@ -75,7 +75,7 @@ class OptimizerStateShardingRule(BuiltinRule):
             are enough, and only paths, shapes and dtypes are kept.
 
     Raises:
-        RuleError: `param_rule` is not a rule, or `params` holds no arrays, or something else.
+        RuleError: `param_rule` is not a rule, or `params` holds no arrays, or other leaves.
         StructureError: the tree of rules is not a prefix of `params`.
 
     Example:
@@ -103,15 +103,10 @@ class OptimizerStateShardingRule(BuiltinRule):
     def __repr__(self) -> str:
         # Without the shapes, of which a large model has thousands; equality compares them.
         rules = [section.rule for section in self.sections]
-        shapes = [shape for section in self.sections for _, shape, _ in section.leaves]
+        shapes = [shape for section in self.sections for shape in section.shapes]
         text = repr(rules[0]) if len(rules) == 1 else f'<{len(rules)} rules>'
         count = plural(len(shapes), 'parameter')
         return f'{type(self).__name__}({text}, <{count}, {sum(map(math.prod, shapes))} elements>)'
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return all(map(is_pure, self.parts))
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
@@ -120,20 +115,18 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        # Where the parameters are can be told from the whole state only.
+        # Only the whole state shows where the parameters are.
         whole, indices = tree.root()
-        params = _Params(self._known, axis_sizes)
+        params = _ParamAnswers(self._known, axis_sizes)
         places = _places(whole, self._known)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
-        occupied = {
-            i: spec
-            for i, spec in zip(indices, tree.occupied or [REPLICATED] * len(tree), strict=True)
-            if any(specs.entries(spec)) and params.is_copy(whole.shapes[i], places[i])
-        }
-        params.ask_again(
-            (place.param, occupied[i]) for i, place in enumerate(places) if place and i in occupied
-        )
-        answers = [params.answer(whole, i, place, occupied.get(i)) for i, place in enumerate(places)]
+        asked: dict[int, tuple[int, PartitionSpec]] = {}
+        for i, spec in zip(indices, tree.occupied, strict=True):
+            place = places[i]
+            if place and any(specs.entries(spec)) and whole.shapes[i] == self._known.shapes[place.param]:
+                asked[i] = place.param, spec
+        params.ask_again(asked.values())
+        answers = [params.answer(whole, i, place, asked.get(i)) for i, place in enumerate(places)]
         if not any(answer and place for answer, place in zip(answers, places, strict=True)):
             for i, answer in enumerate(answers):
                 if answer is None and _is_float(whole, i):
@@ -154,8 +147,8 @@ class OptimizerStateShardingRule(BuiltinRule):
         return _FEW_ELEMENTS if math.prod(shape) <= _FEW else _mismatch(tree, index, known, place)
 
     @functools.cached_property
-    def _known(self) -> _Known:
-        return _Known(self.sections)
+    def _known(self) -> _ParamIndex:
+        return _ParamIndex(self.sections)
 
 
 _FEW = 32  # elements: tables of coefficients, as muon has
@@ -177,23 +170,20 @@ class Section:
     rule: ShardingRule
     at: str | None
     treedef: Any
-    # Not hashed: hashing the shapes of a large model would cost at every look-up.
-    leaves: tuple[tuple[str, tuple[int, ...], Any], ...] = dataclasses.field(hash=False)
+    # Not hashed: hashing the paths and shapes of a large model would cost at every look-up.
+    paths: tuple[str, ...] = dataclasses.field(hash=False)
+    shapes: tuple[tuple[int, ...], ...] = dataclasses.field(hash=False)
+    dtypes: tuple[Any, ...] = dataclasses.field(hash=False)
 
     def tree(self) -> NamedTree:
         """The parameters, as the rule sees them."""
-        return NamedTree(
-            [path for path, _, _ in self.leaves],
-            [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in self.leaves],
-            [shape for _, shape, _ in self.leaves],
-            self.treedef,
-            self.at,
-            bare=jax.tree_util.treedef_is_leaf(self.treedef),
-        )
+        structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
+        bare = jax.tree_util.treedef_is_leaf(self.treedef)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, self.at, bare=bare)
 
 
 def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
-    """Lays rules over parameters; keeps shapes in place of the arrays.
+    """Pairs rules with parameters; keeps shapes in place of the arrays.
 
     Raises:
         RuleError: something is not a rule, or not an array.
@@ -211,8 +201,8 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
                     'array; give what the optimizer was initialised with'
                 )
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
-        leaves = tuple(zip(tree.paths, map(tuple, tree.shapes), dtypes, strict=True))
-        yield Section(as_rule(part.rule), part.path, tree.treedef, leaves)
+        columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)
+        yield Section(as_rule(part.rule), part.path, tree.treedef, *columns)
 
 
 class _Place(NamedTuple):
@@ -223,25 +213,23 @@ class _Place(NamedTuple):
     inside: bool = False
 
 
-class _Known:
-    """The parameters, found by path."""
+class _ParamIndex:
+    """The parameters of a rule, looked up by path."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self.trees = [(section, section.tree()) for section in sections]
-        self.shapes: list[tuple[int, ...]] = []
-        self.paths: list[str] = []
-        for section, tree in self.trees:
-            self.shapes.extend(tree.shapes)
-            self.paths.extend(tree.path_below(section.at, i) for i in range(len(tree)))
+        self.rows = [(section, tree, i) for section, tree in self.trees for i in range(len(tree))]
+        self.shapes = [tree.shapes[i] for _, tree, i in self.rows]
+        self.paths = [tree.path_below(section.at, i) for section, tree, i in self.rows]
         self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
         self.lengths = set(map(len, self.paths))
 
     def is_weak(self, param: int) -> bool:
-        """Whether the path says little: a bare array's, or a lone number, as chains of states have too."""
+        """Whether the path identifies little: it is empty or a lone number, as in chains of states."""
         return not self.paths[param] or self.paths[param].isdigit()
 
     def near(self, path: str) -> str:
-        """The parameter that shares most of the last keys of *path*, perhaps but for a misspelling; or ''."""
+        """The parameter that shares most of the last keys of *path*, one perhaps misspelled; or ''."""
         found = self._longest(path)
         if not found:
             above, _, name = path.rpartition('/')
@@ -264,51 +252,40 @@ class _Known:
         return endings
 
 
-class _Params:
-    """The parameters in one resolve: the answers of their rules, asked for once."""
+class _ParamAnswers:
+    """The parameters in one resolve, with the answers of their rules."""
 
-    def __init__(self, known: _Known, axis_sizes: AxisSizes | None) -> None:
-        self._axis_sizes = axis_sizes
-        self._rows: list[tuple[Section, NamedTree, int]] = []
-        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {}
-        self.known = known
-        self.shapes, self.paths = known.shapes, known.paths
-        for section, tree in known.trees:
-            self._rows.extend((section, tree, i) for i in range(len(tree)))
-            for answer in answers_of(section.rule, tree, axis_sizes):
-                self._answers[len(self._answers), None] = answer
+    def __init__(self, known: _ParamIndex, axis_sizes: AxisSizes | None) -> None:
+        self.known, self._axis_sizes = known, axis_sizes
+        each = [answer for part, tree in known.trees for answer in answers_of(part.rule, tree, axis_sizes)]
+        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {
+            (param, None): answer for param, answer in enumerate(each)
+        }
         self._memo: dict[Any, Decision | None] = {}
 
     def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
         """Asks about some parameters again, each with the spec that an outer rule gave to a copy of it."""
-        left = list(dict.fromkeys(wanted))
-        while left:
-            now = dict(left)  # each parameter once in a round
-            left = [(param, occupied) for param, occupied in left if now[param] != occupied]
-            for _, group in itertools.groupby(sorted(now), lambda param: id(self._rows[param][1])):
-                mine = list(group)
-                section, tree, _ = self._rows[mine[0]]
-                part = tree.select([self._rows[param][2] for param in mine])
-                part = part.with_occupied([now[param] for param in mine])
-                for param, answer in zip(mine, answers_of(section.rule, part, self._axis_sizes), strict=True):
-                    self._answers[param, now[param]] = answer
-
-    def is_copy(self, shape: tuple[int, ...], place: _Place | None) -> bool:
-        """Whether a leaf has the shape of its parameter."""
-        return place is not None and shape == self.shapes[place.param]
+        groups: dict[int, list[tuple[int, PartitionSpec]]] = {}
+        for param, occupied in dict.fromkeys(wanted):
+            groups.setdefault(id(self.known.rows[param][1]), []).append((param, occupied))
+        for group in groups.values():
+            section, tree, _ = self.known.rows[group[0][0]]
+            part = tree.select([self.known.rows[param][2] for param, _ in group])
+            part = part.with_occupied([occupied for _, occupied in group])
+            self._answers.update(zip(group, answers_of(section.rule, part, self._axis_sizes), strict=True))
 
     def answer(
-        self, state: NamedTree, index: int, place: _Place | None, occupied: PartitionSpec | None
+        self, state: NamedTree, index: int, place: _Place | None, asked: tuple[int, PartitionSpec] | None
     ) -> Answer:
-        """What a leaf of the state gets."""
+        """The answer about a leaf of the state; *asked*: its parameter and what is occupied of its copy."""
         shape = state.shapes[index]
         if place is None:
             return _SMALL if _is_small(shape) else None
-        answer = self._of_parameter(place.param, occupied)
+        answer = self._of_parameter(asked or (place.param, None))
         if isinstance(answer, Problem):
-            detail = f'its parameter {self.paths[place.param]!r}: {answer.detail}'
+            detail = f'its parameter {self.known.paths[place.param]!r}: {answer.detail}'
             return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
-        own = self.shapes[place.param]
+        own = self.known.shapes[place.param]
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
         key = (id(answer), own, shape, role, place.inside)
@@ -320,21 +297,23 @@ class _Params:
         return Problem(
             'params-mismatch',
             state.describe(index),
-            f'the parameter {self.paths[place.param]!r} has shape {list(own)}: this is no copy, no stack of '
-            'copies, and not some of its dimensions',
+            f'the parameter {self.known.paths[place.param]!r} has shape {list(own)}: this is no copy, no '
+            'stack of copies, and not some of its dimensions',
             rule=_NAME,
             hint=_HINT,
         )
 
-    def _of_parameter(self, param: int, occupied: PartitionSpec | None) -> Decision | Problem:
-        answer = self._answers[param, occupied]
+    def _of_parameter(self, asked: tuple[int, PartitionSpec | None]) -> Decision | Problem:
+        answer = self._answers[asked]
         if answer is None:
-            section, tree, i = self._rows[param]
-            answer = self._answers[param, occupied] = section.rule.fallback(tree, i, self._axis_sizes)
+            section, tree, i = self.known.rows[asked[0]]
+            if asked[1] is not None:
+                tree, i = tree.select([i]).with_occupied([asked[1]]), 0
+            answer = self._answers[asked] = section.rule.fallback(tree, i, self._axis_sizes)
         return answer
 
 
-def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
+def _places(state: NamedTree, params: _ParamIndex) -> list[_Place | None]:
     """The place of every leaf of the state; None for what belongs to no parameter."""
     found = [list(_ending(path, params)) for path in state.paths]
     if any(len(places) > 1 for places in found):
@@ -355,7 +334,7 @@ def _places(state: NamedTree, params: _Known) -> list[_Place | None]:
     return [choose(i, places) for i, places in enumerate(found)]
 
 
-def _ending(path: str, params: _Known) -> Iterator[_Place]:
+def _ending(path: str, params: _ParamIndex) -> Iterator[_Place]:
     """The parameters whose path *path* ends with, on whole keys; the shortest first."""
     index, lengths = params.index, params.lengths
     if '' in index:
@@ -371,7 +350,7 @@ def _ending(path: str, params: _Known) -> Iterator[_Place]:
                 yield _Place(path[: max(start - 1, 0)], param)
 
 
-def _parameter_above(path: str, params: _Known) -> _Place | None:
+def _parameter_above(path: str, params: _ParamIndex) -> _Place | None:
     """The parameter that a leaf is below: the deepest one, of those the longest."""
     end = path.rfind('/')
     while end > 0:
@@ -433,7 +412,7 @@ def _is_float(state: NamedTree, index: int) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
 
 
-def _mismatch(state: NamedTree, index: int, params: _Known, place: _Place | None) -> Problem:
+def _mismatch(state: NamedTree, index: int, params: _ParamIndex, place: _Place | None) -> Problem:
     """The problem of a leaf that should belong to a parameter and does not."""
     if place is None:
         near = params.near(state.paths[index])

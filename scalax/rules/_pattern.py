@@ -1,7 +1,4 @@
-"""Patterns that name the dimensions of an array, as in einops: ``'batch (heads head_dim) embed'``.
-
-The parser of einops is not used: its errors do not say where a pattern is wrong.
-"""
+"""Patterns that name the dimensions of an array, as in einops: ``'batch (heads head_dim) embed'``."""
 
 from __future__ import annotations
 
@@ -42,6 +39,16 @@ class Pattern:
             return None
         return (*self.dimensions[: self.ellipsis], *[(None,)] * more, *self.dimensions[self.ellipsis :])
 
+    def __str__(self) -> str:
+        words = [str(parts[0] or '_') if len(parts) == 1 else _group_text(parts) for parts in self.dimensions]
+        if self.ellipsis is not None:
+            words.insert(self.ellipsis, '...')
+        return ' '.join(words)
+
+
+def _group_text(parts: Dimension) -> str:
+    return f'({" ".join(str(part or "_") for part in parts)})' if parts else '1'
+
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
@@ -60,6 +67,8 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
     Example:
         >>> parse('_ (heads head_dim) 1').dimensions
         ((None,), ('heads', 'head_dim'), ())
+        >>> str(Pattern((('batch',), ('heads', 'head_dim'), (None,), ())))
+        'batch (heads head_dim) _ 1'
         >>> parse('... embed').of_rank(3)
         ((None,), (None,), ('embed',))
     """
@@ -123,20 +132,3 @@ def names_in(text: str) -> list[tuple[str, int]]:
     """The names of a valid pattern with their places."""
     words = [(token.group(), token.start()) for token in _TOKEN.finditer(text)]
     return [(word, at) for word, at in words if word.isidentifier() and word != '_']
-
-
-def as_text(dimensions: tuple[Dimension, ...]) -> str:
-    """Dimensions as a pattern.
-
-    Example:
-        >>> as_text((('batch',), ('heads', 'head_dim'), (None,), ()))
-        'batch (heads head_dim) _ 1'
-    """
-    return ' '.join(_dimension_text(dimension) for dimension in dimensions)
-
-
-def _dimension_text(dimension: Dimension) -> str:
-    words = ['_' if part is None else str(part) for part in dimension]
-    if len(words) == 1:
-        return words[0]
-    return f'({" ".join(words)})' if words else '1'

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._tree.paths import NamedTree
+from scalax._tree.paths import NamedTree, with_shape
 from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import RuleError
 from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each
@@ -48,6 +47,11 @@ class PolicyShardingRule(BuiltinRule):
             raise RuleError(f'policy is a function of (path, leaf), got {self.policy!r}')
         checked_policy(self.on_indivisible)
 
+    @property
+    def is_pure(self) -> bool:
+        """See `ShardingRule.is_pure`. A function may answer differently each time."""
+        return False
+
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
@@ -55,25 +59,21 @@ class PolicyShardingRule(BuiltinRule):
         nested: dict[int, ShardingRule] = {}
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             try:
-                said = self._ask(path, leaf)
+                value = self.policy(path, with_shape(leaf))
             except Exception as error:
                 error.add_note(f'{origin} was asked about {tree.describe(index)}')
                 raise
-            if isinstance(said, ShardingRule):
-                nested[index] = said
+            if isinstance(value, ShardingRule):
+                nested[index] = value
                 answers.append(None)
-            elif said is None or isinstance(said, PartitionSpec | NamedSharding):
-                answers.append(Decision.of(said, origin, 'said by the policy', self.on_indivisible))
+            elif value is None or isinstance(value, PartitionSpec | NamedSharding):
+                answers.append(Decision.of(value, origin, 'said by the policy', self.on_indivisible))
             else:
-                answers.append(not_a_spec(tree, index, origin, said))
-        for index, said in answers_of_each(nested, tree, axis_sizes).items():
-            default = nested[index].fallback(tree, index, axis_sizes) if said is None else said
-            if isinstance(default, Decision):
-                default = dataclasses.replace(default, origin=f'{origin} -> {default.origin}')
-            answers[index] = default
+                answers.append(not_a_spec(tree, index, origin, value))
+        for index, answer in answers_of_each(nested, tree, axis_sizes).items():
+            if answer is None:
+                answer = nested[index].fallback(tree, index, axis_sizes)
+            if isinstance(answer, Decision):
+                answer = dataclasses.replace(answer, origin=f'{origin} -> {answer.origin}')
+            answers[index] = answer
         return answers
-
-    def _ask(self, path: str, leaf: Any) -> Any:
-        if hasattr(leaf, 'shape'):
-            return self.policy(path, leaf)
-        return self.policy(path, jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))

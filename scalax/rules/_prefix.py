@@ -1,4 +1,4 @@
-"""Trees of rules, laid over the trees that they are for.
+"""Trees of rules, matched with the trees that they are for.
 
 A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node decides about the whole
 subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or None.
@@ -48,7 +48,7 @@ def key_of(rules: RuleLike) -> Any:
 def split(
     rules: RuleLike, pytree: Any, where: str = '', error: type[ScalaxError] = StructureError
 ) -> list[Subtree]:
-    """Lays a prefix tree of rules over *pytree*.
+    """Pairs each rule of a prefix tree with its subtree of *pytree*.
 
     Args:
         rules: a rule or a pytree prefix of rules.
@@ -57,7 +57,7 @@ def split(
         error: what is raised about a leaf of *rules* that is not a rule.
 
     Raises:
-        StructureError: the trees differ, or a leaf of *rules* is not a rule; says at which subtree.
+        StructureError: the trees differ, or a leaf of *rules* is not a rule; the message has the path.
     """
     if is_rule(rules):
         return [Subtree(rules, None, pytree)]
@@ -80,7 +80,7 @@ def check(
     """The leaves of a tree of rules with their paths.
 
     Raises:
-        StructureError: a leaf is not a rule; says which, and what was probably meant.
+        StructureError: a leaf is not a rule.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
@@ -102,7 +102,7 @@ def _of(where: str) -> str:
 
 
 def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str:
-    """Says which value is not a rule, and what was probably meant."""
+    """The message about a value that is not a rule, with a hint about what was meant."""
     hint, got = '', short(value)
     if in_pairs:
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
@@ -146,38 +146,38 @@ def _first_ten(items: Iterable[str]) -> str:
 
 
 def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
-    """Finds the first place where the two trees differ, and raises about it."""
+    """Raises about the first place where the two trees differ."""
     if is_rule(rules) or _fits(rules, tree):
         return
     of = _of(where) or ' of the tree'
     place = 'at its root' if at is None else f'at {at!r}'
     mine, theirs = dict(_children(rules)), dict(_children(tree))
-    if type(rules) is not type(tree):
-        raise StructureError(
-            f'the rules do not have the structure{of} {place}: the rules hold '
-            f'{_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
-            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
-        )
     missing = [key for key in theirs if key not in mine]
     extra = [key for key in mine if key not in theirs]
-    if missing or extra:
-        parts = []
-        if missing:
-            parts.append(f'there is no rule for {_first_ten(map(repr, missing))}')
+    if type(rules) is not type(tree):
+        why = (
+            f'the rules hold {_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
+            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
+        )
+    elif missing or extra:
+        parts = [f'there is no rule for {_first_ten(map(repr, missing))}'] if missing else []
         if extra:
             near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
             parts.append(f'the tree has nothing called {_first_ten(near)}')
-        hint = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        why = (
+            f'{"; ".join(parts)}. Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+        )
         if any(_REGEX.search(key) for key in extra):
-            hint += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
-        raise StructureError(f'the rules do not have the structure{of} {place}: {"; ".join(parts)}. {hint}')
-    for key, child in mine.items():
-        _explain(child, theirs[key], join(at, key), where)
-    raise StructureError(
-        f'the rules do not have the structure{of} {place}: the {type(rules).__name__} there '
-        f'differs in its static fields{_differing(rules, tree, mine)}. Give one rule for the whole subtree, '
-        'or make the tree of rules of the tree itself (jax.tree.map, tree.replace).'
-    )
+            why += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+    else:
+        for key, child in mine.items():
+            _explain(child, theirs[key], join(at, key), where)
+        why = (
+            f'the {type(rules).__name__} there differs in its static fields{_differing(rules, tree, mine)}. '
+            'Give one rule for the whole subtree, or make the tree of rules of the tree itself '
+            '(jax.tree.map, tree.replace).'
+        )
+    raise StructureError(f'the rules do not have the structure{of} {place}: {why}')
 
 
 def _fits(rules: Any, tree: Any) -> bool:
@@ -191,7 +191,7 @@ def _fits(rules: Any, tree: Any) -> bool:
 
 
 def _differing(rules: Any, tree: Any, children: Iterable[str]) -> str:
-    """The fields of two nodes that are no children, and differ, where that can be seen."""
+    """The fields of two nodes that are not children and differ, as far as they compare."""
     known = [field.name for field in dataclasses.fields(rules)] if dataclasses.is_dataclass(rules) else []
     names = [name for name in known if name not in children]
     found = [name for name in names if _differ(getattr(rules, name, None), getattr(tree, name, None))]

@@ -27,7 +27,7 @@ from scalax.rules._prefix import key_of, split
 
 
 class ResolveMode(enum.Enum):
-    """What the shardings are for; decides what a rule may say.
+    """What the shardings are for, which decides what a rule may answer.
 
     CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
     compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
@@ -103,12 +103,11 @@ def resolve(
         StructureError: *rules* is not a prefix of *pytree*.
         ShardingError: some leaves cannot be sharded as asked; every one of them is named.
     """
-    axes = MeshAxes.of(mesh)
-    task = _Task(axes, mesh, mode, where, on_indivisible)
+    task = _Task(mesh, mode, where, on_indivisible)
     parts = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
     trees = [NamedTree.of(part.tree, join(at, part.path), as_leaf) for part in parts]
     for tree in trees:
-        task.reject_non_arrays(tree)
+        task.problems.extend(non_arrays(tree))
     if task.problems:
         task.finish()
     decisions, shardings = [], []
@@ -117,48 +116,29 @@ def resolve(
         decisions.extend(cast(list[Decision], decided))  # a Problem among them ends this resolve
         shardings.extend(task.shardings(tree, decided))
     task.finish()
-    if is_rule(rules):
-        whole = trees[0]
-        return Resolution(whole, decisions, shardings, whole.treedef, whole.paths)
-    whole = NamedTree(
-        [
-            tree.path_below(part.path, i)
-            for part, tree in zip(parts, trees, strict=True)
-            for i in range(len(tree))
-        ],
-        [leaf for tree in trees for leaf in tree.leaves],
-        [shape for tree in trees for shape in tree.shapes],
-        jax.tree.structure(pytree),
-        at,
-    )
+    whole = trees[0] if is_rule(rules) else NamedTree.of(pytree, at, as_leaf)
     seen = [path for tree in trees for path in tree.paths]
     return Resolution(whole, decisions, shardings, whole.treedef, seen)
 
 
+@dataclasses.dataclass
 class _Task:
     """One resolve: collects problems until all leaves have been seen."""
 
-    def __init__(
-        self,
-        axes: MeshAxes,
-        mesh: Mesh | AbstractMesh,
-        mode: ResolveMode,
-        where: str,
-        on_indivisible: OnIndivisible,
-    ) -> None:
-        self.axes, self.mesh, self.mode, self.where = axes, mesh, mode, where
-        self.on_indivisible = on_indivisible
-        self.problems: list[Problem] = []
-        self.passed: list[str] = []  # dimensions that do not divide and may
+    mesh: Mesh | AbstractMesh
+    mode: ResolveMode
+    where: str
+    on_indivisible: OnIndivisible
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    passed: list[str] = dataclasses.field(default_factory=list)  # dimensions that do not divide and may
 
-    def reject_non_arrays(self, tree: NamedTree) -> None:
-        """Collects the leaves that JAX does not take as arrays, before any rule sees them."""
-        self.problems.extend(non_arrays(tree))
+    def __post_init__(self) -> None:
+        self.axes = MeshAxes.of(self.mesh)
 
-    def decide(self, value: Rule, tree: NamedTree) -> list[Decision | Problem]:
+    def decide(self, rule: Rule, tree: NamedTree) -> list[Decision | Problem]:
         """What the rule decides about every leaf of *tree*; an empty list where it raised."""
         try:
-            return decide(as_rule(value), tree, self.axes.sizes)
+            return decide(as_rule(rule), tree, self.axes.sizes)
         except ShardingError as error:
             # Raised by a user's rule. The other subtrees are checked too, to report all problems at once.
             self.problems.extend(error.problems)
@@ -183,41 +163,26 @@ class _Task:
         return [checked[key] for key in keys]
 
     def _checked(self, tree: NamedTree, index: int, answer: Decision | Problem) -> NamedSharding | None:
+        """The sharding of one leaf; collects what is wrong with it."""
         if isinstance(answer, Problem):
             self.problems.append(answer)
             return None
         spec, shape = answer.spec, tree.shapes[index]
-        if spec is not None and self.axes.any_manual:
-            spec = specs.without_manual(spec, self.axes)
         if spec is None:
             if self.mode is ResolveMode.CONCRETE:
-                self._problem(
-                    tree,
-                    index,
-                    answer,
-                    specs.Fault(
-                        'no-sharding',
-                        'the rule leaves this leaf to the compiler (None), but there is no compiler here',
-                        'None is for sjit, constraints and annotations; give PartitionSpec() to replicate.',
-                    ),
-                )
+                self._add(tree, index, answer, _NO_SHARDING)
             return None
+        if AxisType.Manual in self.axes.types.values():
+            spec = specs.without_manual(spec, self.axes)
         # Other faults follow from the wrong mesh, which has to be fixed first.
         is_own = self._is_own(answer.mesh)
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)
         if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUES:
-            wrong.append(
-                specs.Fault(
-                    'unconstrained',
-                    'an UNCONSTRAINED dimension does not say where an array is placed',
-                    'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
-                )
-            )
-        for fault in wrong:
-            self._problem(tree, index, answer, fault)
+            wrong.append(_NOT_CONSTRAINED)
         if wrong:
+            self._add(tree, index, answer, *wrong)
             return None
         uneven = specs.indivisible(spec, shape, self.axes)
         if uneven:
@@ -227,7 +192,7 @@ class _Task:
         except ValueError as error:
             if answer.memory_kind is None:
                 raise
-            self._problem(tree, index, answer, _no_such_memory(answer.memory_kind, error))
+            self._add(tree, index, answer, _no_such_memory(answer.memory_kind, error))
             return None
 
     def _is_own(self, given: Mesh | AbstractMesh | None) -> bool:
@@ -255,12 +220,9 @@ class _Task:
         shape = tree.shapes[index]
         policy = specs.strictest(policy or self.on_indivisible for policy in answer.policies)
         found = [specs.divisibility_fault(dim, names, shape, self.axes) for dim, names in uneven]
-        explicit = any(
-            self.axes.types[name] is jax.sharding.AxisType.Explicit for _, names in uneven for name in names
-        )
+        explicit = any(self.axes.types[name] is AxisType.Explicit for _, names in uneven for name in names)
         if policy == 'error' and (self.mode is not ResolveMode.INTERMEDIATE or explicit):
-            for fault in found:
-                self._problem(tree, index, answer, fault)
+            self._add(tree, index, answer, *found)
             return spec
         said = f'{specs.text(spec)} from {answer.origin}: {"; ".join(fault.detail for fault in found)}'
         if policy == 'error':
@@ -271,16 +233,12 @@ class _Task:
             self.passed.append(f'{tree.describe(index)}, {said}; {specs.text(reduced)} is used')
         return reduced
 
-    def _problem(self, tree: NamedTree, index: int, answer: Decision, fault: specs.Fault) -> None:
-        self.problems.append(
-            Problem(
-                fault.kind,
-                tree.describe(index),
-                fault.detail,
-                spec='' if answer.spec is None else specs.text(answer.spec),
-                rule=answer.origin,
-                hint=fault.hint,
-            )
+    def _add(self, tree: NamedTree, index: int, answer: Decision, *faults: specs.Fault) -> None:
+        """Collects what is wrong with a leaf."""
+        spec = '' if answer.spec is None else specs.text(answer.spec)
+        self.problems.extend(
+            Problem(fault.kind, tree.describe(index), fault.detail, spec, answer.origin, fault.hint)
+            for fault in faults
         )
 
     def finish(self) -> None:
@@ -319,6 +277,18 @@ def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
     ]
 
 
+_NO_SHARDING = specs.Fault(
+    'no-sharding',
+    'the rule leaves this leaf to the compiler (None), but there is no compiler here',
+    'None is for sjit, constraints and annotations; give PartitionSpec() to replicate.',
+)
+_NOT_CONSTRAINED = specs.Fault(
+    'unconstrained',
+    'an UNCONSTRAINED dimension does not say where an array is placed',
+    'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
+)
+
+
 def _no_such_memory(kind: str, error: ValueError) -> specs.Fault:
     return specs.Fault(
         'memory-kind',
@@ -335,7 +305,7 @@ _REORDERED = specs.Fault(
 
 
 def _other_mesh(given: Any, own: Mesh | AbstractMesh) -> specs.Fault:
-    """Says how another mesh differs. Only meshes with devices can differ in their order."""
+    """How another mesh differs. Only meshes with devices can differ in their order."""
     detail = f'the NamedSharding is of another mesh: {given}'
     hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
     theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
@@ -403,13 +373,10 @@ class ResolutionCache:
         on_indivisible: OnIndivisible,
     ) -> tuple[list[NamedSharding | None], Any]:
         """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
-        leaves = [rules] if is_rule(rules) else jax.tree.leaves(rules, is_leaf=is_rule)
-        if not all(map(is_rule, leaves)):
-            # `resolve` raises about what is no rule.
-            resolution = resolve(rules, pytree, mesh, on_indivisible=on_indivisible)
-            return resolution.shardings, resolution.treedef
         rules_key = key_of(rules)
-        entries = [entry for entry in self._entries if entry.rules == rules_key]
+        # What is no rule may not compare; `resolve` raises about it.
+        comparable = all(map(is_rule, jax.tree.leaves(rules, is_leaf=is_rule)))
+        entries = [entry for entry in self._entries if comparable and entry.rules == rules_key]
         if entries:
             leaves, treedef = jax.tree.flatten(pytree)
             signature = _signature(leaves)

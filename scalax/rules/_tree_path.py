@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import OnIndivisible, checked_policy, entries, no_axis, spec_axes
 from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
-from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each, is_pure
+from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each
 from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, short
 
 Value = PartitionSpec | ShardingRule | NamedSharding | None
@@ -32,7 +32,7 @@ class TreePathShardingRule(BuiltinRule):
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:
-        RuleError: an invalid regex, or a value that is none of the above.
+        RuleError: an invalid regex, or a value of another kind.
 
     Example:
         >>> import numpy as np
@@ -63,25 +63,12 @@ class TreePathShardingRule(BuiltinRule):
             checked_pair(f'TreePathShardingRule, pair {number}', rule, _SPREAD)
             for number, rule in enumerate(rules)
         )
-        for name, value in (
-            ('rules', pairs),
-            ('strict', checked_flag('strict', strict, RuleError)),
-            ('on_indivisible', checked_policy(on_indivisible)),
-        ):
-            object.__setattr__(self, name, value)
+        strict = checked_flag('strict', strict, RuleError)
+        vars(self).update(rules=pairs, strict=strict, on_indivisible=checked_policy(on_indivisible))
 
     def __repr__(self) -> str:
-        parts = [f'({regex_text(pattern)}, {value!r})' for pattern, value in self.rules]
-        if not self.strict:
-            parts.append('strict=False')
-        if self.on_indivisible != 'error':
-            parts.append(f'on_indivisible={self.on_indivisible!r}')
-        return f'TreePathShardingRule({", ".join(parts)})'
-
-    @property
-    def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
-        return self.on_indivisible != 'warn' and all(map(is_pure, self.parts))
+        pairs = [f'({regex_text(pattern)}, {value!r})' for pattern, value in self.rules]
+        return f'TreePathShardingRule({", ".join([*pairs, *self._options("strict", "on_indivisible")])})'
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
@@ -109,18 +96,19 @@ class TreePathShardingRule(BuiltinRule):
             if isinstance(value, ShardingRule):
                 nested.update(dict.fromkeys(mine, (number, value)))
             else:
-                fixed = self._clause_answer(number, value)
+                origin = f'regex {regex_text(pattern)}'
+                fixed = Decision.of(value, origin, '', self.on_indivisible, ((self, number),))
                 for i in mine:
                     answers[i] = fixed
         # A rule may be the value of several clauses, and one decision serves many leaves.
         memo: dict[tuple[int, int], Decision] = {}
-        for i, said in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
-            answers[i] = said
-            if isinstance(said, Decision):
-                key = nested[i][0], id(said)
+        for i, answer in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
+            if isinstance(answer, Decision):
+                key = nested[i][0], id(answer)
                 if key not in memo:
-                    memo[key] = self._by_clause(nested[i][0], said)
-                answers[i] = memo[key]
+                    memo[key] = self._by_clause(nested[i][0], answer)
+                answer = memo[key]
+            answers[i] = answer
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
@@ -149,11 +137,6 @@ class TreePathShardingRule(BuiltinRule):
                 return literal[name]
         return ''
 
-    def _clause_answer(self, number: int, value: PartitionSpec | NamedSharding | None) -> Decision:
-        """The answer of a clause that decides by itself."""
-        origin = f'regex {regex_text(self.rules[number][0])}'
-        return Decision.of(value, origin, '', self.on_indivisible, ((self, number),))
-
     def _by_clause(self, number: int, answer: Decision) -> Decision:
         origin = f'regex {regex_text(self.rules[number][0])}'
         return dataclasses.replace(
@@ -177,7 +160,7 @@ def _text(pattern: str | re.Pattern[str]) -> str:
 
 
 def regex_text(pattern: str | re.Pattern[str]) -> str:
-    """A regex as code that makes it again; Python's own text of a compiled one ends after 200 characters."""
+    """A regex as code. The repr of a compiled one is cut off after 200 characters."""
     if isinstance(pattern, str):
         return repr(pattern)
     flags = re.RegexFlag(pattern.flags & ~re.UNICODE)  # which every regex of text has
@@ -185,7 +168,7 @@ def regex_text(pattern: str | re.Pattern[str]) -> str:
 
 
 def _axes(value: Any) -> tuple[Any, ...]:
-    """The entries of what somebody wrote in place of a PartitionSpec; empty for anything else."""
+    """The entries of a string, tuple or list in place of a PartitionSpec; empty for anything else."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, tuple | list) else ()
 
 
@@ -261,24 +244,24 @@ class ExactRankRule(TreePathShardingRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        said = super().answers(tree, axis_sizes)
+        answers = super().answers(tree, axis_sizes)
         # One decision serves all leaves of a clause; it is checked once for each rank.
         wrong: dict[tuple[int, int, int], Problem | None] = {}
-        for index, (answer, shape) in enumerate(zip(said, tree.shapes, strict=True)):
+        for index, (answer, shape) in enumerate(zip(answers, tree.shapes, strict=True)):
             key = id(answer), len(shape), tree.stacked(index)
             if key not in wrong:
                 wrong[key] = self._wrong(answer, *key[1:], axis_sizes)
             problem = wrong[key]
             if problem is not None:
-                said[index] = dataclasses.replace(problem, leaf=tree.describe(index))
-        return said
+                answers[index] = dataclasses.replace(problem, leaf=tree.describe(index))
+        return answers
 
-    def _wrong(self, said: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
+    def _wrong(self, answer: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
         """What is wrong with an answer of this rule about a leaf of that rank, without its stack."""
         # Decisions about arrays of one element have no clauses; those of other rules are not checked.
-        if not isinstance(said, Decision) or not said.clauses or said.clauses[0][0] is not self:
+        if not isinstance(answer, Decision) or not answer.clauses or answer.clauses[0][0] is not self:
             return None
-        value = self.rules[said.clauses[0][1]][1]
+        value = self.rules[answer.clauses[0][1]][1]
         spec = value.spec if isinstance(value, NamedSharding) else value
         if not isinstance(spec, PartitionSpec):
             return None
@@ -286,20 +269,20 @@ class ExactRankRule(TreePathShardingRule):
         if expected not in (0, rank):
             return _problem(
                 'rank',
-                said,
+                answer,
                 f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
                 + (' without its stack of layers' if stacked else ''),
                 f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
                 'catalogue.SPLIT_HEADS in front; others a row of your own.',
             )
         absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
-        # Other axes are not those of the catalogue.
+        # The hint is about the axes of the catalogue.
         for_tables = [f'{axis}=None' for axis in absent if axis in TABLE_AXES]
         if axis_sizes is None or not for_tables:
             return None
         return _problem(
             'unknown-axis',
-            said,
+            answer,
             '; '.join(no_axis(axis, axis_sizes) for axis in absent),
             f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
             'that it has there.',
@@ -311,5 +294,5 @@ TABLE_AXES = ('fsdp', 'tp', 'expert')
 
 
 def _problem(kind: str, answer: Decision, detail: str, hint: str) -> Problem:
-    """A problem of a leaf that is still to be named."""
+    """A problem whose leaf is filled in later."""
     return Problem(kind, '', detail, spec=str(answer.spec), rule=answer.origin, hint=hint)

@@ -104,8 +104,8 @@ def rule(
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:
-        RuleError: an argument is none of these; a row is no pair of a regex and a spec, or names another
-            axis; or two axes of one row are the same axis of the mesh.
+        RuleError: an invalid argument; a row that is not a pair of a regex and a spec, or that names
+            another axis; or two axes of one row are the same axis of the mesh.
 
     Example:
         >>> import numpy as np
@@ -235,7 +235,7 @@ SPLIT_HEADS: Table = (
 )
 """Attention whose heads are a dimension: heads over tp, as in Megatron-LM. To be put in front of a table.
 
-Only there: without such heads, stacked layers that `rule` was not told of have the rank of these rows.
+Only there: without such heads, these rows would match stacked layers for which `stacked` is missing.
 """
 
 LLAMA: Table = (
@@ -357,4 +357,4 @@ keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
 REGEXES = frozenset(
     [_REST, *(row[0] for table in (SPLIT_HEADS, GEMMA, MIXTRAL, GPT2, VIT, T5) for row in table)]
 )
-"""The regexes of the catalogue itself. Most are idle in any one model, which is no mistake of the user's."""
+"""The regexes of the catalogue itself. In any one model most of them match nothing, which is not an error."""

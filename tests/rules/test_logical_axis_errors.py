@@ -183,4 +183,4 @@ def test_patterns_mean_what_they_mean_to_einops(text):
         for dim in expected.composition
     ]
     if found.ellipsis is None:
-        assert _pattern.parse(_pattern.as_text(found.dimensions)) == found
+        assert _pattern.parse(str(found)) == found

@@ -181,5 +181,5 @@ def test_a_selection_remembers_where_it_comes_from():
     named = NamedTree.of({'a': 1.0, 'b': np.zeros(2), 'c': np.zeros(3)}, 'params')
     part = named.select([2, 0])
     assert (part.paths, part.shapes, part.indices) == (['c', 'a'], [(3,), ()], [2, 0])
-    assert part.parent is named
+    assert part.select([1]).root() == (named, [0])
     assert [part.describe(i) for i in range(2)] == ['params/c: float64[3]', 'params/a: Python float']

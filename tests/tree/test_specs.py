@@ -125,8 +125,6 @@ def test_mesh_axes():
     assert str(AXES) == 'a=2, b=3, c=4'
     assert AXES.size(('a', 'c')) == 8
     assert AXES.size(()) == 1
-    assert not AXES.any_manual
-    assert MIXED.any_manual
 
 
 @pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
