@@ -514,10 +514,9 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        if out_sharding is not _REQUIRED:
-            return axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
-        switch = functools.partial(axis_modes.auto_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
+        if out_sharding is _REQUIRED:
+            return axis_modes.at_the_call(axis_modes.AutoAxes, self.get_context(), fun, axes)
+        return axis_modes.AutoAxes(self.get_context(), fun, axes, out_sharding).wrapper()
 
     def explicit_axes(
         self,
@@ -561,10 +560,9 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        if in_sharding is not _REQUIRED:
-            return axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
-        switch = functools.partial(axis_modes.explicit_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
+        if in_sharding is _REQUIRED:
+            return axis_modes.at_the_call(axis_modes.ExplicitAxes, self.get_context(), fun, axes)
+        return axis_modes.ExplicitAxes(self.get_context(), fun, axes, in_sharding).wrapper()
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
         """What a function would hold, and what its devices would send one another; compiled, not run.
