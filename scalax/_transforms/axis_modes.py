@@ -22,6 +22,7 @@ from scalax._mesh import meshes
 from scalax._trace.constraints import (
     abstract,
     apply_sharding,
+    apply_shardings,
     has_other_types,
     is_compiled,
     mesh_entered,
@@ -29,7 +30,7 @@ from scalax._trace.constraints import (
     reshard,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
-from scalax._transforms.calls.argument_shardings import reject_faults, resolve_slots
+from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
 from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved, with_moved
@@ -99,6 +100,8 @@ class SwitchedFunction(abc.ABC):
         self._signature = CallSignature(fun)
         self.name = self._signature.name
         check(rules, f'{self.option} of {self.name}')
+        if self.inside is EXPLICIT:
+            self._signature.check_names(rules, self.option)
         known = MeshAxes.of(active.mesh_helper.mesh)
         self._chosen = None if axes is None else specs.chosen_axes(f'axes of {self.api}', axes, known)
 
@@ -193,19 +196,15 @@ class SwitchedFunction(abc.ABC):
         self, rules: RuleLike, flat_args: Sequence[Any], mesh: AnyMesh, where: str
     ) -> list[Resolution]:
         """The rules of each argument, resolved."""
-        call, rest = (
+        return resolve_arguments(
+            rules,
             Call.of(self._signature, flat_args),
-            'None keeps the type of an argument where no axis changes',
-        )
-        by_slot = resolve_slots(
-            self._signature.rules_by_slot(rules, call.layout, flat_args, self.option, '', rest),
-            call,
-            mesh=mesh,
-            mode=ResolveMode.BOUNDARY,
+            mesh,
+            option=self.option,
+            rest='None keeps the type of an argument where no axis changes',
             where=f'the arguments of {self.name!r}{where}',
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
-        return [*by_slot.values()]
 
     def _reject(
         self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
@@ -278,27 +277,13 @@ class AutoAxes(SwitchedFunction):
                 _crossed(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
-        applied = [
-            leaf if sharding is None else apply_sharding(leaf, sharding)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return resolution.treedef.unflatten(applied)
+        return apply_shardings(jax.tree.unflatten(resolution.treedef, leaves), shardings)
 
 
 class ExplicitAxes(SwitchedFunction):
     """See `MeshShardingHelper.explicit_axes`, which is documented for users."""
 
     api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
-
-    def __init__(
-        self,
-        active: ActiveHelper,
-        fun: Callable[..., Any],
-        axes: str | Iterable[str] | None,
-        rules: RuleLike,
-    ) -> None:
-        super().__init__(active, fun, axes, rules)
-        self._signature.check_names(rules, self.option)
 
     def _enter(
         self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh

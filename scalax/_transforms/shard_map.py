@@ -26,7 +26,7 @@ from scalax._trace.constraints import (
     mesh_in_force,
 )
 from scalax._trace.contexts import ActiveHelper
-from scalax._transforms.calls.argument_shardings import reject_faults, resolve_slots
+from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
 from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_typed_by
@@ -170,18 +170,18 @@ class _Mapped:
         self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
     ) -> list[NamedSharding]:
         """The shardings of the arguments, leaf by leaf."""
-        call, rest = Call.of(self._signature, flat_args), 'PartitionSpec() for what every device has whole'
+        call = Call.of(self._signature, flat_args)
         reject_deleted(call)
         where = f'the arguments of {self._signature.name!r} (in_specs)'
-        by_slot = resolve_slots(
-            self._signature.rules_by_slot(in_specs, call.layout, flat_args, 'in_specs', '', rest),
+        resolutions = resolve_arguments(
+            in_specs,
             call,
-            mesh=self.mesh,
-            mode=ResolveMode.BOUNDARY,
+            self.mesh,
+            option='in_specs',
+            rest='PartitionSpec() for what every device has whole',
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
-        resolutions = [*by_slot.values()]
         given = [sharding for resolution in resolutions for sharding in resolution.shardings]
         self._reject_uneven(resolutions, where)
         self._reject([text for each in resolutions for text in each.tree.descriptions], given, where)

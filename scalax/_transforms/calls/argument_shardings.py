@@ -97,16 +97,17 @@ class ArgumentShardings:
     def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:
         if rules is None:
             return {slot: [None] * len(jax.tree.leaves(call.flat_args[slot])) for slot in call.layout.dynamic}
-        resolved = resolve_slots(
-            self.signature.rules_by_slot(rules, call.layout, call.flat_args, what),
+        resolutions = resolve_arguments(
+            rules,
             call,
-            mesh=self.mesh,
-            mode=mode,
+            self.mesh,
+            option=what,
             where=f'the arguments of {self.signature.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
+            mode=mode,
             as_leaf=_struct,
         )
-        return {slot: resolution.shardings for slot, resolution in resolved.items()}
+        return {slot: each.shardings for slot, each in zip(call.layout.dynamic, resolutions, strict=True)}
 
     def outputs(
         self, tree: Any, call: Call, arguments: Mapping[int, Shardings]
@@ -158,38 +159,43 @@ class ArgumentShardings:
         return named_sharding(self.mesh, spec)
 
 
-def resolve_slots(
-    rules: Mapping[int, RuleLike],
+def resolve_arguments(
+    rules: RuleLike,
     call: Call,
-    *,
     mesh: Mesh | AbstractMesh,
-    mode: ResolveMode,
+    *,
+    option: str,
     where: str,
     on_indivisible: OnIndivisible,
+    rest: str = 'None leaves an argument to the compiler',
+    mode: ResolveMode = ResolveMode.BOUNDARY,
     as_leaf: Callable[[Any], Any] | None = None,
-) -> dict[int, Resolution]:
-    """Resolves the rules of several arguments; one error names what is wrong with all of them.
+) -> list[Resolution]:
+    """Resolves the rules of every dynamic slot of a call; one error names what is wrong with all of them.
 
     Args:
-        rules: rules by dynamic slot.
+        rules: rules in all the forms of ``in_shardings``.
         call: the call.
-        mesh: as for `scalax.rules._resolve.resolve`, like those that follow.
-        mode: as above.
-        where: as above.
-        on_indivisible: as above.
-        as_leaf: as above.
+        mesh: as for `scalax.rules._resolve.resolve`.
+        option: the name of the option that the rules are for.
+        where: as for `resolve`.
+        on_indivisible: as for `resolve`.
+        rest: what to give for arguments without a sharding, for messages.
+        mode: as for `resolve`.
+        as_leaf: as for `resolve`.
 
     Raises:
         ShardingError: some leaves cannot be sharded as asked.
         StructureError: rules do not have the structure of their arguments.
     """
-    by_slot: dict[int, Resolution] = {}
+    resolutions: list[Resolution] = []
     problems: list[Problem] = []
     misfits: list[str] = []
-    for slot, rule in rules.items():
+    by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, rest)
+    for slot, rule in by_slot.items():
         tree, at = call.flat_args[slot], call.path(slot)
         try:
-            by_slot[slot] = resolve(
+            resolution = resolve(
                 rule,
                 tree,
                 mesh,
@@ -199,7 +205,8 @@ def resolve_slots(
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )
-            problems += _of_no_arrays(by_slot[slot], tree, at)
+            resolutions.append(resolution)
+            problems += _of_no_arrays(resolution, tree, at)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -208,7 +215,7 @@ def resolve_slots(
         raise StructureError('\n'.join(misfits))
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
-    return by_slot
+    return resolutions
 
 
 def reject_faults(

@@ -329,8 +329,7 @@ class CallSignature:
         layout: CallLayout,
         flat_args: Sequence[Any],
         what: str,
-        which: str = 'besides static ones ',
-        rest: str = 'None leaves an argument to the compiler',
+        rest: str,
     ) -> dict[int, RuleLike]:
         """The rules of each dynamic slot, by slot number.
 
@@ -339,8 +338,7 @@ class CallSignature:
             layout: the slots of the call.
             flat_args: the call.
             what: the name of the option, for messages.
-            which: which arguments have an entry, for messages.
-            rest: what to give for the others, for messages.
+            rest: what to give for arguments without a sharding, for messages.
 
         Raises:
             StructureError: the rules do not fit the arguments.
@@ -358,11 +356,12 @@ class CallSignature:
         given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.slots[i].name for i in places) or 'none'
-            entries = plural(len(rules), 'entry', 'entries')
+            takes = plural(len(places), 'positional argument') + (
+                ' besides static ones' if layout.static else ''
+            )
             raise StructureError(
-                f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
-                f'argument{"" if len(places) == 1 else "s"} {which}({names}): give one entry each ({rest}), '
-                'or a dict by argument name'
+                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but the function takes '
+                f'{takes} ({names}): give one entry each ({rest}), or a dict by argument name'
             )
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         by_slot.update(zip(places, rules, strict=False))
