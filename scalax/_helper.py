@@ -511,10 +511,9 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        if out_sharding is not _REQUIRED:
-            return axis_modes.auto_axes(self.get_context(), fun, axes, out_sharding)
-        switch = functools.partial(axis_modes.auto_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'auto_axes', 'out_sharding')
+        if out_sharding is _REQUIRED:
+            return axis_modes.at_the_call(axis_modes.AutoAxes, self.get_context(), fun, axes)
+        return axis_modes.AutoAxes(self.get_context(), fun, axes, out_sharding).wrapper()
 
     @overload
     def explicit_axes(
@@ -574,10 +573,9 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        if in_sharding is not _REQUIRED:
-            return axis_modes.explicit_axes(self.get_context(), fun, axes, in_sharding)
-        switch = functools.partial(axis_modes.explicit_axes, self.get_context(), fun, axes)
-        return axis_modes.at_the_call(switch, fun, 'explicit_axes', 'in_sharding')
+        if in_sharding is _REQUIRED:
+            return axis_modes.at_the_call(axis_modes.ExplicitAxes, self.get_context(), fun, axes)
+        return axis_modes.ExplicitAxes(self.get_context(), fun, axes, in_sharding).wrapper()
 
     with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
     with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)

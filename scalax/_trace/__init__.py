@@ -1,5 +1,4 @@
-"""What is in force while JAX traces, and what changes the sharding of a value there.
+"""What is in force while JAX traces: the active helper with its bindings, and the mapping of named axes.
 
-Offers the active helper with its bindings, the mapping of named axes, constraints, resharding, and the
-state of a thread for another thread to enter.
+Also constraints, resharding, and the state of a thread for another thread to enter.
 """

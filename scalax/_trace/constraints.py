@@ -104,7 +104,7 @@ def with_sharding_annotation(tree: Tree, sharding_name: str) -> Tree:
         return tree
     helper, rules = found
     where = f'annotation {sharding_name!r}'
-    # The scope names the operation in profiles, and in the compiled program for plans.
+    # The scope names the operation in profiles and plans.
     with jax.named_scope(f'annotation({sharding_name})'):
         return constrain(tree, rules, helper.mesh, helper.on_indivisible, where)
 
@@ -116,7 +116,7 @@ def constrain(
     on_indivisible: specs.OnIndivisible = 'error',
     where: str = 'a sharding constraint',
 ) -> Any:
-    """Resolves *rules* on *mesh* and applies the outcome to *pytree*."""
+    """Resolves *rules* on *mesh* and applies the shardings to *pytree*."""
     mesh = mesh_in_force(mesh)
     resolution = resolve(
         rules,
@@ -141,21 +141,21 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
 
 
 def explicit_sharding(kind: Any) -> NamedSharding | None:
-    """The sharding that a type has over Explicit axes, for `apply_shardings`; None without any."""
+    """The sharding that a type has over Explicit axes; None without any."""
     sharding = kind.sharding
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     if AxisType.Auto not in sharding.mesh.axis_types:
         return sharding
-    # Along Auto axes nothing is said.
+    # Along Auto axes the compiler decides.
     open_ = [entry or specs.UNCONSTRAINED for entry in specs.entries(sharding.spec)]
     return sharding.update(spec=PartitionSpec(*open_))
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Inside shard_map the same mesh with Manual axes; elsewhere *mesh* itself.
+    """The mesh with the axis types that shard_map, auto_axes or explicit_axes gives it here.
 
-    Likewise where auto_axes or explicit_axes has given its axes other types.
+    Outside of these it is *mesh* itself.
     """
     ambient = jax.sharding.get_abstract_mesh()
     retyped = has_other_types(ambient, mesh) and is_traced()
@@ -170,7 +170,7 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
-    """Has *mesh* in force in place of another one (``jax.set_mesh``), which operations of JAX would look at.
+    """A context manager in which *mesh* is in force, for operations of JAX, in place of ``jax.set_mesh``.
 
     Raises:
         MeshError: the other mesh has other devices; or values of a compiled function have types of it.
@@ -227,10 +227,10 @@ def is_traced() -> bool:
 
 
 def is_compiled() -> bool:
-    """Whether what the caller does now is compiled later, rather than done now.
+    """Whether the caller is traced for compilation.
 
-    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a value
-    that depends on nothing is an array.
+    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a constant
+    is an array.
     """
     return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
 
@@ -242,7 +242,7 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     kinds = set(types.values())
     if kinds == {AxisType.Auto}:
         if isinstance(mesh, AbstractMesh) and not is_compiled():
-            # Under jax.grad or jax.vmap alone, where JAX puts no array on a mesh without devices.
+            # Under jax.grad or jax.vmap alone JAX puts no array on a mesh without devices.
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     explicit, auto = (
@@ -284,14 +284,14 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
     constrained = jax.lax.with_sharding_constraint(leaf, sharding)
     if not specs.indivisible(sharding.spec, np.shape(leaf), specs.MeshAxes.of(sharding.mesh)):
         return constrained
-    # What is padded may be an output, whose sharding JAX (0.12.0.1) fails to read if 1 < gcd(size, shards)
-    # < shards; it lets go of an output that is open.
+    # JAX (0.12.0.1) fails to read the sharding of a padded output if 1 < gcd(size, shards) < shards, unless
+    # the output is also constrained to UNCONSTRAINED.
     anyhow = PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf))
     return jax.lax.with_sharding_constraint(constrained, sharding.update(spec=anyhow))
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
-    """Without any mesh: NamedShardings bring their own, everything else has none to use."""
+    """Without any mesh: NamedShardings have their own, and other rules do nothing."""
     parts = split(rules, pytree)
     if not any(isinstance(part.rule, NamedSharding) for part in parts):
         return pytree

@@ -1,10 +1,10 @@
 """The active helper with its annotation bindings, and the active mapping of named axes.
 
 The active `Context` is a JAX user context (``jax.make_user_context``), so it is part of JAX's own trace
-cache key: a function that JAX has traced under one context is traced again under another. So a shared inner
-``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of whoever traced it first.
-It also makes the context local to a thread. Equal bindings of one helper are one context, whichever functions
-bind them and however they are nested: what these share is traced once. The mapping is a user context, too.
+cache key, and local to a thread. A function that was traced under one context is traced again under another:
+a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of another
+caller. Equal bindings of one helper are one context, whichever functions bind them and however they are
+nested: what these share is traced once. The mapping is a user context, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scalax.rules._resolve import are_pure
 
 
 class MeshOwner(Protocol):
-    """What the layers below `MeshShardingHelper` need of it."""
+    """The part of `MeshShardingHelper` that the rooms below it need."""
 
     @property
     def mesh(self) -> Mesh:
@@ -58,7 +58,7 @@ def entered_mapping(mapping: LogicalAxisShardingRule) -> Any:
 
 
 class _Token:
-    """Stands for a context in JAX's caches, which live long and should keep no helper or rule alive."""
+    """Stands for a context in JAX's caches, which would keep its helper and rules alive."""
 
     __slots__ = ('context',)
 
@@ -71,11 +71,11 @@ class Context:
     """An active helper and the bindings in force; compared and hashed by identity.
 
     Attributes:
-        owner: the helper whose mesh constraints use, weakly: it keeps its contexts.
+        owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
-        used: the names that were used while JAX traced something that it may use again elsewhere under this
-            context, such as an inner ``jax.jit``, without a trace.
-        asked: the names that were asked for, likewise.
+        used: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under this
+            context JAX may use such a trace again without running the code.
+        asked: the names that were asked for there.
         token: what stands for this context in JAX's caches.
     """
 
@@ -86,12 +86,12 @@ class Context:
     token: _Token = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Made here, once: of two tokens, which threads in a race would make, JAX knows one only.
+        # Made here, once: threads in a race would make two tokens, and JAX would trace for each.
         object.__setattr__(self, 'token', _Token(self))
 
     @property
     def helper(self) -> MeshOwner:
-        """The active helper. Whoever entered this context holds it."""
+        """The active helper. The code that entered this context holds it."""
         helper = self.owner()
         assert helper is not None
         return helper
@@ -103,7 +103,7 @@ class Context:
 
 @dataclasses.dataclass(eq=False)
 class Uses:
-    """What the code of one function did with annotation names.
+    """The annotation names that one function binds, and those that its code asked for.
 
     Attributes:
         names: the names that the function binds.
@@ -122,19 +122,28 @@ class Uses:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """One entered context: who entered it, and in which trace of JAX's."""
+    """One entered context, with the uses that it records and the trace in which it was entered."""
 
     context: Context
     uses: Uses
     trace: Any
 
 
-class _Frames(threading.local):
+class _Stacks(threading.local):
+    """The contexts that this thread has entered, the innermost last.
+
+    Attributes:
+        frames: the contexts.
+        managers: the `ActiveHelper` objects, each with the context manager of its context; None in place of
+            an object that was left before its turn.
+    """
+
     def __init__(self) -> None:
-        self.stack: list[_Frame] = []
+        self.frames: list[_Frame] = []
+        self.managers: list[tuple[ActiveHelper | None, Any]] = []
 
 
-_frames = _Frames()
+_stacks = _Stacks()
 
 
 def current() -> Context | None:
@@ -145,15 +154,15 @@ def current() -> Context | None:
 
 @contextlib.contextmanager
 def entered(context: Context, uses: Uses) -> Iterator[None]:
-    """A context manager in which *context* is the active one; *uses* records what becomes of its names."""
-    frames = _frames.stack
+    """A context manager in which *context* is the active one; *uses* records which names are used."""
+    frames = _stacks.frames
     frames.append(_Frame(context, uses, get_opaque_trace_state()))
     try:
         with _active(context.token):
             yield
     finally:
         frames.pop()
-        # What JAX did not trace again was used all the same.
+        # Names in code that JAX did not trace again were used all the same.
         uses.used |= context.used & uses.names
         uses.asked |= context.asked
         if frames:
@@ -168,9 +177,9 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     if context is None:
         return None
     trace = get_opaque_trace_state()
-    for frame in reversed(_frames.stack):
+    for frame in reversed(_stacks.frames):
         frame.uses.asked.add(name)
-        if frame.trace != trace:  # within something of which JAX may use the trace again
+        if frame.trace != trace:  # inside an inner trace, which JAX may use again
             frame.context.asked.add(name)
             if name in frame.context.bindings:
                 frame.context.used.add(name)
@@ -181,23 +190,23 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     if found is None:
         return None
     helper = found[0]()
-    assert helper is not None  # whoever bound the name holds it
+    assert helper is not None  # the code that bound the name holds it
     return helper, found[1]
 
 
 class ContextCache:
     """Interns contexts: equal bindings have the same Context.
 
-    Contexts are part of JAX's cache keys by identity: a fresh one for every call would trace and compile
-    everything again. The most recently used are kept. A context whose rules may hold anything, such as a
-    user's function, and through it the helper, is held weakly.
+    Contexts are part of JAX's cache keys by identity: a new one for every call would trace and compile
+    everything again. The most recently used are kept. A context whose rules may refer to the helper, as a
+    user's function does, is held weakly.
     """
 
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
         self._kept: LRUCache[Context, None] = LRUCache()
-        self._lock = threading.RLock()  # re-entrant: the rules of users compare themselves under it
+        self._lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
         """The context of *bindings* inside the one that is active now."""
@@ -266,20 +275,10 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     return dict(bindings)
 
 
-class _Entered(threading.local):
-    """The contexts that this thread is in, the innermost last; None has been left before its turn."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[ActiveHelper | None, Any]] = []
-
-
-_entered = _Entered()
-
-
 class ActiveHelper:
     """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
 
-    It belongs to a thread, and is left before those that were entered ahead of it: other orders, as of
+    It belongs to a thread, and contexts are left in the reverse order of entering: other orders, as of
     generators or asyncio tasks that take turns, are an error.
 
     Attributes:
@@ -303,7 +302,7 @@ class ActiveHelper:
         self._kept.put(context, context)  # so that equal bindings find it later
         manager = entered(context, Uses(frozenset(self._bindings)))
         manager.__enter__()
-        _entered.stack.append((self, manager))
+        _stacks.managers.append((self, manager))
         return self
 
     def __exit__(
@@ -312,7 +311,7 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        stack = _entered.stack
+        stack = _stacks.managers
         if stack and stack[-1][0] is self:
             stack.pop()[1].__exit__(kind, error, trace)
             while stack and stack[-1][0] is None:  # those left before their turn

@@ -1,8 +1,8 @@
 """Resharding of values and arrays, also where devices hold parts of a sum (unreduced axes).
 
 The value of an unreduced array is the sum over its unreduced axes. ``jax.device_put`` only moves blocks and
-copies; compiled programs add parts up and make them. The parts that JAX makes of a value are the value itself
-in one place, and zeros in the others.
+copies; compiled programs add parts up and make them. JAX makes parts of a value by keeping the value in one
+place, with zeros in the others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from scalax.errors import Problem, ShardingError
 
 
 def reshard(leaf: Any, sharding: NamedSharding) -> Any:
-    """``jax.sharding.reshard``, also from sums to others, where XLA (of JAX 0.10 to 0.12) ends the process.
+    """``jax.sharding.reshard``, also from sums over some axes to sums over others.
+
+    There XLA (of JAX 0.10 to 0.12) would end the process.
 
     Raises:
-        ShardingError: there are no such parts of sums.
+        ShardingError: the value cannot be made parts of sums.
     """
     had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
     if wanted.unreduced - had.unreduced:
@@ -83,13 +85,13 @@ def unreduced_axes(leaf: Any) -> frozenset[Any]:
 
 
 def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
-    """The leaf with its parts added up, unless it is to have parts of the same sums in other places."""
+    """The leaf with its parts added up, unless it is to have parts of the same sums on other devices."""
     if not unreduced_axes(leaf):
         return leaf
     stays = leaf.sharding.mesh == sharding.mesh
     if stays and _same_sums(leaf.sharding.spec, sharding.spec):
         return leaf
-    # In one step, with a reduce-scatter where it is to be cut along these axes.
+    # In one step: a reduce-scatter where it is to be sharded along these axes.
     return _adding_up(_reduced(sharding))(leaf) if stays else reduced(leaf)
 
 

@@ -12,9 +12,9 @@ import jax
 
 from scalax._trace import contexts
 
-# The settings of jax.config that a thread can have to itself: those with a context manager of their name.
-# Two stay behind: transfer_guard can only be set (its three directions are read in its place), and
-# thread_guard is there to tell threads apart.
+# The settings of jax.config that are local to a thread: those with a context manager of their name. Without
+# transfer_guard, which can only be set (its three directions are read instead), and thread_guard, which tells
+# threads apart.
 SETTINGS = tuple(
     name
     for name in sorted(dir(jax))
@@ -47,7 +47,7 @@ class ThreadState:
             self._managers.append(lambda: contexts.entered_mapping(mapping))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """What *call* returns or raises, with this state in force; in one thread at a time."""
+        """Runs *call* with this state in force; in one thread at a time."""
 
         def entered() -> Any:
             with self._entered():
@@ -59,7 +59,7 @@ class ThreadState:
     def _entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for name, value in self._settings:
-                # Only what differs: a thread follows jax.config.update in what it does not have to itself.
+                # Only what differs: a thread follows jax.config.update in settings that it has not entered.
                 if getattr(jax.config, f'jax_{name}') != value:
                     stack.enter_context(getattr(jax, name)(value))
             for manager in self._managers:
@@ -68,10 +68,10 @@ class ThreadState:
 
 
 def in_a_thread(name: str, call: Callable[[], Any]) -> Any:
-    """What *call* returns or raises in a thread of that name, which is waited for.
+    """Runs *call* in a thread of that name, waits for it, and returns or raises what it does.
 
-    JAX's settings go along, contexts such as that of ``jax.set_mesh`` stay behind. So does the thread, where
-    Ctrl-C ends the waiting; Python then waits for it when it ends.
+    It runs under JAX's settings of this thread, but without its contexts, such as ``jax.set_mesh``. Ctrl-C
+    ends the waiting and not the thread; Python waits for that when it exits.
     """
     executor = ThreadPoolExecutor(1, name)
     try:

@@ -1,10 +1,10 @@
-"""How does part of a program run with mesh axes of another type? ``jax.sharding.auto_axes`` and
+"""Functions whose mesh axes have other types inside: ``jax.sharding.auto_axes`` and
 ``jax.sharding.explicit_axes``, with rules in place of specs.
 
 Inside, some axes of the mesh are Auto (the compiler's) or Explicit (part of types), whatever they are
-outside. A value that crosses the border changes its type with them: along axes that are Explicit on the far
-side somebody has to say how it lies. On the way in, that are the types of the arguments or `in_sharding`; on
-the way out, `out_sharding` or the types of the results.
+outside. The type of a value that crosses the border changes with them: along axes that are Explicit on the
+far side it needs a sharding. On the way in that comes from the types of the arguments or from `in_sharding`;
+on the way out from `out_sharding` or from the types of the results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from scalax._mesh import meshes
 from scalax._trace.constraints import (
     abstract,
     apply_sharding,
+    apply_shardings,
     has_other_types,
     is_compiled,
     mesh_entered,
@@ -29,16 +30,17 @@ from scalax._trace.constraints import (
     reshard,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
-from scalax._transforms.calls.argument_shardings import resolve_slots
+from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
+from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
-from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved
+from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved, with_moved
 from scalax._transforms.calls.placement_errors import reject_deleted
 from scalax._transforms.sjit import sjit
-from scalax._transforms.tracebacks import arose_below, hide_ours
+from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
-from scalax._tree.specs import MeshAxes
+from scalax._tree.specs import Fault, MeshAxes
 from scalax._util.lru_cache import LRUCache
-from scalax.errors import ArgumentError, MeshError, Problem, ShardingError
+from scalax.errors import ArgumentError, MeshError
 from scalax.rules._prefix import RuleLike, check, key_of
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
@@ -46,57 +48,40 @@ AnyMesh = Mesh | AbstractMesh
 EXPLICIT = AxisType.Explicit
 
 
-def auto_axes(
-    active: ActiveHelper,
-    fun: Callable[..., Any],
-    axes: str | Iterable[str] | None,
-    out_sharding: RuleLike,
-) -> Callable[..., Any]:
-    """See `MeshShardingHelper.auto_axes`, which is documented for users; *active* enters the helper."""
-    return _Auto(active, fun, axes, out_sharding).wrapper()
-
-
-def explicit_axes(
-    active: ActiveHelper,
-    fun: Callable[..., Any],
-    axes: str | Iterable[str] | None,
-    in_sharding: RuleLike,
-) -> Callable[..., Any]:
-    """See `MeshShardingHelper.explicit_axes`, which is documented for users; *active* enters the helper."""
-    return _Explicit(active, fun, axes, in_sharding).wrapper()
-
-
 def at_the_call(
-    switch: Callable[[RuleLike], Callable[..., Any]], fun: Callable[..., Any], api: str, option: str
+    switched: type[SwitchedFunction],
+    active: ActiveHelper,
+    fun: Callable[..., Any],
+    axes: str | Iterable[str] | None,
 ) -> Callable[..., Any]:
-    """A function that takes its rules as a keyword of each call, as those of ``jax.sharding`` do.
-
-    Args:
-        switch: gives *fun* with the axis types that it has inside, for rules.
-        fun: the function.
-        api: what is called, for errors.
-        option: the keyword.
-    """
-    switch(None)  # what is wrong whatever the rules are
+    """A function that takes its rules as a keyword of each call, as those of ``jax.sharding`` do."""
+    switched(active, fun, axes, None)  # raises about a wrong function or wrong axes
     remembered: LRUCache[Any, Callable[..., Any]] = LRUCache()
 
     @functools.wraps(fun)
-    def switched(*args: Any, **kwargs: Any) -> Any:
-        if option not in kwargs:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if switched.option not in kwargs:
             raise ArgumentError(
-                f'{api} of {getattr(fun, "__name__", fun)} needs {option}: give it to {api}, or as a keyword '
-                f'of the call'
+                f'{switched.api} of {getattr(fun, "__name__", fun)} needs {switched.option}: give it to '
+                f'{switched.api}, or as a keyword of the call'
             )
-        rules = kwargs.pop(option)
+        rules = kwargs.pop(switched.option)
         key = hashable(key_of(rules))
-        found = remembered.get(key) or remembered.add(key, switch(rules))
+        found = remembered.get(key) or remembered.add(key, switched(active, fun, axes, rules).wrapper())
         return found(*args, **kwargs)
 
-    return switched
+    return call
 
 
-class _Switched(abc.ABC):
-    """A function whose mesh axes have another type inside."""
+class SwitchedFunction(abc.ABC):
+    """A function whose mesh axes have another type inside.
+
+    Args:
+        active: enters the helper.
+        fun: the function.
+        axes: the mesh axes that change; None for all that are not manual.
+        rules: the `option` of the `api`.
+    """
 
     api: str
     option: str
@@ -115,12 +100,13 @@ class _Switched(abc.ABC):
         self._signature = CallSignature(fun)
         self.name = self._signature.name
         check(rules, f'{self.option} of {self.name}')
+        if self.inside is EXPLICIT:
+            self._signature.check_names(rules, self.option)
         known = MeshAxes.of(active.mesh_helper.mesh)
         self._chosen = None if axes is None else specs.chosen_axes(f'axes of {self.api}', axes, known)
 
     def wrapper(self) -> Callable[..., Any]:
-        """What users call: the function with its own name and parameters."""
-        fun, signature = self._fun, self._signature
+        """The function for users, with the name and parameters of their own."""
 
         def body(*flat_args: Any) -> Any:
             return self._run(flat_args)
@@ -130,42 +116,37 @@ class _Switched(abc.ABC):
 
         @functools.lru_cache(maxsize=8)
         def without_arrays(structure: Any) -> Callable[[], Any]:
-            # Nothing says on which devices to run: sjit knows.
+            # JAX cannot know on which devices to run: sjit runs it on those of the mesh.
             out_shardings = None if self.inside is EXPLICIT else self._rules
             helper, flat_args = self._active.mesh_helper, structure.unflatten([])
-            return sjit(helper, lambda: self._run(flat_args), out_shardings=out_shardings, jit_kwargs={})
+            return sjit(helper, lambda: self._run(flat_args), out_shardings=out_shardings)
 
-        def call(flat_args: Sequence[Any]) -> Any:
-            if is_compiled():
-                return self._run(flat_args)
-            # Outside of a compiled function JAX knows no other axis types than those of the mesh.
-            with mesh_entered(self._active.mesh_helper.mesh, f'{self.api} of {self.name}'):
-                if jax.tree.leaves(flat_args):
-                    return compiled(*self._placed(flat_args))
-                return without_arrays(jax.tree.structure(flat_args))()
-
-        @functools.wraps(fun)
+        @functools.wraps(self._fun)
         def switched(*args: Any, **kwargs: Any) -> Any:
-            flat_args = signature.flatten(args, kwargs)
-            try:
-                return call(flat_args)
-            except Exception as error:
-                if arose_below(error, _Switched._results.__code__):
-                    hide_ours(error)
-                raise
+            flat_args = self._signature.flatten(args, kwargs)
+            with _users_code:
+                if is_compiled():
+                    return self._run(flat_args)
+                # Outside of a compiled function JAX knows no other axis types than those of the mesh.
+                with self._mesh_entered(self._active.mesh_helper.mesh):
+                    if jax.tree.leaves(flat_args):
+                        return compiled(*self._placed(flat_args))
+                    return without_arrays(jax.tree.structure(flat_args))()
 
         return switched
+
+    def _mesh_entered(self, mesh: AnyMesh) -> contextlib.AbstractContextManager[Any]:
+        return mesh_entered(mesh, f'{self.api} of {self.name}')
 
     def _run(self, flat_args: Sequence[Any]) -> Any:
         """The function, traced with the other axis types."""
         outer = mesh_in_force(self._active.mesh_helper.mesh)
         inner = self._inner(outer)
-        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
-        leaves, treedef = flat
-        with mesh_entered(outer, f'{self.api} of {self.name}'), self._active:
+        leaves, treedef = jax.tree.flatten(flat_args)
+        with self._mesh_entered(outer), self._active:
             with _entered(inner):
                 leaves = self._enter(flat_args, leaves, outer, inner)
-                results = self._results(treedef.unflatten(leaves))
+                results = self._results(jax.tree.unflatten(treedef, leaves))
             with _entered(outer):
                 return self._leave(results, outer, inner)
 
@@ -192,24 +173,14 @@ class _Switched(abc.ABC):
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
         mesh = self._active.mesh_helper.mesh
         meshes.require_devices(mesh, f'a call of {self.name}')
-        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
-        leaves, treedef = flat
-        reject_deleted(self._signature, self._signature.layout_of(flat_args), flat_args)
-        wanted = self._wanted(flat_args, mesh)
-        stays = [_lies_on(leaf, mesh) for leaf in leaves]
-        arrived = iter(
-            moved(
-                [leaf for leaf, stay in zip(leaves, stays, strict=True) if not stay],
-                [sharding for sharding, stay in zip(wanted, stays, strict=True) if not stay],
-            )
-        )
-        return treedef.unflatten(
-            [leaf if stay else next(arrived) for leaf, stay in zip(leaves, stays, strict=True)]
-        )
+        reject_deleted(Call.of(self._signature, flat_args))
+        leaves, wanted = jax.tree.leaves(flat_args), self._wanted(flat_args, mesh)
+        targets = {i: wanted[i] for i, leaf in enumerate(leaves) if not _stays_on(leaf, mesh)}
+        return with_moved(flat_args, targets, moved)
 
     @abc.abstractmethod
     def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
-        """Where the arguments go that lie elsewhere."""
+        """The shardings of arguments that are not on the mesh."""
 
     @abc.abstractmethod
     def _enter(
@@ -224,20 +195,16 @@ class _Switched(abc.ABC):
     def _resolved(
         self, rules: RuleLike, flat_args: Sequence[Any], mesh: AnyMesh, where: str
     ) -> list[Resolution]:
-        """What rules say of each argument."""
-        layout = self._signature.layout_of(flat_args)
-        by_slot = resolve_slots(
-            self._signature.rules_by_slot(
-                rules, flat_args, self.option, '', 'None keeps the type of an argument where no axis changes'
-            ),
-            layout,
-            flat_args,
-            mesh=mesh,
-            mode=ResolveMode.BOUNDARY,
+        """The rules of each argument, resolved."""
+        return resolve_arguments(
+            rules,
+            Call.of(self._signature, flat_args),
+            mesh,
+            option=self.option,
+            rest='None keeps the type of an argument where no axis changes',
             where=f'the arguments of {self.name!r}{where}',
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
-        return [by_slot[slot] for slot in layout.dynamic]
 
     def _reject(
         self, leaves: Sequence[str], given: Sequence[NamedSharding | None], to: AnyMesh, changes: bool
@@ -246,8 +213,8 @@ class _Switched(abc.ABC):
 
         Args:
             leaves: the values, as messages show them.
-            given: what the rules say of each.
-            to: the mesh on the side that they come to.
+            given: the sharding that the rules give each.
+            to: the mesh on the far side.
             changes: whether some axis has another type there.
         """
         names = self._chosen or to.axis_names
@@ -255,45 +222,41 @@ class _Switched(abc.ABC):
         axes = ', '.join(axis for axis, kind in types.items() if axis in names and kind is EXPLICIT)
         side, what = ('inside', 'arguments') if self.inside is EXPLICIT else ('outside', 'outputs')
         memory = named_sharding(to, PartitionSpec()).memory_kind
-        problems = []
-        for leaf, sharding in zip(leaves, given, strict=True):
-            if sharding is None and changes:
-                problems.append(
-                    Problem(
-                        'no-sharding',
-                        leaf,
-                        f'None leaves open how it lies along axes that are Explicit {side} ({axes})',
-                        hint='give PartitionSpec() for what is replicated: along Explicit axes every value '
-                        'has a sharding.',
-                    )
-                )
-            elif sharding is not None and sharding.memory_kind != memory:
-                problems.append(
-                    Problem(
-                        'memory-kind',
-                        leaf,
-                        f'where axis types change nothing can be asked to lie in {sharding.memory_kind!r}',
-                        hint=f'give rules without a memory kind, and move arrays outside of {self.api}.',
-                    )
-                )
-        if problems:
-            where = f'the {what} of {self.name!r} ({self.option})'
-            raise ShardingError(problems, str(MeshAxes.of(to)), where)
+        no_sharding = Fault(
+            'no-sharding',
+            f'None leaves open how it lies along axes that are Explicit {side} ({axes})',
+            'give PartitionSpec() for what is replicated: along Explicit axes every value has a sharding.',
+        )
+
+        def fault(sharding: NamedSharding | None) -> Fault | None:
+            if sharding is None:
+                return no_sharding if changes else None
+            if sharding.memory_kind == memory:
+                return None
+            return Fault(
+                'memory-kind',
+                f'where axis types change, an array cannot be placed in {sharding.memory_kind!r}',
+                f'give rules without a memory kind, and move arrays outside of {self.api}.',
+            )
+
+        reject_faults(leaves, given, fault, to, f'the {what} of {self.name!r} ({self.option})')
 
 
-class _Auto(_Switched):
+class AutoAxes(SwitchedFunction):
+    """See `MeshShardingHelper.auto_axes`, which is documented for users."""
+
     api, option, inside = 'auto_axes', 'out_sharding', AxisType.Auto
 
     def _enter(
         self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
     ) -> list[Any]:
-        self._resolved(None, flat_args, outer, '')  # names what is no array
+        self._resolved(None, flat_args, outer, '')  # raises about leaves that are not arrays
         if abstract(outer) == inner:
             return list(leaves)
         return [_crossed(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
 
     def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
-        self._resolved(None, flat_args, mesh, '')  # before JAX is given what is no array
+        self._resolved(None, flat_args, mesh, '')  # as above, before JAX sees them
         return [named_sharding(mesh, _kept(leaf, mesh)) for leaf in jax.tree.leaves(flat_args)]
 
     def _leave(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> Any:
@@ -314,25 +277,13 @@ class _Auto(_Switched):
                 _crossed(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
-        applied = [
-            leaf if sharding is None else apply_sharding(leaf, sharding)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return resolution.treedef.unflatten(applied)
+        return apply_shardings(jax.tree.unflatten(resolution.treedef, leaves), shardings)
 
 
-class _Explicit(_Switched):
+class ExplicitAxes(SwitchedFunction):
+    """See `MeshShardingHelper.explicit_axes`, which is documented for users."""
+
     api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
-
-    def __init__(
-        self,
-        active: ActiveHelper,
-        fun: Callable[..., Any],
-        axes: str | Iterable[str] | None,
-        rules: RuleLike,
-    ) -> None:
-        super().__init__(active, fun, axes, rules)
-        self._signature.check_names(rules, self.option)
 
     def _enter(
         self, flat_args: Sequence[Any], leaves: Sequence[Any], outer: AnyMesh, inner: AbstractMesh
@@ -361,7 +312,7 @@ class _Explicit(_Switched):
     def _inside(
         self, flat_args: Sequence[Any], inner: AbstractMesh, changes: bool
     ) -> list[NamedSharding | None]:
-        """How each argument is to lie inside."""
+        """The sharding of each argument inside."""
         resolutions = self._resolved(self._rules, flat_args, inner, ' (in_sharding)')
         shardings = [sharding for resolution in resolutions for sharding in resolution.shardings]
         leaves = [text for resolution in resolutions for text in resolution.tree.descriptions]
@@ -379,10 +330,11 @@ class _Explicit(_Switched):
         return jax.tree.map(lambda leaf: apply_sharding(leaf, _anyhow(leaf, outer)), results)
 
 
-@contextlib.contextmanager
-def _entered(mesh: AnyMesh) -> Iterator[None]:
-    with jax.sharding.use_abstract_mesh(abstract(mesh)):
-        yield
+_users_code = HidingOurs(SwitchedFunction._results.__code__)
+
+
+def _entered(mesh: AnyMesh) -> Any:
+    return jax.sharding.use_abstract_mesh(abstract(mesh))
 
 
 def _whole(spec: PartitionSpec) -> PartitionSpec:
@@ -395,10 +347,10 @@ def _type_of(leaf: Any) -> PartitionSpec:
 
 
 def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any:
-    """A value with its type on the mesh *to*: as asked, what is Explicit there. The rest stays open.
+    """A value with its type on the mesh *to*: along axes that are Explicit there as asked, else open.
 
-    Only sums that both sides have cross, and none to where an axis is Auto. JAX would declare a whole value
-    to be parts of a sum, leave it to XLA when parts are added up, and beside Auto axes take parts for values.
+    Parts of sums cross only where both sides have them and no axis is Auto. JAX would take a whole value for
+    parts of a sum, leave to XLA when parts are added up, and beside Auto axes take parts for values.
     """
     types = MeshAxes.of(to).types
     explicit = {name for name, kind in types.items() if kind is EXPLICIT}
@@ -419,10 +371,10 @@ def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * len(jax.typeof(leaf).shape)))
 
 
-def _lies_on(leaf: Any, mesh: Mesh) -> bool:
+def _stays_on(leaf: Any, mesh: Mesh) -> bool:
     """Whether an argument stays where it is: on these devices, with a type of this mesh."""
     if isinstance(leaf, jax.core.Tracer):
-        # In the hands of a transformation that runs at once. What its type says of no mesh may lie anywhere.
+        # Of a transformation that runs at once. Where its type has no mesh, it may be on any devices.
         return EXPLICIT not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     if not is_concrete(leaf) or not leaf.committed or not isinstance(leaf.sharding, NamedSharding):
         return False
@@ -430,7 +382,7 @@ def _lies_on(leaf: Any, mesh: Mesh) -> bool:
 
 
 def _kept(leaf: Any, mesh: Mesh) -> PartitionSpec:
-    """How an array lies, if its axes are those of the mesh; else replicated."""
+    """The spec of an array, if its axes are those of the mesh; else replicated."""
     sharding = leaf.sharding if is_concrete(leaf) else None
     if isinstance(sharding, NamedSharding) and has_other_types(sharding.mesh.abstract_mesh, mesh):
         return _whole(sharding.spec)

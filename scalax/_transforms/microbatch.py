@@ -1,4 +1,4 @@
-"""How does a batch that does not fit give its gradient? In parts, each device keeping the rows it has."""
+"""Gradients of a batch in several parts, one after the other; each device keeps the rows it has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
 from scalax._transforms.calls.call_signature import name_of
-from scalax._transforms.tracebacks import arose_below, hide_ours
+from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._util.lru_cache import type_key
@@ -125,12 +125,8 @@ def microbatch(
             return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
 
         indices = jnp.arange(n)
-        try:
+        with HidingOurs(body.__code__):
             types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
-        except Exception as error:
-            if arose_below(error, body.__code__):
-                hide_ours(error)
-            raise
         if reduce == 'mean':
             _reject_integers(types)
         zeros = jax.tree.map(lambda kind: _zeros(kind, accumulate_dtype), types)
@@ -156,19 +152,15 @@ def microbatch(
             hash(call)
         except TypeError:  # JAX finds no program by it
             return run(args, kwargs)
-        try:
+        with HidingOurs(run_call.__code__):
             return compiled(call, arrays)
-        except Exception as error:
-            if arose_below(error, run_call.__code__):
-                hide_ours(error)
-            raise
 
     return in_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The arguments of a call but for the arrays: what its program depends on.
+    """The part of a call that its program depends on: the arguments without the arrays.
 
     Attributes:
         treedef: the structure of arguments and keywords.
@@ -220,7 +212,7 @@ def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names)
 
 
 def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
-    """Each array as a stack of *n* parts; the rows of one part lie *n* apart."""
+    """Each array as a stack of *n* parts; the rows of one part are *n* apart."""
     tree = NamedTree.of(whole)
     if not len(tree):
         raise DataError(
@@ -242,7 +234,7 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     def part(leaf: Any) -> Any:
         axis = batch_axis % leaf.ndim
         rows = leaf.shape[axis] // n
-        # Rows of one device lie together: the first of the two new axes takes over the sharding.
+        # Rows of one device are adjacent: the first of the two new axes gets the sharding.
         apart = leaf.reshape(*leaf.shape[:axis], rows, n, *leaf.shape[axis + 1 :])
         return jnp.moveaxis(apart, axis + 1, 0)
 
@@ -250,7 +242,7 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
 
 
 def _types(compiled: Any, *args: Any) -> Any:
-    """The types of what a jitted function returns, all that they say of shardings included."""
+    """The types of the results of a jitted function, with their shardings."""
     traced = compiled.trace(*args)
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
 

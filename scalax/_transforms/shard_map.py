@@ -1,12 +1,13 @@
-"""How does a function run on each device's own block? ``jax.shard_map``, with rules in place of specs.
+"""``jax.shard_map``, with rules in place of specs.
 
-The mesh axes of ``axis_names`` are *manual*: along them the function sees blocks. Of what a rule says about
-a leaf, the manual axes become the spec that JAX is given; the others go where they belong, into the
-sharding of the whole array before and after.
+The mesh axes of ``axis_names`` are *manual*: along them the function sees blocks. The manual axes of a
+resolved spec become the spec that JAX is given; the others go into the sharding of the whole array, before
+and after.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +26,14 @@ from scalax._trace.constraints import (
     mesh_in_force,
 )
 from scalax._trace.contexts import ActiveHelper
-from scalax._transforms.calls.argument_shardings import resolve_slots
+from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
+from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_typed_by
 from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
-from scalax._transforms.tracebacks import arose_below, hide_ours
+from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
-from scalax._tree.specs import MeshAxes
+from scalax._tree.specs import Fault, MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._base import ShardingRule, looks_at_paths_only
 from scalax.rules._prefix import RuleLike, is_rule
@@ -56,7 +58,9 @@ def shard_map(
     chosen = specs.chosen_axes('axis_names of shard_map', () if axis_names is None else axis_names, axes)
 
     def run(*flat_args: Any) -> Any:
-        return _Mapped(active, signature, chosen, check_vma).call(fun, flat_args, in_specs, out_specs)
+        here = _Mapped(active, signature, chosen, check_vma)
+        with here.entered():
+            return here.call(fun, flat_args, in_specs, out_specs)
 
     run.__name__ = run.__qualname__ = signature.name
     compiled = jax.jit(run)
@@ -64,16 +68,12 @@ def shard_map(
     @functools.wraps(fun)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat_args = signature.flatten(args, kwargs)
-        try:
+        with _users_code:
             if is_compiled():
                 return run(*flat_args)
             here = _Mapped(active, signature, chosen, check_vma)
-            with mesh_entered(here.mesh, f'shard_map of {signature.name}'):
+            with here.entered():
                 return compiled(*here.placed(flat_args, in_specs))
-        except Exception as error:
-            if arose_below(error, _Mapped.on_blocks.__code__):
-                hide_ours(error)
-            raise
 
     return mapped
 
@@ -88,39 +88,40 @@ class _Mapped:
         self.mesh = mesh_in_force(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
-        with mesh_entered(self.mesh, f'shard_map of {signature.name}'):
+        with self.entered():
             self._mapped = [name for name in free if is_mapped(self.mesh, name)]
         self._manual = chosen or frozenset(free).difference(self._mapped)
         self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
-        taken, mapped = sorted(self._manual.difference(free)), sorted(self._manual.intersection(self._mapped))
+        manual, mapped = (
+            sorted(self._manual.difference(free)),
+            sorted(self._manual.intersection(self._mapped)),
+        )
         if mapped or (self._mapped and not self._manual):
             axes = ', '.join(map(repr, mapped or self._mapped))
             raise MeshError(
                 f'shard_map of {signature.name} inside jax.vmap: a dimension that is mapped lies along '
                 f'{axes}, which cannot be manual too: name other axes (axis_names=...)'
             )
-        if taken or not self._manual:
+        if manual or not self._manual:
             raise MeshError(
                 f'shard_map of {signature.name} inside shard_map: '
-                + (f'{", ".join(map(repr, taken))} is manual already' if taken else 'every axis is manual')
+                + (f'{", ".join(map(repr, manual))} is manual already' if manual else 'every axis is manual')
                 + ': call the function itself, or name axes that are not (axis_names=...)'
             )
 
-    def call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
-        """Runs *fun* on blocks of the arguments."""
-        with mesh_entered(self.mesh, f'shard_map of {self._signature.name}'):
-            return self._call(fun, flat_args, in_specs, out_specs)
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
+        """A context manager in which the mesh is in force."""
+        return mesh_entered(self.mesh, f'shard_map of {self._signature.name}')
 
     def placed(self, flat_args: Sequence[Any], in_specs: Any) -> Any:
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
-        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
-        leaves, treedef = flat
+        leaves, treedef = jax.tree.flatten(flat_args)
         shardings = self._inputs(flat_args, leaves, in_specs)
-        return treedef.unflatten(map(self._on_mesh, leaves, shardings))
+        return jax.tree.unflatten(treedef, map(self._on_mesh, leaves, shardings))
 
-    def _call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
-        flat: tuple[list[Any], Any] = jax.tree.flatten(flat_args)
-        leaves, treedef = flat
+    def call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
+        """Runs *fun* on blocks of the arguments."""
+        leaves, treedef = jax.tree.flatten(flat_args)
         shardings = self._inputs(flat_args, leaves, in_specs)
         cuts, leaves = [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
         run = functools.partial(
@@ -131,12 +132,12 @@ class _Mapped:
             check_vma=self._check_vma,
         )
 
-        # Compiled, because it is traced twice: to learn what it returns, and to run. JAX runs the user's
-        # code only once, since it finds the trace again.
+        # Compiled, because it is traced twice: to learn what it returns, and to run. JAX finds the first
+        # trace again, so that the user's code runs once.
         def body(*blocks: Any) -> Any:
-            results = self.on_blocks(fun, treedef.unflatten(blocks))
+            results = self.on_blocks(fun, jax.tree.unflatten(treedef, blocks))
             where = f'the outputs of {self._signature.name!r} (out_specs)'
-            # Names what is no array.
+            # Raises about leaves that are not arrays.
             resolve(None, results, self.mesh, mode=ResolveMode.BOUNDARY, where=where)
             return results
 
@@ -160,7 +161,7 @@ class _Mapped:
         return out_treedef.unflatten(self._laid(results, shardings))
 
     def on_blocks(self, fun: Callable[..., Any], flat_args: Sequence[Any]) -> Any:
-        """What *fun* returns for the blocks of a call."""
+        """The results of *fun* for the blocks of a call."""
         with self._active:
             args, keywords = self._signature.restore(flat_args)
             return fun(*args, **keywords)
@@ -169,27 +170,24 @@ class _Mapped:
         self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
     ) -> list[NamedSharding]:
         """The shardings of the arguments, leaf by leaf."""
-        layout = self._signature.layout_of(flat_args)
-        reject_deleted(self._signature, layout, flat_args)
+        call = Call.of(self._signature, flat_args)
+        reject_deleted(call)
         where = f'the arguments of {self._signature.name!r} (in_specs)'
-        by_slot = resolve_slots(
-            self._signature.rules_by_slot(
-                in_specs, flat_args, 'in_specs', '', 'PartitionSpec() for what every device has whole'
-            ),
-            layout,
-            flat_args,
-            mesh=self.mesh,
-            mode=ResolveMode.BOUNDARY,
+        resolutions = resolve_arguments(
+            in_specs,
+            call,
+            self.mesh,
+            option='in_specs',
+            rest='PartitionSpec() for what every device has whole',
             where=where,
             on_indivisible=self._active.mesh_helper.on_indivisible,
         )
-        resolutions = [by_slot[slot] for slot in layout.dynamic]
-        said = [sharding for resolution in resolutions for sharding in resolution.shardings]
+        given = [sharding for resolution in resolutions for sharding in resolution.shardings]
         self._reject_uneven(resolutions, where)
-        self._reject([text for each in resolutions for text in each.tree.descriptions], said, where)
+        self._reject([text for each in resolutions for text in each.tree.descriptions], given, where)
         return [
             self._of_type(leaf) if sharding is None else sharding
-            for leaf, sharding in zip(leaves, said, strict=True)
+            for leaf, sharding in zip(leaves, given, strict=True)
         ]
 
     def _outputs(self, out_specs: RuleLike, outputs: Any) -> tuple[list[NamedSharding], Any]:
@@ -217,56 +215,40 @@ class _Mapped:
         where: str,
         outputs: bool = False,
     ) -> None:
-        """Raises about the leaves for which it is not known how they are cut."""
-        problems = []
+        """Raises about leaves that cannot be cut into blocks."""
         inferred = not outputs and all(self._axes.types[axis] is AxisType.Explicit for axis in self._manual)
-        for leaf, sharding in zip(leaves, shardings, strict=True):
-            if sharding is None and not inferred:
-                problems.append(
-                    Problem(
-                        'no-sharding',
-                        leaf,
-                        'None leaves open into which blocks it is cut',
-                        hint='give PartitionSpec() for what every device has whole; only arguments over '
-                        'axes of type Explicit may be None, which takes their own blocks.',
-                    )
-                )
-            elif sharding is not None and (used := self._mapped_of(sharding.spec)):
-                problems.append(
-                    Problem(
-                        'mapped-axis',
-                        leaf,
-                        f'a dimension that jax.vmap maps lies along {used!r} already',
-                        spec=str(sharding.spec),
-                        hint='name the axes of the other dimensions only, or map an array that does not lie '
-                        'along this one.',
-                    )
-                )
-            elif sharding is not None and sharding.memory_kind != self._memory:
-                problems.append(
-                    Problem(
-                        'memory-kind',
-                        leaf,
-                        f'a block cannot be asked to lie in {sharding.memory_kind!r}',
-                        hint='give rules without a memory kind, and move arrays outside of shard_map.',
-                    )
-                )
-            elif sharding is not None and (mixed := self._interleaved(sharding.spec)):
-                problems.append(
-                    Problem(
+        reject_faults(leaves, shardings, functools.partial(self._fault, inferred=inferred), self.mesh, where)
+
+    def _fault(self, sharding: NamedSharding | None, *, inferred: bool) -> Fault | None:
+        """Why an array cannot be cut into blocks; *inferred* where None takes those of its type."""
+        if sharding is None:
+            return None if inferred else _NO_BLOCKS
+        if used := [axis for axis in specs.spec_axes(sharding.spec) if axis in self._mapped]:
+            return Fault(
+                'mapped-axis',
+                f'a dimension that jax.vmap maps lies along {used[0]!r} already',
+                'name the axes of the other dimensions only, or map an array that does not lie along this '
+                'one.',
+            )
+        if sharding.memory_kind != self._memory:
+            return Fault(
+                'memory-kind',
+                f'a block cannot be placed in {sharding.memory_kind!r}',
+                'give rules without a memory kind, and move arrays outside of shard_map.',
+            )
+        for entry in specs.entries(sharding.spec):
+            for before, after in itertools.pairwise(specs.entry_axes(entry)):
+                if before not in self._manual and after in self._manual:
+                    return Fault(
                         'manual-order',
-                        leaf,
-                        f'a dimension has {mixed[0]!r}, which is not manual, before {mixed[1]!r}, which is',
-                        spec=specs.text(sharding.spec),
-                        hint='within a dimension the manual axes (axis_names) come first: blocks are cut '
-                        'before the compiler divides them further.',
+                        f'a dimension has {before!r}, which is not manual, before {after!r}, which is',
+                        'within a dimension the manual axes (axis_names) come first: blocks are cut before '
+                        'the compiler divides them further.',
                     )
-                )
-        if problems:
-            raise ShardingError(problems, str(self._axes), where)
+        return None
 
     def _reject_uneven(self, resolutions: Sequence[Resolution], where: str) -> None:
-        """Raises about arguments that a policy would leave whole: blocks are what *fun* means."""
+        """Raises about arguments that a policy would leave whole: *fun* is written for blocks."""
         problems = []
         for resolution in resolutions:
             for i, (answer, shape) in enumerate(
@@ -289,18 +271,6 @@ class _Mapped:
         if problems:
             raise ShardingError(problems, str(self._axes), where)
 
-    def _mapped_of(self, spec: PartitionSpec) -> str | None:
-        """A mesh axis of a spec along which a dimension lies that ``jax.vmap`` maps."""
-        return next((axis for axis in specs.spec_axes(spec) if axis in self._mapped), None)
-
-    def _interleaved(self, spec: PartitionSpec) -> tuple[str, str] | None:
-        for entry in specs.entries(spec):
-            names = specs.entry_axes(entry)
-            for before, after in itertools.pairwise(names):
-                if before not in self._manual and after in self._manual:
-                    return before, after
-        return None
-
     def _cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
         kept = specs.only_axes(spec, self._manual)
@@ -313,7 +283,7 @@ class _Mapped:
         return named_sharding(self.mesh, specs.replaced(kind.sharding.spec, with_types(spec, leaf)))
 
     def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
-        """An array on other devices, of another type or parts of other sums, moved: JAX would refuse it."""
+        """The array, moved if JAX would refuse it: from other devices, of another type, of other sums."""
         mesh = self.mesh
         if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
             return leaf
@@ -323,12 +293,12 @@ class _Mapped:
         return resharding.device_put([leaf], [sharding])[0]
 
     def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-        """The arrays, sharded as was asked along every axis that JAX does not see to."""
+        """The arrays, with the requested shardings along every axis that JAX does not handle itself."""
         wanted = [self._asked(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         return apply_shardings(list(leaves), wanted)
 
     def _asked(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
-        """What has to be asked of JAX: the type over Explicit axes, and the axes that are not manual."""
+        """The sharding to apply: the type over Explicit axes, and the axes that are not manual."""
         spec = sharding.spec
         own = {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - self._manual
         explicit = AxisType.Explicit in self._axes.types.values()
@@ -337,7 +307,7 @@ class _Mapped:
         rank = len(jax.typeof(leaf).shape)
         entries = [*specs.entries(spec), *[None] * rank][:rank]
         now = with_types(PartitionSpec(*[specs.UNCONSTRAINED] * rank), leaf) if explicit else [()] * rank
-        # Along Auto axes that are not manual, what is not spoken of is the compiler's.
+        # Along Auto axes that are not manual, the compiler decides what the spec leaves open.
         free = specs.UNCONSTRAINED if AxisType.Auto in self._axes.types.values() else ()
         wanted: list[Any] = []
         for entry, has in zip(entries, now, strict=True):
@@ -349,6 +319,15 @@ class _Mapped:
         if not own and has_type(leaf, self.mesh, typed):
             return None
         return sharding.update(spec=specs.replaced(spec, wanted))
+
+
+_users_code = HidingOurs(_Mapped.on_blocks.__code__)
+_NO_BLOCKS = Fault(
+    'no-sharding',
+    'None leaves open into which blocks it is cut',
+    'give PartitionSpec() for what every device has whole; only arguments over axes of type Explicit may be '
+    'None, which takes their own blocks.',
+)
 
 
 def is_mapped(mesh: Any, axis: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,25 +12,42 @@ import jax
 _OURS = f'{Path(__file__).parent}{os.sep}'
 
 
-def arose_below(error: BaseException, *codes: types.CodeType) -> bool:
-    """Whether *error* comes out of what a function with one of these codes has called."""
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def hide_ours(error: BaseException) -> None:
-    """Takes the frames of what runs the user's function out of the traceback of an error that it raised.
+class HidingOurs:
+    """A context manager that takes the frames of this room out of tracebacks of errors of the user's code.
 
     As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
+
+    Args:
+        codes: the code of the functions that call the user's.
     """
-    if jax.config.jax_traceback_filtering == 'off':
-        return
-    kept = []
-    frame = error.__traceback__
-    while frame is not None:
-        if not frame.tb_frame.f_code.co_filename.startswith(_OURS):
-            kept.append(frame)
-        frame = frame.tb_next
-    chain = None
-    for frame in reversed(kept):
-        chain = types.TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    error.__traceback__ = chain
+
+    def __init__(self, *codes: types.CodeType) -> None:
+        self._codes = codes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            self.hide(error)
+
+    def hide(self, error: Exception) -> bool:
+        """Hides the frames if *error* comes from the user's code; returns whether it does."""
+        trace = list(_linked(error.__traceback__))
+        if all(each.tb_frame.f_code not in self._codes for each in trace):
+            return False
+        if jax.config.jax_traceback_filtering != 'off':
+            error.__traceback__ = None
+            for each in reversed(trace):
+                if not each.tb_frame.f_code.co_filename.startswith(_OURS):
+                    kept = types.TracebackType(
+                        error.__traceback__, each.tb_frame, each.tb_lasti, each.tb_lineno
+                    )
+                    error.__traceback__ = kept
+        return True
+
+
+def _linked(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

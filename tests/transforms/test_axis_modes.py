@@ -563,7 +563,8 @@ def cases():
             errors.ShardingError,
             f'One leaf {OUTPUTS}\n'
             '  (the leaf itself): float32[8, 8]\n'
-            "    where axis types change nothing can be asked to lie in 'pinned_host'\n"
+            "    where axis types change, an array cannot be placed in 'pinned_host'\n"
+            "    asked for: P('a',)\n"
             'What to do: give rules without a memory kind, and move arrays outside of auto_axes.',
         ),
         'arguments in another memory': (
@@ -571,7 +572,8 @@ def cases():
             errors.ShardingError,
             f'One leaf {ARGUMENTS}\n'
             '  x: float32[8, 8]\n'
-            "    where axis types change nothing can be asked to lie in 'pinned_host'\n"
+            "    where axis types change, an array cannot be placed in 'pinned_host'\n"
+            "    asked for: P('a',)\n"
             'What to do: give rules without a memory kind, and move arrays outside of explicit_axes.',
         ),
         'an argument that does not divide': (

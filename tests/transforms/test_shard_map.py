@@ -360,7 +360,8 @@ def cases():
             errors.ShardingError,
             f'One leaf {ARGUMENTS}\n'
             '  x: float32[8, 8]\n'
-            "    a block cannot be asked to lie in 'pinned_host'\n"
+            "    a block cannot be placed in 'pinned_host'\n"
+            "    asked for: P('a',)\n"
             'What to do: give rules without a memory kind, and move arrays outside of shard_map.',
         ),
         'inside, over the same axes': (

@@ -1,4 +1,4 @@
-"""What shardings do the rules give the arguments and the outputs of a call?"""
+"""The shardings that rules give the arguments and the outputs of a call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.call_key import explicit_spec, is_opaque, slot_path, traced_dtype, type_of
-from scalax._transforms.calls.call_signature import CallLayout, CallSignature
+from scalax._transforms.calls.call_key import Call, explicit_spec, is_opaque, traced_dtype, type_of
+from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import Shardings
 from scalax._tree.paths import join, optional_path
-from scalax._tree.specs import MeshAxes, OnIndivisible
+from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -25,14 +25,18 @@ OnMismatch = Literal['error', 'reshard']
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
-    """What the user said to sjit; see `MeshShardingHelper.sjit`."""
+    """The options of `MeshShardingHelper.sjit`."""
 
     in_shardings: RuleLike = None
     out_shardings: RuleLike = None
+    static_argnums: int | Iterable[int] | None = None
+    static_argnames: str | Iterable[str] | None = None
+    donate_argnums: int | Iterable[int] | None = None
+    donate_argnames: str | Iterable[str] | None = None
     args_sharding_constraint: RuleLike = None
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
-    jit_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jit_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class ArgumentShardings:
@@ -40,10 +44,10 @@ class ArgumentShardings:
 
     Attributes:
         mesh: the helper's mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
-        signature: how the function is called.
+        signature: the parameters of the function.
         options: the rules.
-        any_explicit: whether some mesh axis is Explicit, so that types say how arrays lie.
-        any_rule: whether some rule speaks about arguments.
+        any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
+        any_rule: whether an argument has a rule.
     """
 
     def __init__(
@@ -56,70 +60,63 @@ class ArgumentShardings:
         self._helper, self.signature, self.options = weakref.ref(helper), signature, options
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
-        self.any_rule = any(
-            rule is not None for rule in jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
-        )
+        rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
+        self.any_rule = rules.count(None) < len(rules)
 
     @property
     def helper(self) -> MeshOwner:
-        """Whose mesh it is; whoever calls holds it."""
+        """The helper of the mesh. Callers hold it."""
         helper = self._helper()
         assert helper is not None
         return helper
 
-    def arguments(self, layout: CallLayout, flat_args: Sequence[Any]) -> dict[int, Shardings]:
+    def arguments(self, call: Call) -> dict[int, Shardings]:
         """The shardings of every dynamic slot, leaf by leaf.
 
         Raises:
             ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
             StructureError: the rules do not have the structure of the arguments.
         """
-        rules = self.options.in_shardings
-        shardings = self._by_slot(rules, layout, flat_args, 'in_shardings', ResolveMode.BOUNDARY)
-        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(layout, flat_args):
-            # Nothing says on which devices to run, and JAX cannot know: on all, with all of the arguments.
+        shardings = self._by_slot(self.options.in_shardings, call, 'in_shardings', ResolveMode.BOUNDARY)
+        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(call):
+            # JAX cannot know on which devices to run: on all, with the arguments replicated.
             whole = named_sharding(self.mesh, PartitionSpec())
             return {
-                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(flat_args[slot])]
+                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(call.flat_args[slot])]
                 for slot in shardings
             }
         return shardings
 
-    def constraints(self, layout: CallLayout, flat_args: Sequence[Any]) -> dict[int, Shardings]:
+    def constraints(self, call: Call) -> dict[int, Shardings]:
         """The shardings to which the arguments are constrained inside; empty without any."""
         rules = self.options.args_sharding_constraint
         if rules is None:
             return {}
-        return self._by_slot(rules, layout, flat_args, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
+        return self._by_slot(rules, call, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
 
-    def _by_slot(
-        self, rules: RuleLike, layout: CallLayout, flat_args: Sequence[Any], what: str, mode: ResolveMode
-    ) -> dict[int, Shardings]:
-        by_slot = resolve_slots(
-            self.signature.rules_by_slot(rules, flat_args, what),
-            layout,
-            flat_args,
-            mesh=self.mesh,
-            mode=mode,
+    def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:
+        if rules is None:
+            return {slot: [None] * len(jax.tree.leaves(call.flat_args[slot])) for slot in call.layout.dynamic}
+        resolutions = resolve_arguments(
+            rules,
+            call,
+            self.mesh,
+            option=what,
             where=f'the arguments of {self.signature.name!r} ({what})',
             on_indivisible=self.helper.on_indivisible,
+            mode=mode,
             as_leaf=_struct,
         )
-        return {slot: resolution.shardings for slot, resolution in by_slot.items()}
+        return {slot: each.shardings for slot, each in zip(call.layout.dynamic, resolutions, strict=True)}
 
     def outputs(
-        self,
-        tree: Any,
-        layout: CallLayout,
-        flat_args: Sequence[Any],
-        arguments: Mapping[int, Shardings],
+        self, tree: Any, call: Call, arguments: Mapping[int, Shardings]
     ) -> list[NamedSharding | None]:
-        """The shardings of the outputs, leaf by leaf: what the rules say, then what donation asks for.
+        """The shardings of the outputs, leaf by leaf: those of the rules, then those of donated arguments.
 
         Args:
             tree: what the function returns, inside its trace.
-            layout: the slots.
-            flat_args: the call.
+            call: the call.
             arguments: what `arguments` gave.
 
         Raises:
@@ -127,10 +124,12 @@ class ArgumentShardings:
         """
         leaves, treedef = jax.tree.flatten(tree)
         shardings: list[NamedSharding | None] = [None] * len(leaves)
+        if self.options.out_shardings is None and not call.layout.donated and not self.any_explicit:
+            return shardings
         try:
             structs = list(map(_struct, leaves))
         except TypeError:
-            return shardings  # JAX says what is wrong with an output that is no array
+            return shardings  # JAX raises about an output that is not an array
         if self.options.out_shardings is not None:
             where = f'the outputs of {self.signature.name!r} (out_shardings)'
             resolution = resolve(
@@ -145,9 +144,8 @@ class ArgumentShardings:
             if problems := _of_no_arrays(resolution, tree, None):
                 raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             shardings = resolution.shardings
-        donated = [(flat_args[slot], arguments[slot]) for slot in layout.donated]
-        if any(any(wanted) for _, wanted in donated):
-            shardings = donated_shardings(structs, treedef, shardings, donated)
+        donated = [(call.flat_args[slot], arguments[slot]) for slot in call.layout.donated]
+        shardings = donated_shardings(structs, treedef, shardings, donated)
         if self.any_explicit and not any(map(len, arguments.values())):
             # Without an argument JAX does not know on which devices to run.
             shardings = [
@@ -161,49 +159,54 @@ class ArgumentShardings:
         return named_sharding(self.mesh, spec)
 
 
-def resolve_slots(
-    rules: Mapping[int, RuleLike],
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    *,
+def resolve_arguments(
+    rules: RuleLike,
+    call: Call,
     mesh: Mesh | AbstractMesh,
-    mode: ResolveMode,
+    *,
+    option: str,
     where: str,
     on_indivisible: OnIndivisible,
+    rest: str = 'None leaves an argument to the compiler',
+    mode: ResolveMode = ResolveMode.BOUNDARY,
     as_leaf: Callable[[Any], Any] | None = None,
-) -> dict[int, Resolution]:
-    """Resolves the rules of every dynamic slot of a call; what is wrong is said of all together.
+) -> list[Resolution]:
+    """Resolves the rules of every dynamic slot of a call; one error names what is wrong with all of them.
 
     Args:
-        rules: the rules of each dynamic slot.
-        layout: the slots.
-        flat_args: the call.
-        mesh: see `scalax.rules._resolve.resolve`, as for those that follow.
-        mode: see above.
-        where: see above.
-        on_indivisible: see above.
-        as_leaf: see above.
+        rules: rules in all the forms of ``in_shardings``.
+        call: the call.
+        mesh: as for `scalax.rules._resolve.resolve`.
+        option: the name of the option that the rules are for.
+        where: as for `resolve`.
+        on_indivisible: as for `resolve`.
+        rest: what to give for arguments without a sharding, for messages.
+        mode: as for `resolve`.
+        as_leaf: as for `resolve`.
 
     Raises:
         ShardingError: some leaves cannot be sharded as asked.
         StructureError: rules do not have the structure of their arguments.
     """
-    by_slot: dict[int, Resolution] = {}
+    resolutions: list[Resolution] = []
     problems: list[Problem] = []
     misfits: list[str] = []
-    for slot in layout.dynamic:
+    by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, rest)
+    for slot, rule in by_slot.items():
+        tree, at = call.flat_args[slot], call.path(slot)
         try:
-            by_slot[slot] = resolve(
-                rules[slot],
-                flat_args[slot],
+            resolution = resolve(
+                rule,
+                tree,
                 mesh,
                 mode=mode,
                 where=where,
-                at=slot_path(layout, slot),
+                at=at,
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )
-            problems += _of_no_arrays(by_slot[slot], flat_args[slot], slot_path(layout, slot))
+            resolutions.append(resolution)
+            problems += _of_no_arrays(resolution, tree, at)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -212,7 +215,33 @@ def resolve_slots(
         raise StructureError('\n'.join(misfits))
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
-    return by_slot
+    return resolutions
+
+
+def reject_faults(
+    leaves: Sequence[str],
+    shardings: Sequence[NamedSharding | None],
+    fault_of: Callable[[NamedSharding | None], Fault | None],
+    mesh: Mesh | AbstractMesh,
+    where: str,
+) -> None:
+    """Raises ShardingError about leaves with shardings that a transformation cannot use.
+
+    Args:
+        leaves: the leaves as messages show them.
+        shardings: the sharding of each.
+        fault_of: what is wrong with a sharding, or None.
+        mesh: the mesh.
+        where: what the tree is called in messages.
+    """
+    problems = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        fault = fault_of(sharding)
+        if fault is not None:
+            spec = '' if sharding is None else text(sharding.spec)
+            problems.append(Problem(fault.kind, leaf, fault.detail, spec=spec, hint=fault.hint))
+    if problems:
+        raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
 
 
 def donated_shardings(
@@ -221,7 +250,7 @@ def donated_shardings(
     given: Sequence[NamedSharding | None],
     donated: Sequence[tuple[Any, Shardings]],
 ) -> list[NamedSharding | None]:
-    """Gives outputs that nobody spoke about the shardings of donated arguments.
+    """Gives outputs without a sharding those of donated arguments.
 
     The whole output, or a top-level element of it, with exactly the structure, shapes and dtypes of a
     donated argument takes that argument's shardings: only then can XLA reuse the buffers.
@@ -264,22 +293,18 @@ def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
     return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _nowhere(layout: CallLayout, flat_args: Sequence[Any]) -> bool:
-    """Whether no argument has a type that says where it lies."""
-    return all(
-        _struct(leaf).sharding is None for slot in layout.dynamic for leaf in jax.tree.leaves(flat_args[slot])
-    )
+def _nowhere(call: Call) -> bool:
+    """Whether no argument has a type that holds a sharding."""
+    return all(_struct(leaf).sharding is None for leaf in jax.tree.leaves(call.data))
 
 
 def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Problem]:
-    """What is wrong where rules give shardings to what is no array."""
-    if not any(is_opaque(type_of(leaf)) for leaf in jax.tree.leaves(tree)):
-        return []
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    """The problems of leaves that are no arrays and are given a sharding."""
+    kinds = list(map(type_of, jax.tree.leaves(tree)))
     problems = []
-    for (path, leaf), answer, sharding in zip(flat, resolution.decisions, resolution.shardings, strict=True):
-        kind = type_of(leaf)
+    for i, (kind, sharding) in enumerate(zip(kinds, resolution.shardings, strict=True)):
         if sharding is not None and is_opaque(kind):
+            path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][i]
             name = (kind if isinstance(kind, type) else type(kind)).__name__
             problems.append(
                 Problem(
@@ -287,7 +312,7 @@ def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Pro
                     f'{join(at, optional_path(path)) or "(the leaf itself)"}: {name}',
                     f'{name} is no type of arrays, and has no sharding',
                     spec=str(sharding.spec),
-                    rule=answer.origin,
+                    rule=resolution.decisions[i].origin,
                     hint='give None for what is no array.',
                 )
             )
@@ -295,16 +320,16 @@ def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Pro
 
 
 def _stays(leaf: Any) -> bool:
-    """Whether a leaf is no array, or a reference to one, which nobody but its owner moves."""
+    """Whether a leaf is no array, or a reference to one, which only its owner moves."""
     return isinstance(leaf, jax.Ref) or is_opaque(type_of(leaf))
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """A leaf without its data: rules see shapes and dtypes, and where types say that they lie."""
+    """A leaf as rules see it: shape, dtype, and the sharding that is part of its type."""
     kind = type_of(leaf)
     if is_opaque(kind):
         return jax.ShapeDtypeStruct((), bool)
     sharding = getattr(kind, 'sharding', None)
     if explicit_spec(sharding) is None:
-        sharding = None  # not part of the type: calls that lie otherwise share what rules say
+        sharding = None  # not part of the type: rules decide alike for arrays of any sharding
     return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding)

@@ -1,8 +1,8 @@
-"""When do two calls need the same shardings? The signature of a call.
+"""A call, and its key: calls of equal keys take the same shardings.
 
-A signature is the tree structure of the arguments with the shape, dtype and weak type of each leaf, the
-static values with their types, and JAX's trace context. Where the arguments lie is no part of it, but what
-their types say is: the type of an array on a mesh with Explicit axes holds its sharding over those.
+A key is the tree structure of the arguments with the shape, dtype and weak type of each leaf, the static
+values with their types, and JAX's trace context. Where arguments are placed is no part of it, except for what
+their types say: the type of an array on a mesh with Explicit axes holds its sharding over those.
 """
 
 from __future__ import annotations
@@ -20,6 +20,46 @@ from scalax._tree.specs import MeshAxes, only_axes
 from scalax.errors import ArgumentError, shown
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of one call, slot by slot.
+
+    Attributes:
+        signature: the parameters of the function.
+        layout: the slots.
+        flat_args: the argument of each slot.
+    """
+
+    signature: CallSignature
+    layout: CallLayout
+    flat_args: Sequence[Any]
+
+    @classmethod
+    def of(cls, signature: CallSignature, flat_args: Sequence[Any]) -> Call:
+        """The call of a function with these arguments."""
+        return cls(signature, signature.layout_of(flat_args), flat_args)
+
+    @property
+    def data(self) -> list[Any]:
+        """The arguments that are not static."""
+        return [self.flat_args[slot] for slot in self.layout.dynamic]
+
+    def leaves(self) -> Iterator[tuple[int, Any, Any]]:
+        """Every leaf of the data: its slot, its path inside, and the leaf."""
+        for slot in self.layout.dynamic:
+            for path, leaf in jax.tree_util.tree_flatten_with_path(self.flat_args[slot])[0]:
+                yield slot, path, leaf
+
+    def path(self, slot: int, path: Sequence[Any] = ()) -> str | None:
+        """The path of a leaf in messages: the argument, then the path inside; None for neither."""
+        name = self.layout.slots[slot].name
+        return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
+
+    def describe(self, slot: int, path: Sequence[Any], leaf: Any) -> str:
+        """A leaf as messages show it."""
+        return describe_leaf(self.path(slot, path) or '', leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +81,40 @@ class CallKey:
     paths: tuple[str, ...] | None = None
 
 
+def call_key(call: Call) -> CallKey:
+    """The key of a call.
+
+    Raises:
+        ArgumentError: a leaf that is not an array, an integer of more bits than JAX has, or a static value
+            that cannot be hashed.
+    """
+    data = call.data
+    leaves, treedef = jax.tree.flatten(data)
+    try:
+        types = tuple(map(leaf_type, leaves))
+    except TypeError:
+        raise _not_arrays(call) from None
+    except OverflowError:
+        raise _too_large(call) from None
+    static = _static_key(call) if call.layout.static else ()
+    return CallKey(treedef, types, static, trace_context(), call.signature.uncertain_paths(data, treedef))
+
+
 _nothing = jax.jit(lambda: ())
 
 
 def trace_context() -> Any:
     """An object that is the same (by identity) whenever JAX's trace context is the same.
 
-    That is all that JAX tells traces apart by besides the arguments: x64, matmul precision, the PRNG
-    implementation, ``jax.set_mesh``, names of mapped axes, and user contexts such as the bindings of
-    annotations and the mapping of named axes. JAX caches the trace of a function that does nothing by it.
+    JAX tells traces apart by it besides the arguments: x64, matmul precision, the PRNG implementation,
+    ``jax.set_mesh``, names of mapped axes, and user contexts such as the bindings of annotations and the
+    mapping of named axes. JAX caches the trace of a function that does nothing by it.
     """
     return _nothing.trace().jaxpr
 
 
 def type_of(leaf: Any) -> Any:
-    """What JAX calls the type of a leaf. It has a shape and a dtype unless it `is_opaque`.
+    """The type of a leaf in JAX. It has a shape and a dtype unless it `is_opaque`.
 
     Raises:
         TypeError: JAX does not take the leaf.
@@ -73,7 +132,7 @@ def type_of(leaf: Any) -> Any:
 
 
 def is_opaque(kind: Any) -> bool:
-    """Whether a type is none of arrays: of a token, a view of a reference, or defined by the user (hijax)."""
+    """Whether a type is not one of arrays: of a token, a view of a reference, or a hijax type."""
     return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
 
 
@@ -91,7 +150,7 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def traced_dtype(kind: Any) -> Any:
-    """The dtype with which JAX traces a type: without x64 it narrows that of a struct, of arrays never."""
+    """The dtype with which JAX traces a type: without x64 it narrows that of a struct, never of an array."""
     return canonical_dtype(kind.dtype) if isinstance(kind, jax.ShapeDtypeStruct) else kind.dtype
 
 
@@ -103,70 +162,28 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     return only_axes(sharding.spec, {axis for axis, kind in types.items() if kind is AxisType.Explicit})
 
 
-def placement_kinds(types: Iterable[Any]) -> tuple[Any, ...]:
-    """What else the types of leaves say, which no rule depends on and a traced function may."""
-    # What is no array says too little of what a trace may depend on: it is equal to nothing.
-    return tuple(
+def placement_kinds(types: Iterable[Any]) -> list[Any]:
+    """The part of types that no rule depends on, and a traced function may."""
+    # A trace may depend on more of an opaque type: it equals nothing.
+    return [
         object() if is_opaque(kind) else (type(kind).__name__, getattr(kind, 'memory_space', None))
         for kind in types
-    )
+    ]
 
 
-def dynamic_slots(layout: CallLayout, flat_args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a call that are data."""
-    return tuple(flat_args[i] for i in layout.dynamic)
-
-
-def dynamic_leaves(layout: CallLayout, flat_args: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The leaves and the structure of the dynamic slots together."""
-    return jax.tree.flatten(dynamic_slots(layout, flat_args))
-
-
-def call_key(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> CallKey:
-    """The signature of a call.
-
-    Raises:
-        ArgumentError: a leaf that is not an array, an integer of more bits than JAX has, or a static value
-            that cannot be hashed.
-    """
-    leaves, treedef = dynamic_leaves(layout, flat_args)
-    try:
-        types = tuple(map(leaf_type, leaves))
-    except (TypeError, OverflowError) as error:
-        raise (_not_arrays if isinstance(error, TypeError) else _too_large)(
-            signature, layout, flat_args
-        ) from None
-    static = _static_key(signature, layout, flat_args)
-    paths = signature.uncertain_paths(dynamic_slots(layout, flat_args), treedef)
-    return CallKey(treedef, types, static, trace_context(), paths)
-
-
-def _static_key(
-    signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]
-) -> tuple[tuple[type, Any], ...]:
-    for i in layout.static:
+def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
+    for slot in call.layout.static:
+        value = call.flat_args[slot]
         try:
-            hash(flat_args[i])
+            hash(value)
         except TypeError as error:
             raise ArgumentError(
-                f'{signature.name}: static argument {layout.slots[i].name!r} is a '
-                f'{type(flat_args[i]).__name__} and cannot be hashed ({error}). Static arguments are part of '
+                f'{call.signature.name}: static argument {call.layout.slots[slot].name!r} is a '
+                f'{type(value).__name__} and cannot be hashed ({error}). Static arguments are part of '
                 'the compiled program: pass something immutable (a tuple, a frozen dataclass), or do '
                 'not make it static.'
             ) from None
-    return tuple((type(flat_args[i]), flat_args[i]) for i in layout.static)
-
-
-def slot_path(layout: CallLayout, slot: int, path: Sequence[Any] = ()) -> str | None:
-    """A leaf of an argument as messages name it: the argument, then the path inside; None for neither."""
-    name = layout.slots[slot].name
-    return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
-
-
-def _not_arrays(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> ArgumentError:
-    hints = ''.join(f'\nWhat to do: {hint}' for hint in _hints(layout, flat_args))
-    listed = shown(_raising(TypeError, layout, flat_args))
-    return ArgumentError(f'{signature.name} got leaves that are not arrays:\n{listed}{hints}')
+    return tuple((type(call.flat_args[slot]), call.flat_args[slot]) for slot in call.layout.static)
 
 
 _OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
@@ -177,15 +194,30 @@ _OF_TREES = (
 )
 
 
-def _hints(layout: CallLayout, flat_args: Sequence[Any]) -> list[str]:
-    """What to do about leaves that are no arrays: another thing where they are among arrays."""
+def _not_arrays(call: Call) -> ArgumentError:
     hints = set()
-    for slot in layout.dynamic:
-        leaves = jax.tree.leaves(flat_args[slot])
-        taken = [leaf for leaf in leaves if not _raises(TypeError, leaf)]
-        if len(taken) < len(leaves):
-            hints.add(_OF_TREES if any(hasattr(leaf, 'dtype') for leaf in taken) else _OF_ARGUMENTS)
-    return sorted(hints)
+    for tree in call.data:
+        leaves = jax.tree.leaves(tree)
+        arrays = [leaf for leaf in leaves if not _raises(TypeError, leaf)]
+        if len(arrays) < len(leaves):
+            hints.add(_OF_TREES if any(hasattr(leaf, 'dtype') for leaf in arrays) else _OF_ARGUMENTS)
+    lines = ''.join(f'\nWhat to do: {hint}' for hint in sorted(hints))
+    return ArgumentError(
+        f'{call.signature.name} got leaves that are not arrays:\n{_leaves_raising(TypeError, call)}{lines}'
+    )
+
+
+def _too_large(call: Call) -> ArgumentError:
+    return ArgumentError(
+        f'{call.signature.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
+        f'Python int:\n{_leaves_raising(OverflowError, call)}\n'
+        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
+        'allows 64 bits.'
+    )
+
+
+def _leaves_raising(kind: type[Exception], call: Call) -> str:
+    return shown(call.describe(*leaf) for leaf in call.leaves() if _raises(kind, leaf[-1]))
 
 
 def _raises(kind: type[Exception], leaf: Any) -> bool:
@@ -195,20 +227,3 @@ def _raises(kind: type[Exception], leaf: Any) -> bool:
     except (TypeError, OverflowError) as error:
         return isinstance(error, kind)
     return False
-
-
-def _too_large(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> ArgumentError:
-    return ArgumentError(
-        f'{signature.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
-        f'Python int:\n{shown(_raising(OverflowError, layout, flat_args))}\n'
-        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
-        'allows 64 bits.'
-    )
-
-
-def _raising(kind: type[Exception], layout: CallLayout, flat_args: Sequence[Any]) -> Iterator[str]:
-    """The leaves of which JAX raises such errors, as messages name them."""
-    for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
-            if _raises(kind, leaf):
-                yield describe_leaf(slot_path(layout, slot, path) or '', leaf)

@@ -1,9 +1,8 @@
-"""How is a function called? Python's calling convention as a flat row of slots.
+"""The signature of a function as a flat list of slots.
 
-``jax.jit`` takes shardings, static and donated arguments by position only. So every call is laid out as
-one row of positional *slots*: the positional parameters, the extra positional arguments, the
-keyword-only parameters, and one dict of the remaining keywords. A caller generated with the function's
-own parameters lets Python do the sorting, at the cost of one plain function call.
+``jax.jit`` takes shardings, static and donated arguments by position only. So each call is laid out as one
+flat list of *slots*: the positional parameters, the extra positional arguments, the keyword-only parameters,
+and one dict of the remaining keywords.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ EXTRA_KEYWORDS = '**'
 
 
 class _Omitted:
-    """Stands in a slot for an argument that the caller left to its default. A pytree without leaves."""
+    """The value of a slot whose argument the caller left to its default. A pytree without leaves."""
 
     def __repr__(self) -> str:
         return '<omitted>'
@@ -64,23 +63,23 @@ class CallLayout:
     positional: int  # slots that are passed by position; keyword-only ones follow
 
     @functools.cached_property
-    def dynamic(self) -> tuple[int, ...]:
+    def dynamic(self) -> list[int]:
         """The numbers of the slots that hold data."""
-        return tuple(i for i, slot in enumerate(self.slots) if not slot.static)
+        return [i for i, slot in enumerate(self.slots) if not slot.static]
 
     @functools.cached_property
-    def static(self) -> tuple[int, ...]:
+    def static(self) -> list[int]:
         """The numbers of the static slots."""
-        return tuple(i for i, slot in enumerate(self.slots) if slot.static)
+        return [i for i, slot in enumerate(self.slots) if slot.static]
 
     @functools.cached_property
-    def donated(self) -> tuple[int, ...]:
+    def donated(self) -> list[int]:
         """The numbers of the donated slots."""
-        return tuple(i for i, slot in enumerate(self.slots) if slot.donated)
+        return [i for i, slot in enumerate(self.slots) if slot.donated]
 
 
 class CallSignature:
-    """The calling convention of one function, with its static and donated arguments.
+    """The parameters of a function, with its static and donated arguments.
 
     Args:
         fun: the function.
@@ -104,14 +103,14 @@ class CallSignature:
     ) -> None:
         self.name = name_of(fun)
         self.parameters = _parameters(fun)
-        kinds = [parameter.kind for parameter in self.parameters]
+        kinds = inspect.Parameter
         self.positional = [p.name for p in self.parameters if p.kind in _POSITIONAL]
-        self.keyword_only = [p.name for p in self.parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        self.varargs = _name_of(self.parameters, inspect.Parameter.VAR_POSITIONAL)
-        self.keywords = _name_of(self.parameters, inspect.Parameter.VAR_KEYWORD)
+        self.keyword_only = [p.name for p in self.parameters if p.kind is kinds.KEYWORD_ONLY]
+        named = {p.kind: p.name for p in self.parameters}
+        self.varargs, self.keywords = named.get(kinds.VAR_POSITIONAL), named.get(kinds.VAR_KEYWORD)
         self._behind = _signature_behind(fun)
         names = [p.name for p in self._behind.parameters.values() if p.kind in _POSITIONAL]
-        # They are those of the extra positional arguments if the wrapper has the same parameters before them.
+        # They name the extra positional arguments if the wrapper has the same parameters before them.
         unknown = bool(self.varargs) and names[: len(self.positional)] != self.positional
         self.hints = [] if unknown else names
         self._not_hints = frozenset(names).difference(self.positional, self.keyword_only) if unknown else ()
@@ -121,15 +120,19 @@ class CallSignature:
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
+        own = (self.static_keywords, self.donated_keywords, self.keywords)
+        self._fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
         self._certain: LRUCache[Any, bool] = LRUCache()
-        if inspect.Parameter.VAR_POSITIONAL not in kinds:
-            self.layout(0)
+        if self.varargs is None:
+            self.layout(0)  # raises about arguments that are both static and donated
 
     def _selection(
         self, what: str, numbers: int | Iterable[int] | None, names: str | Iterable[str] | None
     ) -> tuple[tuple[int, ...], frozenset[str]]:
         """The positions and the names of an option such as static_argnums, checked."""
+        if numbers is None and names is None:
+            return (), frozenset()
         nums = tuple(map(operator.index, _sequence(numbers, int | np.integer)))
         given = frozenset(_sequence(names, str))
         count = len(self.positional)
@@ -147,15 +150,15 @@ class CallSignature:
                     f'{what}_argnames={name!r}: {self.name} has no such argument '
                     f'({did_you_mean(name, known)})'
                 )
-        # Behind a wrapper of (*args, **kwargs), what has a position may also come by its name.
+        # Under a wrapper of (*args, **kwargs), an argument with a position may also come by its name.
         behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
         return nums, given | behind
 
     def _use_hints(self, what: str, names: Iterable[Any]) -> None:
-        """Notes names of arguments that only the function behind the wrapper has.
+        """Records names of arguments that only the wrapped function has.
 
         Raises:
-            ArgumentError: it cannot be known which arguments they are.
+            ArgumentError: it is ambiguous which arguments of the wrapper they are.
         """
         wrong = [name for name in names if name in self._not_hints]
         if wrong:
@@ -164,8 +167,8 @@ class CallSignature:
         self._hints_used.update(name for name in names if name in self.hints and name not in own)
 
     def reject_misnamed(self, flat_args: Sequence[Any]) -> None:
-        """Raises ArgumentError if options use names of a function behind that this call does not fit."""
-        if not self._hints_used or not self.extras_of(flat_args):
+        """Raises ArgumentError if options use names of a wrapped function that this call does not fit."""
+        if not self._hints_used or len(flat_args) == self._fixed:
             return
         args, keywords = self.restore(flat_args)
         behind = self._behind.parameters
@@ -200,12 +203,12 @@ class CallSignature:
 
     @property
     def key(self) -> Any:
-        """Equal for functions that are called alike."""
-        parameters = tuple((p.name, p.kind, p.default is p.empty) for p in self.parameters)
+        """Equal for functions of equal parameters and options."""
+        parameters = tuple([(p.name, p.kind, p.default is p.empty) for p in self.parameters])
         return self.name, parameters, tuple(self.hints), self._static, self._donated
 
     def layout(self, extras: int) -> CallLayout:
-        """The layout of calls with so many extra positional arguments."""
+        """The layout of calls with this number of extra positional arguments."""
         known = self._layouts.get(extras)
         if known is None:
             known = self._layouts.setdefault(extras, self._lay_out(extras))
@@ -213,7 +216,7 @@ class CallSignature:
 
     def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
         """The layout of a call."""
-        return self.layout(self.extras_of(flat_args))
+        return self.layout(len(flat_args) - self._fixed)
 
     def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
@@ -224,14 +227,9 @@ class CallSignature:
         static = {n % total for n in self._static[0] if -total <= n < total}
         donated = {n % total for n in self._donated[0] if -total <= n < total}
         slots = [
-            Slot(
-                name,
-                index in static or name in self._static[1],
-                index in donated or name in self._donated[1],
-            )
-            for index, name in enumerate(names)
+            Slot(name, i in static or name in self._static[1], i in donated or name in self._donated[1])
+            for i, name in enumerate([*names, *self.keyword_only])
         ]
-        slots += [Slot(name, name in self._static[1], name in self._donated[1]) for name in self.keyword_only]
         if self.static_keywords:
             slots.append(Slot('static keywords', static=True))
         if self.donated_keywords:
@@ -244,7 +242,7 @@ class CallSignature:
         return CallLayout(tuple(slots), total)
 
     def flat_signature(self, layout: CallLayout) -> inspect.Signature:
-        """The signature of a function of a row, so that JAX names arguments as the user does."""
+        """The signature of a function of the slots, so that JAX names arguments as the user does."""
         names: dict[str, None] = {}
         for slot in layout.slots:
             name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
@@ -254,38 +252,30 @@ class CallSignature:
         kind = inspect.Parameter.POSITIONAL_ONLY
         return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
-    def extras_of(self, flat_args: Sequence[Any]) -> int:
-        """How many extra positional arguments a row of slots holds."""
-        fixed = len(self.positional) + len(self.keyword_only)
-        own = (self.static_keywords, self.donated_keywords, self.keywords)
-        return len(flat_args) - fixed - sum(map(bool, own))
-
     def restore(self, flat_args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments and keywords with which to call the function."""
         rest = list(flat_args)
-        keywords: dict[str, Any] = dict(rest.pop()) if self.keywords else {}
-        if self.donated_keywords:
-            keywords.update(rest.pop())
-        if self.static_keywords:
-            keywords.update(rest.pop())
-        positional = len(self.positional) + self.extras_of(flat_args)
+        keywords: dict[str, Any] = {}
+        for own in (self.keywords, self.donated_keywords, self.static_keywords):
+            if own:
+                keywords.update(rest.pop())
+        positional = len(rest) - len(self.keyword_only)
         for name, value in zip(self.keyword_only, rest[positional:], strict=True):
             if value is not OMITTED:
                 keywords[name] = value
         args = rest[:positional]
         while args and args[-1] is OMITTED:
             args.pop()
-        if any(value is OMITTED for value in args):
+        omitted = [i for i, value in enumerate(args) if value is OMITTED]
+        if omitted:
             # A parameter before the last one given was omitted, so the later ones came by keyword.
-            first = next(i for i, value in enumerate(args) if value is OMITTED)
-            for name, value in zip(self.positional[first:], args[first:], strict=False):
-                if value is not OMITTED:
-                    keywords[name] = value
-            args = args[:first]
+            named = zip(self.positional[omitted[0] :], args[omitted[0] :], strict=False)
+            keywords.update((name, value) for name, value in named if value is not OMITTED)
+            args = args[: omitted[0]]
         return args, keywords
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The row of slots of a call; raises TypeError as Python does for a call that does not fit."""
+        """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
         try:
             bound = self.python_signature.bind(*args, **keywords)
         except TypeError as error:
@@ -300,37 +290,26 @@ class CallSignature:
     def as_called(
         self, flat_args: Sequence[Any], count: int, names: Sequence[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a row in the form of a call: *count* by position, and these names."""
-        values = dict(zip(self.positional, flat_args, strict=False))
-        rest = list(flat_args)
-        if self.keywords:
-            values |= rest.pop()
-        if self.donated_keywords:
-            values |= rest.pop()
-        if self.static_keywords:
-            values |= rest.pop()
-        values |= zip(self.keyword_only, rest[len(rest) - len(self.keyword_only) :], strict=True)
+        """Flat arguments in the form of a call: *count* by position, and these names."""
+        args, keywords = self.restore(flat_args)
+        values = {**dict(zip(self.positional, args, strict=False)), **keywords}
         return tuple(flat_args[:count]), {name: values[name] for name in names}
 
-    def selected_as_called(
-        self, layout: CallLayout, count: int, names: Sequence[str]
-    ) -> dict[str, list[Any]]:
+    def selected_as_called(self, layout: CallLayout, count: int, names: Sequence[str]) -> dict[str, Any]:
         """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
-        named = self.positional + self.keyword_only
-        slots = {slot.name: slot for slot in layout.slots if slot.name in named}
-
-        def which(what: str, others: Iterable[str]) -> tuple[list[int], list[str]]:
-            numbers = [i for i, slot in enumerate(layout.slots[:count]) if getattr(slot, what)]
-            return numbers, [
-                name for name in names if (getattr(slots[name], what) if name in slots else name in others)
-            ]
-
-        static, donated = which('static', self.static_keywords), which('donated', self.donated_keywords)
-        options = ('static_argnums', 'static_argnames', 'donate_argnums', 'donate_argnames')
-        return dict(zip(options, (*static, *donated), strict=True))
+        options: dict[str, Any] = {}
+        chosen = (
+            ('static', layout.static, self.static_keywords),
+            ('donate', layout.donated, self.donated_keywords),
+        )
+        for option, slots, keywords in chosen:
+            known = {*keywords, *[layout.slots[slot].name for slot in slots]}
+            options[f'{option}_argnums'] = [slot for slot in slots if slot < count]
+            options[f'{option}_argnames'] = [name for name in names if name in known]
+        return options
 
     def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
-        """The last slots of a row: the static and donated keywords, if there can be any, and the others."""
+        """The last slots of a call: the static and donated keywords, if there can be any, and the others."""
         rest = dict(keywords)
         slots: list[Any] = []
         if self.static_keywords:
@@ -347,24 +326,23 @@ class CallSignature:
     def rules_by_slot(
         self,
         rules: RuleLike,
+        layout: CallLayout,
         flat_args: Sequence[Any],
         what: str,
-        which: str = 'besides static ones ',
-        rest: str = 'None leaves an argument to the compiler',
+        rest: str,
     ) -> dict[int, RuleLike]:
-        """Which rules each dynamic slot gets, by slot number.
+        """The rules of each dynamic slot, by slot number.
 
         Args:
             rules: a tuple or list by position, a dict by argument name, or one rule for all.
+            layout: the slots of the call.
             flat_args: the call.
             what: the name of the option, for messages.
-            which: which arguments have an entry, likewise.
-            rest: what to give for the others, likewise.
+            rest: what to give for arguments without a sharding, for messages.
 
         Raises:
             StructureError: the rules do not fit the arguments.
         """
-        layout = self.layout_of(flat_args)
         if is_rule(rules):
             return dict.fromkeys(layout.dynamic, rules)
         if isinstance(rules, Mapping):
@@ -378,11 +356,12 @@ class CallSignature:
         given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.slots[i].name for i in places) or 'none'
-            entries = plural(len(rules), 'entry', 'entries')
+            takes = plural(len(places), 'positional argument') + (
+                ' besides static ones' if layout.static else ''
+            )
             raise StructureError(
-                f'{what} of {self.name} has {entries}, but the function takes {len(places)} positional '
-                f'argument{"" if len(places) == 1 else "s"} {which}({names}): give one entry each ({rest}), '
-                'or a dict by argument name'
+                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but the function takes '
+                f'{takes} ({names}): give one entry each ({rest}), or a dict by argument name'
             )
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         by_slot.update(zip(places, rules, strict=False))
@@ -421,17 +400,17 @@ class CallSignature:
 
 
 def name_of(fun: Callable[..., Any]) -> str:
-    """What messages and profiles call a function: a ``functools.partial`` as JAX does, by what is in it."""
+    """The name of a function in messages and profiles; of a ``functools.partial`` that of its function."""
     while isinstance(fun, functools.partial) and not hasattr(fun, '__name__'):
         fun = fun.func
     return str(getattr(fun, '__name__', type(fun).__name__))
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters with which *fun* itself is called: not those of a function that it wraps."""
+    """The parameters of *fun* itself, not of a function that it wraps."""
     try:
         return list(inspect.signature(fun, follow_wrapped=False).parameters.values())
-    except (ValueError, TypeError):  # some built-ins tell nothing about themselves
+    except (ValueError, TypeError):  # some built-ins have no signature
         return [
             inspect.Parameter('args', inspect.Parameter.VAR_POSITIONAL),
             inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD),
@@ -439,15 +418,11 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _signature_behind(fun: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the function that *fun* wraps, by which users name arguments."""
+    """The signature of the function that *fun* wraps, whose names of arguments users know."""
     try:
         return inspect.signature(fun)
     except (ValueError, TypeError):
         return inspect.Signature()
-
-
-def _name_of(parameters: Iterable[inspect.Parameter], kind: Any) -> str | None:
-    return next((parameter.name for parameter in parameters if parameter.kind is kind), None)
 
 
 def _sequence(value: Any, kind: Any) -> tuple[Any, ...]:

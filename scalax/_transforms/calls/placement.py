@@ -1,4 +1,4 @@
-"""How do the arguments of a call come to lie where the program wants them?"""
+"""Moving the arguments of a call to the shardings that the rules give them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def is_reference(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Which arguments of a call are moved to where the rules want them, or are given another type.
+    """Which arguments of a call are moved, or are given another type.
 
     Attributes:
-        unplaced: what nobody has placed, which ``jax.jit`` would place: numpy data, uncommitted arrays, and
-            those of other devices that it takes; and values of an outer trace of another type. For where
-            types say how arrays are placed.
+        unplaced: what ``jax.jit`` would place: numpy data, uncommitted arrays, and those of other devices
+            that it takes; and values of an outer trace of another type. Needed where types hold shardings.
         mismatched: arrays that the user has committed to another sharding.
-        foreign: arrays whose types are of a mesh with Explicit axes, for a mesh that has none: they stay
-            where they are.
+        foreign: arrays whose types are of a mesh with Explicit axes, for a mesh that has none: they get
+            another type and stay on their devices.
     """
 
     unplaced: bool = False
@@ -46,7 +45,7 @@ class Moves:
     foreign: bool = False
 
     def target(self, leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
-        """Where *leaf* goes, for which rules say *sharding*; None if it stays as it is."""
+        """The sharding that *leaf* is moved to, given that of the rules; None if it stays as it is."""
         if self.foreign and _is_explicit(leaf):
             return sharding or _as_auto(leaf)
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
@@ -74,54 +73,56 @@ class Moves:
 def place(
     flat_args: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves, move: Move
 ) -> Sequence[Any]:
-    """Moves arguments to where the program wants them; gives *flat_args* itself if nothing moves.
+    """Moves arguments to their shardings; returns *flat_args* itself if nothing moves.
 
     Args:
         flat_args: the call.
         shardings: for each dynamic slot the shardings of its leaves.
         moves: which are moved.
-        move: moves leaves to shardings: `moved`, or `as_moved`, which only says what they would be.
+        move: moves leaves to shardings: `moved`, or `as_moved`, which gives their types only.
     """
     placed: dict[int, Any] = {}
     for slot, wanted in shardings.items():
-        leaves, treedef = jax.tree.flatten(flat_args[slot])
-        targets = list(map(moves.target, leaves, wanted))
-        chosen = [i for i, target in enumerate(targets) if target is not None]
-        if not chosen:
+        leaves = jax.tree.leaves(flat_args[slot])
+        targets = {i: to for i, to in enumerate(map(moves.target, leaves, wanted)) if to is not None}
+        if not targets:
             continue
-        # One move for all leaves: one for each costs a dispatch a leaf.
-        arrived = move([leaves[i] for i in chosen], [target for target in targets if target is not None])
-        for i, leaf in zip(chosen, arrived, strict=True):
-            leaves[i] = leaf
         try:
-            placed[slot] = jax.tree.unflatten(treedef, leaves)
+            placed[slot] = with_moved(flat_args[slot], targets, move)
         except Exception:
             if move is not as_moved:
                 raise
-            # A node that refuses to hold types is traced with arrays: those that it has, unless where
-            # they lie is part of their types.
+            # A node that refuses to hold types is traced with arrays: its own, unless types hold shardings.
             if moves.unplaced:
                 return place(flat_args, shardings, moves, moved)
     return [placed.get(slot, tree) for slot, tree in enumerate(flat_args)] if placed else flat_args
 
 
+def with_moved(tree: Any, targets: Mapping[int, NamedSharding], move: Move) -> Any:
+    """A tree with some leaves moved: *targets* holds their shardings by the numbers of the leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # One move for all leaves: one for each costs a dispatch a leaf.
+    for i, leaf in zip(targets, move([leaves[i] for i in targets], [*targets.values()]), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """The leaves where they shall be: arrays are moved, values of an outer trace resharded in it."""
-    arrived, arrays = list(leaves), []
-    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if isinstance(leaf, jax.core.Tracer):
-            arrived[i] = _resharded(leaf, sharding)
-        elif isinstance(leaf, jax.ShapeDtypeStruct):
-            arrived[i] = leaf.update(sharding=sharding)
-        else:
-            arrays.append(i)
+    """The leaves with these shardings: arrays are moved, values of an outer trace resharded in it."""
+    arrays = [
+        i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+    ]
     put = resharding.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
-    for i, leaf in zip(arrays, put, strict=True):
-        arrived[i] = leaf
-    return arrived
+    arrived = dict(zip(arrays, put, strict=True))
+    return [
+        arrived[i] if i in arrived else _resharded(leaf, sharding)
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+    ]
 
 
-def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
+def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
     if is_compiled() or explicit_spec(sharding) is not None:
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
@@ -129,7 +130,7 @@ def _resharded(leaf: jax.core.Tracer, sharding: NamedSharding) -> Any:
 
 
 def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """What the leaves would be if they were moved: enough to trace with."""
+    """The types of the leaves with these shardings: enough to trace with."""
     return [_as_moved(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
 
 
@@ -144,7 +145,7 @@ def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def as_typed(tree: Any, shardings: Shardings) -> Any:
-    """A tree of values inside a trace, resharded where their types say something else than *shardings*."""
+    """A tree of values inside a trace, resharded where their types differ from *shardings*."""
     leaves, treedef = jax.tree.flatten(tree)
     typed = [
         leaf if sharding is None or _has_type(leaf, sharding) else apply_sharding(leaf, sharding)
@@ -154,7 +155,7 @@ def as_typed(tree: Any, shardings: Shardings) -> Any:
 
 
 def all_typed(flat_args: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
-    """Whether the types of all arguments say, over Explicit axes, what the rules say."""
+    """Whether the types of all arguments agree with the rules over Explicit axes."""
     return all(
         sharding is None or _has_type(leaf, sharding)
         for slot, wanted in shardings.items()
@@ -165,7 +166,7 @@ def all_typed(flat_args: Sequence[Any], shardings: Mapping[int, Shardings]) -> b
 def slots_to_place(
     flat_args: Sequence[Any], shardings: Mapping[int, Shardings], moves: Moves
 ) -> frozenset[int]:
-    """The slots that hold data which is moved at each call."""
+    """The slots with leaves that are moved."""
     return frozenset(
         slot
         for slot, wanted in shardings.items()
@@ -178,14 +179,14 @@ def _has_type(leaf: Any, sharding: NamedSharding) -> bool:
 
 
 def _is_of(leaf: jax.Array, mesh: Any) -> bool:
-    """Whether the type of an array is one of this mesh; on Auto axes any other will do."""
+    """Whether the type of an array is one of this mesh; on Auto axes any type is."""
     if AxisType.Explicit not in mesh.axis_types:
         return True
     return isinstance(leaf.sharding, NamedSharding) and same_types(leaf.sharding.mesh, mesh)
 
 
 def is_typed_by(leaf: Any, mesh: Any) -> bool:
-    """Whether the type of an array is one that a function takes which is traced on *mesh*."""
+    """Whether a function that is traced on *mesh* takes the type of an array."""
     return not is_concrete(leaf) or (
         _is_of(leaf, mesh) and (not _is_explicit(leaf) or same_types(leaf.sharding.mesh, mesh))
     )
@@ -218,7 +219,7 @@ def same_types(first: Any, second: Any) -> bool:
 def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
     """Whether an array is committed to another sharding than asked, so that ``jax.jit`` refuses it.
 
-    Where whole copies are asked for, a whole copy on any device will do.
+    Where whole copies are asked for, JAX takes a whole copy on any device.
     """
     if sharding is None or not is_elsewhere(leaf, sharding):
         return False

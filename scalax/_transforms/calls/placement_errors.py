@@ -1,17 +1,21 @@
-"""What is said of arguments that lie where the program cannot take them?"""
+"""Errors and warnings about arguments that a program cannot take as they are placed.
+
+Before a program runs, `reject_deleted`, `reject_mismatched` and `reject_foreign_types` check its arguments.
+What JAX refuses all the same is classified by one table, `explained`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.constraints import is_compiled
-from scalax._transforms.calls.call_key import slot_path, type_of
-from scalax._transforms.calls.call_signature import CallLayout, CallSignature
+from scalax._transforms.calls.call_key import Call, type_of
 from scalax._transforms.calls.placement import (
     Shardings,
     is_concrete,
@@ -22,95 +26,128 @@ from scalax._transforms.calls.placement import (
 )
 from scalax._tree.paths import describe_leaf, optional_path
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import ArgumentError, MeshError, PlacementError, UnshardedWarning, shown, warn
+from scalax.errors import (
+    ArgumentError,
+    MeshError,
+    PlacementError,
+    ScalaxError,
+    UnshardedWarning,
+    shown,
+    warn,
+)
+
+IsWrong = Callable[[Any, NamedSharding | None], bool]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedCall:
+    """A call with the shardings that the rules give its arguments.
+
+    Attributes:
+        call: the call.
+        shardings: for each dynamic slot the shardings of its leaves.
+        mesh: the mesh of the function.
+        any_rule: whether a rule gives arguments shardings; else JAX only has to know where to run.
+        moves: whether arrays with another sharding are moved (``on_mismatch='reshard'``).
+        may_be_returned: whether arguments may be outputs of an earlier call, whose shardings JAX chose.
+    """
+
+    call: Call
+    shardings: Mapping[int, Shardings]
+    mesh: Any
+    any_rule: bool
+    moves: bool
+    may_be_returned: bool = False
+
+    def any(self, wrong: IsWrong) -> bool:
+        """Whether some leaf is wrong."""
+        for slot, wanted in self.shardings.items():
+            if any(map(wrong, jax.tree.leaves(self.call.flat_args[slot]), wanted)):
+                return True
+        return False
+
+    def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str]) -> str:
+        """The leaves that are wrong, with a *text* about each; empty without any."""
+        wanted = (sharding for shardings in self.shardings.values() for sharding in shardings)
+        return shown(
+            f'{self.call.describe(*leaf)} lies as {text(leaf[-1], sharding)}'
+            for leaf, sharding in zip(self.call.leaves(), wanted, strict=True)
+            if wrong(leaf[-1], sharding)
+        )
 
 
 def any_deleted(flat_args: Sequence[Any]) -> bool:
     """Whether the buffers of an argument are gone."""
-    return any(is_concrete(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(flat_args))
+    return any(map(_is_deleted, jax.tree.leaves(flat_args)))
 
 
-def reject_deleted(signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any]) -> None:
+def _is_deleted(leaf: Any) -> bool:
+    return is_concrete(leaf) and leaf.is_deleted()
+
+
+def reject_deleted(call: Call) -> None:
     """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
-    gone = []
-    for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
-            if is_concrete(leaf) and leaf.is_deleted():
-                gone.append(describe_leaf(slot_path(layout, slot, path) or '', leaf))
-    if gone:
-        raise ArgumentError(
-            f'{signature.name} got arrays that are deleted:\n{shown(gone)}\n'
-            'What to do: they were donated to an earlier call (donate_argnums), which reused their '
-            'buffers. Use the outputs of that call instead, or do not donate.'
-        ) from None
+    if any_deleted(call.flat_args):
+        raise _deleted(call) from None
 
 
-def reject_donated_twice(
-    signature: CallSignature, layout: CallLayout, flat_args: Sequence[Any], error: Exception | None
-) -> None:
-    """Raises ArgumentError, because of *error*, if an array that is still there was donated twice."""
-    places: dict[int, list[tuple[str, Any, bool]]] = {}
-    for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
-            if is_concrete(leaf) and not leaf.is_deleted():
-                name = slot_path(layout, slot, path) or ''
-                places.setdefault(id(leaf), []).append((name, leaf, layout.slots[slot].donated))
+def _deleted(call: Call) -> ArgumentError:
+    gone = (call.describe(*leaf) for leaf in call.leaves() if _is_deleted(leaf[-1]))
+    return ArgumentError(
+        f'{call.signature.name} got arrays that are deleted:\n{shown(gone)}\n'
+        'What to do: they were donated to an earlier call (donate_argnums), which reused their '
+        'buffers. Use the outputs of that call instead, or do not donate.'
+    )
+
+
+def donated_twice(call: Call) -> ArgumentError | None:
+    """The error about arrays that are given in several places and donated, if there are any."""
+    places: dict[int, list[tuple[int, Any, Any]]] = {}
+    for slot, path, leaf in call.leaves():
+        if is_concrete(leaf) and not leaf.is_deleted():
+            places.setdefault(id(leaf), []).append((slot, path, leaf))
     bad = [
-        f'{describe_leaf(" and ".join(name for name, _, _ in given), given[0][1])}'
+        describe_leaf(' and '.join(call.path(slot, path) or '' for slot, path, _ in given), given[0][-1])
         for given in places.values()
-        if len(given) > 1 and any(donated for _, _, donated in given)
+        if len(given) > 1 and any(slot in call.layout.donated for slot, _, _ in given)
     ]
-    if bad:
-        raise ArgumentError(
-            f'{signature.name} got one array in several places, and donates it (donate_argnums):\n'
-            f'{shown(bad)}\n'
-            'What to do: give a copy in each place (jnp.copy), or do not donate.'
-        ) from error
+    if not bad:
+        return None
+    return ArgumentError(
+        f'{call.signature.name} got one array in several places, and donates it (donate_argnums):\n'
+        f'{shown(bad)}\n'
+        'What to do: give a copy in each place (jnp.copy), or do not donate.'
+    )
 
 
-def reject_foreign_types(
-    signature: CallSignature,
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    mesh: Any,
-    *,
-    movable: bool = False,
-) -> None:
+def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> None:
     """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*.
 
     Those that are *movable* may be of other axes on as many devices.
     """
-    bad = []
-    for slot in layout.dynamic:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(flat_args[slot])[0]:
-            if not isinstance(leaf, jax.core.Tracer):
-                continue
-            sharding = getattr(type_of(leaf), 'sharding', None)
-            if sharding is None:
-                continue
-            theirs = sharding.mesh
-            if movable and theirs.size == mesh.size:
-                continue
-            if _is_foreign(theirs, mesh):
-                described = describe_leaf(slot_path(layout, slot, path) or '', leaf)
-                bad.append(f'{described} is of {_axes_of(theirs)}')
+    bad = [
+        f'{call.describe(slot, path, leaf)} is of {_axes_of(type_of(leaf).sharding.mesh)}'
+        for slot, path, leaf in call.leaves()
+        if is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
+    ]
     if bad:
         raise MeshError(
-            f'{signature.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
+            f'{call.signature.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
             f'Explicit axes:\n{shown(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
 
 
-def any_foreign(flat_args: Sequence[Any], mesh: Any) -> bool:
-    """Whether values of a trace have types of another mesh with Explicit axes than *mesh*."""
-    traced = (leaf for leaf in jax.tree.leaves(flat_args) if isinstance(leaf, jax.core.Tracer))
-    shardings = (getattr(type_of(leaf), 'sharding', None) for leaf in traced)
-    return any(sharding is not None and _is_foreign(sharding.mesh, mesh) for sharding in shardings)
-
-
-def _is_foreign(theirs: Any, mesh: Any) -> bool:
-    return AxisType.Explicit in theirs.axis_types and not same_types(theirs, mesh)
+def is_foreign(leaf: Any, mesh: Any) -> bool:
+    """Whether a value of a trace has a type of another mesh with Explicit axes than *mesh*."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return False
+    sharding = getattr(type_of(leaf), 'sharding', None)
+    return (
+        sharding is not None
+        and AxisType.Explicit in sharding.mesh.axis_types
+        and not same_types(sharding.mesh, mesh)
+    )
 
 
 def _axes_of(mesh: Any) -> str:
@@ -118,55 +155,82 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def any_mismatched(
-    flat_args: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-    wrong: Callable[[Any, NamedSharding | None], bool] = is_mismatched,
-) -> bool:
-    """Whether an argument is committed to another sharding than the rules say."""
-    return any(
-        wrong(leaf, sharding)
-        for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
+def reject_mismatched(sharded: ShardedCall) -> None:
+    """Raises PlacementError if an argument is committed to another sharding than asked."""
+    error = _mismatched(sharded)
+    if error is not None:
+        raise error from None
+
+
+# What JAX refuses ------------------------------------------------------------------------------------
+
+
+def explained(error: Exception, sharded: ShardedCall, *, deleted: bool = False) -> ScalaxError | None:
+    """The error that says why JAX refused a call; None if nothing is known to be wrong with the call.
+
+    Args:
+        error: what JAX raised.
+        sharded: the call.
+        deleted: whether arguments were deleted before it: a run that failed deletes what it was donated.
+    """
+    if deleted:
+        return _deleted(sharded.call)
+    for kind, explain in _EXPLANATIONS:
+        found = explain(sharded) if isinstance(error, kind) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _other_devices(sharded: ShardedCall) -> MeshError | None:
+    """The error about a ``jax.set_mesh`` of other devices or another order."""
+    try:
+        ambient = jax.sharding.get_mesh()
+    except ValueError:  # inside of jax.jit
+        return None
+    mesh = sharded.mesh
+    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
+        return None
+    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
+    return MeshError(
+        f'{sharded.call.signature.name} is compiled for the devices {own}, and is called under jax.set_mesh '
+        f'of the devices {theirs}: leave that mesh for the call'
     )
 
 
-def reject_mismatched(
-    signature: CallSignature,
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-    by_rules: bool,
-    *,
-    returned: bool = False,
-) -> None:
-    """Raises PlacementError if an argument is committed to another sharding than asked.
+def _elsewhere(sharded: ShardedCall) -> PlacementError | None:
+    """The error about arrays of other devices that no rule gives a sharding."""
+    listed = sharded.listed(
+        lambda leaf, sharding: sharding is None and lies_elsewhere(leaf, sharded.mesh),
+        lambda leaf, _: f'{_short(leaf.sharding)}{_of_devices(leaf.sharding)}',
+    )
+    return _off_the_mesh(sharded.call, listed) if listed else None
 
-    Args:
-        signature: whose call it is.
-        layout: the slots.
-        flat_args: the call.
-        shardings: for each dynamic slot the shardings of its leaves.
-        by_rules: whether rules say so; otherwise only that JAX has to know where to run does.
-        returned: whether they may be outputs of a call before, which have the shardings that JAX chose.
-    """
-    wrong = is_mismatched if by_rules else is_elsewhere
-    if not any_mismatched(flat_args, shardings, wrong):
-        return
-    bad = []
-    for described, leaf, sharding in _described(layout, flat_args, shardings, wrong):
-        lies, asked = told_apart(leaf.sharding, sharding)
-        bad.append(f'{described} lies as {lies}, asked: {asked}')
-    if not by_rules:
-        raise _off_the_mesh(signature, bad) from None
-    if bad:
-        raise PlacementError(
-            f'{signature.name} got arrays that are committed to another sharding than in_shardings '
-            f'says:\n{shown(bad)}\n'
-            "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
-            'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
-            + (_OF_OUTPUTS.format(name=signature.name) if returned else '')
-        ) from None
+
+def _off_the_mesh(call: Call, listed: str) -> PlacementError:
+    return PlacementError(
+        f'{call.signature.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
+        f'they belong:\n{listed}\n'
+        'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+        "on_mismatch='reshard' to sjit to have them moved at every such call."
+    )
+
+
+def _mismatched(sharded: ShardedCall) -> PlacementError | None:
+    """The error about arrays that are committed to another sharding than asked."""
+    wrong = is_mismatched if sharded.any_rule else is_elsewhere
+    if sharded.moves or not sharded.any(wrong):
+        return None
+    listed, name = sharded.listed(wrong, _beside(lambda leaf: leaf.sharding)), sharded.call.signature.name
+    if not sharded.any_rule:
+        return _off_the_mesh(sharded.call, listed)
+    return PlacementError(
+        f'{name} got arrays that are committed to another sharding than in_shardings '
+        f'says:\n{listed}\n'
+        "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
+        'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
+        + (_OF_OUTPUTS.format(name=name) if sharded.may_be_returned else '')
+    )
 
 
 _OF_OUTPUTS = (
@@ -175,120 +239,39 @@ _OF_OUTPUTS = (
 )
 
 
-def _off_the_mesh(signature: CallSignature, bad: Sequence[str]) -> PlacementError:
+def _refused(sharded: ShardedCall) -> PlacementError | None:
+    """The error about values that JAX refuses under ``jax.grad`` or ``jax.vmap``."""
+    if sharded.moves:
+        return None
+    listed = sharded.listed(is_refused, _beside(_inner_sharding))
+    if not listed:
+        return None
     return PlacementError(
-        f'{signature.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
-        f'they belong:\n{shown(bad)}\n'
-        'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-        "on_mismatch='reshard' to sjit to have them moved at every such call."
+        f'{sharded.call.signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of '
+        f'arrays that are committed to another sharding than in_shardings says:\n{listed}\n'
+        'What to do: move the arrays before the transformation (helper.shard), compile the '
+        "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
+        'moved at every such call.'
     )
 
 
-def reject_elsewhere(
-    signature: CallSignature,
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-    mesh: Any,
-) -> None:
-    """Raises PlacementError about arrays of other devices that no rule speaks about."""
-
-    def elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
-        return sharding is None and lies_elsewhere(leaf, mesh)
-
-    bad = []
-    for described, leaf, _ in _described(layout, flat_args, shardings, elsewhere):
-        bad.append(f'{described} lies as {_short(leaf.sharding)}{_of_devices(leaf.sharding)}')
-    if bad:
-        raise _off_the_mesh(signature, bad) from None
+def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
+    return lambda leaf, sharding: '{}, asked: {}'.format(*told_apart(sharding_of(leaf), sharding))
 
 
-def reject_other_devices(name: str, mesh: Any) -> None:
-    """Raises MeshError under a ``jax.set_mesh`` of other devices or another order."""
-    try:
-        ambient = jax.sharding.get_mesh()
-    except ValueError:  # inside of jax.jit
-        return
-    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
-        return
-    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
-    raise MeshError(
-        f'{name} is compiled for the devices {own}, and is called under jax.set_mesh of the devices '
-        f'{theirs}: leave that mesh for the call'
-    ) from None
+# What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
+# that an explanation returns is raised.
+_EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError | None]], ...] = (
+    (ValueError, _other_devices),
+    (ValueError, _elsewhere),
+    (Exception, _mismatched),
+    (ValueError, _refused),
+    (Exception, lambda sharded: donated_twice(sharded.call)),
+)
 
 
-def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
-    """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
-        return False
-    own = list(mesh.devices.flat)
-    if isinstance(leaf.sharding, NamedSharding):
-        return list(leaf.sharding.mesh.devices.flat) != own
-    return leaf.sharding.device_set != set(own)
-
-
-def warn_left_alone(
-    signature: CallSignature, flat_args: Sequence[Any], shardings: Mapping[int, Shardings], outputs: Any
-) -> None:
-    """Warns about outputs that JAX put on one device, though arguments are on several.
-
-    JAX takes the devices from those arguments that the outputs depend on: for ``opt.init(params)`` from none.
-    """
-    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
-    alone = [
-        describe_leaf(optional_path(path) or '', leaf)
-        for path, leaf in flat
-        if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
-    ]
-    if not alone or not any(
-        (sharding is not None and sharding.num_devices > 1)
-        or (is_concrete(leaf) and len(leaf.sharding.device_set) > 1)
-        for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
-    ):
-        return
-    warn(
-        f'outputs of {signature.name} are on one device, although arguments are on several: they depend on '
-        f'no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
-        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
-        'an optimizer, or PartitionSpec() for copies on all devices.',
-        UnshardedWarning,
-    )
-
-
-def any_refused(flat_args: Sequence[Any], shardings: Mapping[int, Shardings]) -> bool:
-    """Whether JAX refuses an argument under a transformation that runs at once; compiles, to find out."""
-    return any(
-        _refused(leaf, sharding)
-        for slot, wanted in shardings.items()
-        for leaf, sharding in zip(jax.tree.leaves(flat_args[slot]), wanted, strict=True)
-    )
-
-
-def reject_refused(
-    signature: CallSignature,
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-) -> None:
-    """Raises PlacementError about what JAX refused under ``jax.grad`` or ``jax.vmap``."""
-    bad = []
-    for described, leaf, sharding in _described(layout, flat_args, shardings, _refused):
-        lies, asked = told_apart(_inner_sharding(leaf), sharding)
-        bad.append(f'{described} lies as {lies}, asked: {asked}')
-    if bad:
-        raise PlacementError(
-            f'{signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of arrays '
-            f'that are committed to another sharding than in_shardings says:\n{shown(bad)}\n'
-            'What to do: move the arrays before the transformation (helper.shard), compile the '
-            "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
-            'moved at every such call.'
-        ) from None
-
-
-def _refused(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether a value of a transformation is of an array that JAX does not take there: it alone can tell."""
+def is_refused(leaf: Any, sharding: NamedSharding | None) -> bool:
+    """Whether JAX refuses a value of a transformation that runs at once; compiles to find out."""
     if sharding is None or not isinstance(leaf, jax.core.Tracer) or is_compiled():
         return False
     try:
@@ -306,25 +289,50 @@ def _inner_sharding(leaf: Any) -> Any:
     return seen[-1]
 
 
-def _described(
-    layout: CallLayout,
-    flat_args: Sequence[Any],
-    shardings: Mapping[int, Shardings],
-    wrong: Callable[[Any, NamedSharding | None], bool],
-) -> Iterator[tuple[str, Any, Any]]:
-    """The leaves that are *wrong*: how messages name them, they themselves, and their shardings."""
-    for slot, wanted in shardings.items():
-        flat, _ = jax.tree_util.tree_flatten_with_path(flat_args[slot])
-        for (path, leaf), sharding in zip(flat, wanted, strict=True):
-            if wrong(leaf, sharding):
-                yield describe_leaf(slot_path(layout, slot, path) or '', leaf), leaf, sharding
+def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
+    """Whether an array is committed to other devices than those of *mesh*, or in another order."""
+    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
+        return False
+    own = list(mesh.devices.flat)
+    if isinstance(leaf.sharding, NamedSharding):
+        return list(leaf.sharding.mesh.devices.flat) != own
+    return leaf.sharding.device_set != set(own)
+
+
+def warn_left_alone(sharded: ShardedCall, outputs: Any) -> None:
+    """Warns about outputs that JAX put on one device, though arguments are on several.
+
+    JAX takes the devices from the arguments that the outputs depend on: for ``opt.init(params)`` from none.
+    """
+    if not sharded.any(_on_several):
+        return
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    alone = [
+        describe_leaf(optional_path(path) or '', leaf)
+        for path, leaf in flat
+        if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
+    ]
+    if alone:
+        warn(
+            f'outputs of {sharded.call.signature.name} are on one device, although arguments are on several: '
+            f'they depend on no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
+            'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state '
+            'of an optimizer, or PartitionSpec() for copies on all devices.',
+            UnshardedWarning,
+        )
+
+
+def _on_several(leaf: Any, sharding: NamedSharding | None) -> bool:
+    return (sharding is not None and sharding.num_devices > 1) or (
+        is_concrete(leaf) and len(leaf.sharding.device_set) > 1
+    )
 
 
 def told_apart(first: Any, second: Any) -> tuple[str, str]:
     """Two shardings that differ, in as few words as show it."""
     texts = _short(first), _short(second)
     if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):
-        # What is left to differ is the order of the devices, or which they are.
+        # They differ in their devices, or in the order of these.
         texts = f'{texts[0]}{_of_devices(first)}', f'{texts[1]}{_of_devices(second)}'
     return texts
 

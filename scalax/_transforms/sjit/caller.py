@@ -1,4 +1,4 @@
-"""What do users call? A function generated with the parameters of their own.
+"""The function that users call, generated with the parameters of their own function.
 
 Python then binds positions, keywords and defaults in C. A wrapper with ``*args, **kwargs`` costs
 150-190 ns a call for the same, this one 15-85 ns.
@@ -32,8 +32,7 @@ def {name}({parameters}):
 def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
     """Builds the function that users call.
 
-    The program is read once, because another thread may replace it between the call and the look at the
-    error.
+    It reads the program once, because another thread may replace it before the error is looked at.
 
     Args:
         signature: how the user's function is called.
@@ -41,15 +40,15 @@ def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
             ``explain_or_retry(error, fast_call, flat_args)``, whether an error means that another program is
             needed; and ``dispatch(flat_args)``, which finds or makes it.
     """
-    # Named in the source: Python calls a function faster whose code was never replaced.
+    # Named in the source: Python calls a function faster if its code was never replaced.
     name = signature.name
     if not name.isidentifier() or keyword.iskeyword(name):
         name = 'sjit_function'
     own = _free_names({name, *(parameter.name for parameter in signature.parameters)})
-    flat_args = _flat_args(signature, own['split'])
+    flat_args = ', '.join(_slots(parameter, signature, own['split']) for parameter in signature.parameters)
     source = _SOURCE.format(
         name=name,
-        parameters=', '.join(_declarations(signature, own['omitted'])),
+        parameters=_declared(signature, own['omitted']),
         flat_args=flat_args,
         tuple=f'{flat_args},' if flat_args else '',
         **own,
@@ -62,14 +61,14 @@ def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
         own['Exception']: Exception,  # which may be the name of a parameter
     }
     exec(_compiled(source, name), namespace)
-    # Without itself among its globals it is no reference cycle, and goes with the last reference to it.
+    # Without itself among its globals it is no reference cycle, and is freed with the last reference to it.
     return namespace.pop(name)
 
 
-def _free_names(taken: set[str]) -> dict[str, str]:
-    """Names for what the generated function needs, none of which the user's function has."""
+def _free_names(used: set[str]) -> dict[str, str]:
+    """Names for the globals of the generated function that no parameter has."""
     prefix = '_scalax_'
-    while any(name.startswith(prefix) for name in taken):
+    while any(name.startswith(prefix) for name in used):
         prefix += '_'
     return {own: f'{prefix}{own}' for own in _OWN}
 
@@ -81,34 +80,20 @@ def _compiled(source: str, name: str) -> CodeType:
     return compile(source, file, 'exec')
 
 
-def _declarations(signature: CallSignature, omitted: str) -> list[str]:
+def _declared(signature: CallSignature, omitted: str) -> str:
     """The parameters of the generated function as source text."""
-    kinds = inspect.Parameter
-    texts = []
-    previous = None
-    for parameter in signature.parameters:
-        kind = parameter.kind
-        if previous is kinds.POSITIONAL_ONLY and kind is not kinds.POSITIONAL_ONLY:
-            texts.append('/')
-        if kind is kinds.KEYWORD_ONLY and signature.varargs is None and previous is not kind:
-            texts.append('*')
-        optional = '' if parameter.default is kinds.empty else f'={omitted}'
-        star = '*' if kind is kinds.VAR_POSITIONAL else '**' if kind is kinds.VAR_KEYWORD else ''
-        texts.append(f'{star}{parameter.name}{optional}')
-        previous = kind
-    if previous is kinds.POSITIONAL_ONLY:
-        texts.append('/')
-    return texts
+    empty = inspect.Parameter.empty
+    parameters = [
+        parameter.replace(annotation=empty, default=empty if parameter.default is empty else OMITTED)
+        for parameter in signature.parameters
+    ]
+    return str(inspect.Signature(parameters))[1:-1].replace(repr(OMITTED), omitted)
 
 
-def _flat_args(signature: CallSignature, split: str) -> str:
-    """The row of slots as source text, from the names of the parameters."""
-    parts = [*signature.positional]
-    if signature.varargs:
-        parts.append(f'*{signature.varargs}')
-    parts.extend(signature.keyword_only)
-    if signature.keywords and (signature.static_keywords or signature.donated_keywords):
-        parts.append(f'*{split}({signature.keywords})')
-    elif signature.keywords:
-        parts.append(signature.keywords)
-    return ', '.join(parts)
+def _slots(parameter: inspect.Parameter, signature: CallSignature, split: str) -> str:
+    """The slots of a parameter as source text."""
+    if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+        return f'*{parameter.name}'
+    if parameter.name == signature.keywords and (signature.static_keywords or signature.donated_keywords):
+        return f'*{split}({parameter.name})'
+    return parameter.name

@@ -4,11 +4,11 @@ A call takes these stages. The next call of the same kind takes the first alone.
 
 1. The generated caller (`caller`) tries `Dispatcher.fast_call`, and dispatches where there is none.
 2. `Dispatcher.dispatch` decides where the call runs: in a program, inline, or without ``jax.jit``.
-3. `Dispatcher._read` asks the rules for the shardings of the arguments, and makes the `CallKey`.
-4. `Dispatcher._resolve` looks the key up, and goes on to 5 and 6 if it is new.
+3. `Dispatcher._read` computes the `CallKey`, and asks the rules for the shardings of the arguments.
+4. `Dispatcher._resolve` gives the program of the key, and goes on to 5 and 6 if it is new.
 5. `Dispatcher._trace` traces the user's function, which gives the jaxpr and the shardings of the outputs.
 6. `Dispatcher._program_of` finds the program of these shardings, or makes it (`Program.compile`).
-7. `Dispatcher._placed` moves arguments to where the rules want them.
+7. `Dispatcher._placed` moves arguments to the shardings of the rules.
 8. `Dispatcher._run` calls the program, and explains what it refuses.
 
 Where the program that was tried raises, `Dispatcher.explain_or_retry` either raises an error that says why,
@@ -33,22 +33,23 @@ from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls import placement, placement_errors
 from scalax._transforms.calls.argument_shardings import ArgumentShardings, Options
-from scalax._transforms.calls.call_key import CallKey, call_key
+from scalax._transforms.calls.call_key import Call, CallKey, call_key
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
-from scalax._transforms.calls.placement import Shardings
+from scalax._transforms.calls.placement import Moves, Shardings
+from scalax._transforms.calls.placement_errors import ShardedCall
 from scalax._transforms.sjit.program import Program, ProgramTable, ShardingKey, WrongProgram, compress
-from scalax._transforms.sjit.trace import TracedFunction, TraceShardings
-from scalax._transforms.tracebacks import arose_below, hide_ours
+from scalax._transforms.sjit.trace import Recording, TracedFunction, TraceShardings
+from scalax._transforms.tracebacks import HidingOurs
 from scalax._util.lru_cache import LRUCache
 
 
 @dataclasses.dataclass(eq=False)
 class Resolved:
-    """One call key with its program.
+    """A call key with its program.
 
     Attributes:
         program: the program that serves it.
-        shardings: the shardings of its arguments and outputs.
+        shardings: the shardings of its traces.
         out_tree: the structure of the outputs.
         outputs_checked: whether a call has looked at where the outputs are.
     """
@@ -59,46 +60,54 @@ class Resolved:
     outputs_checked: bool = False
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """One call, as the rules see it.
+@dataclasses.dataclass(eq=False)
+class KeyState:
+    """What is known of a call key.
+
+    The thread that traces the key holds the lock. It is re-entrant, so that a function that calls itself gets
+    an error. Two threads wait for one another only if what they trace calls itself by way of the other's,
+    which no single thread could trace either.
 
     Attributes:
-        flat_args: the arguments, slot by slot.
-        layout: the slots.
         arguments: the shardings of the arguments, by slot and leaf.
-        typed_args: the arguments as they will be where the rules want them: structs for what moves;
-            *flat_args* itself if nothing does.
-        key: the key of the call with *typed_args*.
+        resolved: its program; None until the function was traced.
+        tracing: whether it is traced now.
+        lock: held meanwhile.
     """
 
-    flat_args: Sequence[Any]
-    layout: CallLayout
     arguments: Mapping[int, Shardings]
-    typed_args: Sequence[Any]
-    key: CallKey
+    resolved: Resolved | None = None
+    tracing: bool = False
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
 
 
-@dataclasses.dataclass(eq=False)
-class _Turn:
-    """The right to trace one call key.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadCall:
+    """A call with its key.
 
-    The lock is re-entrant, so that a function that calls itself is told so. Two threads wait for one another
-    only if what they trace calls itself by way of the other's, which no single thread could trace either.
+    Attributes:
+        sharded: the call with the shardings of its arguments.
+        moves: which arguments are moved.
+        typed: the call with its arguments as they will be: structs for what moves; the same if nothing does.
+        key: the key of `typed`.
+        state: what is known of the key.
     """
 
-    lock: Any = dataclasses.field(default_factory=threading.RLock)
-    taken: bool = False
+    sharded: ShardedCall
+    moves: Moves
+    typed: Call
+    key: CallKey
+    state: KeyState
 
 
 class Dispatcher:
     """Finds or makes the program of each call. Safe to use from many threads.
 
     Threads that meet a new call key together trace the user's code once, as under ``jax.jit``: one does, and
-    the others wait for it. What other keys need is held up by nobody.
+    the others wait for it. Calls of other keys do not wait.
 
     The helper and the user's function are held weakly, because this may live as long as they do
-    (`dispatcher_of`): whoever calls holds them.
+    (`dispatcher_of`): callers hold them.
 
     Attributes:
         fast_call: what calls try first: the only program, or a `ProgramTable`; None before the first call.
@@ -116,104 +125,86 @@ class Dispatcher:
         self.signature, self.options = signature, options
         self.rules = ArgumentShardings(helper, signature, options)
         self.mesh = self.rules.mesh
-        self.function = TracedFunction(fun, self.rules)
+        self._function = TracedFunction(fun, self.rules)
         self._source = _source_of(fun)
-        # Over types of another mesh with Explicit axes JAX ignores shardings, inside of another function.
+        # Inside another function JAX ignores shardings over types of another mesh with Explicit axes.
         self._refuses_foreign = (
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
         )
         self._placing = _Placing()
-        # What is kept here, and refers to this in turn, does so by this: a function that nobody holds any
-        # longer goes at once, with the arrays that it closes over.
+        # Programs refer to this weakly, so that there is no cycle: a function that is no longer referenced is
+        # freed at once, with the arrays that it closes over.
         self._weak: Dispatcher = weakref.proxy(self)
         self.clear()
 
     @property
     def helper(self) -> contexts.MeshOwner:
-        """Whose mesh it is."""
+        """The helper of the mesh."""
         return self.rules.helper
 
     def clear(self) -> None:
         """Forgets every program."""
         this = self._weak
-        self.resolved: LRUCache[CallKey, Resolved] = LRUCache()
+        self._states: LRUCache[CallKey, KeyState] = LRUCache()
         self.programs: LRUCache[ShardingKey, Program] = LRUCache()
-        self._arguments: LRUCache[CallKey, Mapping[int, Shardings]] = LRUCache()
-        self._turns: LRUCache[CallKey, _Turn] = LRUCache()
         self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
-        self.function.forget()
         self.fast_call = None
 
     # What the generated caller runs -----------------------------------------------------------------
 
     def dispatch(self, flat_args: tuple[Any, ...]) -> Any:
         """Serves a call for which no program is known, or that the one tried cannot serve."""
-        try:
-            return self._dispatch(flat_args)
-        except Exception as error:
-            if _arose_inside(error):
-                hide_ours(error)
-            raise
-
-    def _dispatch(self, flat_args: tuple[Any, ...]) -> Any:
-        layout = self.signature.layout_of(flat_args)
-        if self._runs_inline():
-            return self._inline(layout, flat_args)
-        if self._retyped_at_once():
-            return self._inline_compiled(layout)(*flat_args)
-        meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
-        placement_errors.reject_deleted(self.signature, layout, flat_args)
-        call = self._read(flat_args)
-        if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
-            return self.function.run(call.key, layout, flat_args, self._shardings_in(call))[0]
-        resolved = self._resolve(call)
-        placed_args = self._placed(call, placement.moved)
-        moves = self._moves(mismatched=False)
-        if call.typed_args is not flat_args and (moves.unplaced or moves.foreign):
-            slots = placement.slots_to_place(flat_args, call.arguments, moves)
-            resolved.program.place_first(slots, moves)
-        self._table.learn(layout, flat_args, resolved.program)
-        self.fast_call = self._table if len(self.programs.items()) > 1 else resolved.program.call
-        return self._run(call, resolved, placed_args)
+        with _users_code:
+            call = Call.of(self.signature, flat_args)
+            if self._runs_inline():
+                return self._inline(call)
+            if self._retyped_at_once():
+                return self._inline_compiled(call.layout)(*flat_args)
+            meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
+            placement_errors.reject_deleted(call)
+            read = self._read(call)
+            if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
+                return self._function.run(call, self._shardings_in(call, read.state))[0]
+            resolved = self._resolve(read)
+            placed_args = self._placed(read, placement.moved)
+            moves = dataclasses.replace(read.moves, mismatched=False)
+            if read.typed is not call and (moves.unplaced or moves.foreign):
+                slots = placement.slots_to_place(flat_args, read.state.arguments, moves)
+                resolved.program.place_first(slots, moves)
+            self._table.learn(flat_args, resolved.program)
+            self.fast_call = self._table if len(self.programs.items()) > 1 else resolved.program.call
+            return self._run(read, resolved, placed_args)
 
     def explain_or_retry(self, error: Exception, fast_call: Any, flat_args: tuple[Any, ...]) -> bool:
         """Whether *error* only means that *fast_call* cannot serve this call, and `dispatch` may.
 
         Raises:
-            ScalaxError: nothing can serve the call, and we can say better why.
+            ScalaxError: nothing can serve the call, and the reason is known.
         """
         if isinstance(error, WrongProgram):
             return error.owner is self
-        if _arose_inside(error):
-            hide_ours(error)
-            return False  # it comes from the user's code, or says what is wrong with the call
+        if _users_code.hide(error):
+            return False
         if self._runs_inline():
             return True
-        refusal = isinstance(error, ValueError)  # how JAX says what it does not take
-        if refusal:
-            placement_errors.reject_other_devices(self.signature.name, self.mesh)
-        call = self._read(flat_args)
-        # A run that failed has used up what was donated to it; of what was deleted before JAX says the same
-        # again.
-        if placement_errors.any_deleted(flat_args) and _fails_alike(error, fast_call, flat_args):
-            placement_errors.reject_deleted(self.signature, call.layout, flat_args)
-        if refusal:
-            self._reject_elsewhere(call)
-        known = self.resolved.get(call.key)
+        read = self._read(Call.of(self.signature, flat_args))
         program = fast_call.program(flat_args) if isinstance(fast_call, ProgramTable) else None
-        used = program.call if program else fast_call
-        if known is None or known.program.call is not used:
+        used, right = program.call if program else fast_call, read.state.resolved
+        if right is None or right.program.call is not used:
             return not isinstance(error, jax.errors.JaxRuntimeError)  # JAX refused the call before tracing it
-        if self.options.on_mismatch == 'error':
-            self._reject_mismatched(call)
-            if refusal:
-                placement_errors.reject_refused(self.signature, call.layout, flat_args, call.arguments)
-        elif placement_errors.any_mismatched(flat_args, call.arguments) or (
-            refusal and placement_errors.any_refused(flat_args, call.arguments)
+        sharded = read.sharded
+        if sharded.moves and (
+            sharded.any(placement.is_mismatched)
+            or (isinstance(error, ValueError) and sharded.any(placement_errors.is_refused))
         ):
             return True
-        placement_errors.reject_donated_twice(self.signature, call.layout, flat_args, error)
+        # A run that failed has deleted its donated arguments. If they were deleted before it, the same call
+        # fails with the same error again.
+        deleted = placement_errors.any_deleted(flat_args) and _fails_alike(error, fast_call, flat_args)
+        explained = placement_errors.explained(error, sharded, deleted=deleted)
+        if explained is not None:
+            raise explained from None
         return False
 
     # Reading a call, and finding its program ---------------------------------------------------------
@@ -225,15 +216,11 @@ class Dispatcher:
             ShardingError, StructureError: the rules do not fit the arguments or the outputs.
             PlacementError: an argument is committed to another sharding.
         """
-        try:
-            call = self._read(flat_args)
-            return self._resolve(call), self._placed(call, placement.as_moved)
-        except Exception as error:
-            if _arose_inside(error):
-                hide_ours(error)
-            raise
+        with _users_code:
+            read = self._read(Call.of(self.signature, flat_args))
+            return self._resolve(read), self._placed(read, placement.as_moved)
 
-    def _read(self, flat_args: Sequence[Any]) -> Call:
+    def _read(self, call: Call) -> ReadCall:
         """Reads a call.
 
         Raises:
@@ -241,163 +228,153 @@ class Dispatcher:
                 name arguments which the call does not have.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
-        self.signature.reject_misnamed(flat_args)
-        layout = self.signature.layout_of(flat_args)
-        key = call_key(self.signature, layout, flat_args)
-        arguments = self._arguments.get(key)
-        if arguments is None:
-            arguments = self.rules.arguments(layout, flat_args)
-            self._arguments.put(key, arguments)
+        self.signature.reject_misnamed(call.flat_args)
+        key = call_key(call)
+        state = self._state(key, call)
         if self._refuses_foreign:
             # JAX reshards to another mesh where all axes are Explicit.
             movable = AxisType.Auto not in self.mesh.axis_types
-            placement_errors.reject_foreign_types(
-                self.signature, layout, flat_args, self.mesh, movable=movable
-            )
-        typed_args = placement.place(flat_args, arguments, self._moves(), placement.as_moved)
-        if typed_args is not flat_args:
-            # Types may hold shardings: what counts is what they will be.
-            key = call_key(self.signature, layout, typed_args)
-        return Call(flat_args, layout, arguments, typed_args, key)
+            placement_errors.reject_foreign_types(call, self.mesh, movable=movable)
+        moves = self._moves()
+        typed_args = placement.place(call.flat_args, state.arguments, moves, placement.as_moved)
+        sharded = ShardedCall(
+            call,
+            state.arguments,
+            self.mesh,
+            self.rules.any_rule,
+            moves.mismatched,
+            may_be_returned=self.options.out_shardings is None and bool(self.programs.items()),
+        )
+        if typed_args is call.flat_args:
+            return ReadCall(sharded, moves, call, key, state)
+        # Types may hold shardings: the key is that of the arguments as they will be.
+        typed = dataclasses.replace(call, flat_args=typed_args)
+        key = call_key(typed)
+        return ReadCall(sharded, moves, typed, key, self._states.add(key, KeyState(state.arguments)))
 
-    def _resolve(self, call: Call) -> Resolved:
-        if self.options.on_mismatch == 'error':
-            self._reject_mismatched(call)
-        known = self.resolved.get(call.key)
-        if known is not None:
-            return known
-        # Traced with what the arguments will be: nothing moves before all rules are known to fit.
+    def _state(self, key: CallKey, call: Call) -> KeyState:
+        return self._states.get(key) or self._states.add(key, KeyState(self.rules.arguments(call)))
+
+    def _moves(self) -> Moves:
+        # On Explicit axes types hold shardings; under a jax.set_mesh of other types JAX finds the trace of
+        # placed arrays only. Elsewhere jax.jit places host data.
+        ambient = jax.sharding.get_abstract_mesh()
+        unplaced = self.rules.any_explicit or constraints.has_other_types(ambient, self.mesh)
+        foreign = self._refuses_foreign and not self.rules.any_explicit
+        return Moves(unplaced, self.options.on_mismatch == 'reshard', foreign)
+
+    def _resolve(self, read: ReadCall) -> Resolved:
+        placement_errors.reject_mismatched(read.sharded)
+        if read.state.resolved is not None:
+            return read.state.resolved
+        # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
         with self._placing:
-            return self._new(call)
+            return self._new(read.typed, read.key, read.state)
 
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
-        """The program of a call, if one is known."""
-        resolved = self.resolved.get(self._read(flat_args).key)
+        """The program of a call, if it is known."""
+        resolved = self._read(Call.of(self.signature, flat_args)).state.resolved
         return None if resolved is None else resolved.program
 
-    def _new(self, call: Call) -> Resolved:
+    def _new(self, call: Call, key: CallKey, state: KeyState) -> Resolved:
         """Resolves a call key that is new, or waits for the thread that does."""
-        turn = self._turns.add(call.key, _Turn())
-        with turn.lock:
-            known = self.resolved.get(call.key)
-            if known is not None:
-                return known
-            if turn.taken:
+        with state.lock:
+            if state.resolved is not None:
+                return state.resolved
+            if state.tracing:
                 raise RecursionError(
                     f'{self.signature.name} calls itself with arguments of the same shapes and dtypes'
                 )
-            turn.taken = True
+            state.tracing = True
             try:
-                traced, program, shardings = self._trace(call)
+                traced, program, shardings = self._trace(call, key, state)
             finally:
-                turn.taken = False
-            program = self._program_of(call, program, traced.out_tree, shardings)
-            self.function.warn_unused(call.layout)
-            return self.resolved.add(call.key, Resolved(program, shardings, traced.out_tree))
+                state.tracing = False
+            program = self._program_of(call, key, program, traced.out_tree, shardings)
+            self._function.warn_unused(self.signature.name, any_static=bool(call.layout.static))
+            state.resolved = Resolved(program, shardings, traced.out_tree)
+            return state.resolved
 
-    def _trace(self, call: Call) -> tuple[jax.stages.Traced, Program, TraceShardings]:
+    def _trace(
+        self, call: Call, key: CallKey, state: KeyState
+    ) -> tuple[jax.stages.Traced, Program, TraceShardings]:
         """Traces the user's function; in a program of its own, which is not compiled yet."""
         program = self._new_program(call.layout)
-        program.shardings.put(call.key, self._shardings_in(call))
+        program.shardings.put(key, self._shardings_in(call, state))
         # The same function object as in the program: JAX finds this trace again there.
-        jitted = jax.jit(program.flat_function, static_argnums=call.layout.static)
-        traced = self.function.trace(call.key, jitted, call.typed_args)
-        shardings = program.shardings.get(call.key)
+        traced = jax.jit(program.flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
+        shardings = program.shardings.get(key)
         assert shardings is not None
-        return traced, program, shardings
+        return traced, program, dataclasses.replace(shardings, recording=Recording.of(traced, key))
 
-    def _shardings_in(self, call: Call) -> TraceShardings:
-        return TraceShardings(call.arguments, self.rules.constraints(call.layout, call.typed_args))
+    def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
+        return TraceShardings(state.arguments, self.rules.constraints(call))
 
-    def _program_of(self, call: Call, traced: Program, out_tree: Any, shardings: TraceShardings) -> Program:
+    def _program_of(
+        self, call: Call, key: CallKey, traced: Program, out_tree: Any, shardings: TraceShardings
+    ) -> Program:
         """The program that has these shardings: one that is there, or the one that was *traced*."""
         assert shardings.outputs is not None
         arguments = tuple(
-            compress(jax.tree.structure(call.typed_args[slot]), call.arguments[slot])
-            for slot in call.layout.dynamic
+            [
+                compress(jax.tree.structure(call.flat_args[slot]), shardings.arguments[slot])
+                for slot in call.layout.dynamic
+            ]
         )
-        checked = call.key.paths is not None
+        checked = key.paths is not None
         sharding_key = ShardingKey(call.layout, arguments, compress(out_tree, shardings.outputs), checked)
         program = self.programs.get(sharding_key)
         if program is None:
             kwargs = self.options.jit_kwargs
             if self.rules.any_explicit and sharding_key.outputs is None:
-                # Outputs may depend on no argument, and JAX would drop what says on which devices to run.
+                # JAX drops arguments that outputs do not depend on, and with them the devices to run on.
                 kwargs = {'keep_unused': True, **kwargs}
             traced.compile(sharding_key, self.signature, self.mesh.size, kwargs)
             program = self.programs.add(sharding_key, traced)
-        if call.key.paths is not None:
+        if key.paths is not None:
             this = self._weak
-            program.check_paths(call.key.paths, lambda: this._wrong_program())
-        # What was found serves, whatever another thread has cleared since: this one may not be compiled.
-        program.shardings.put(call.key, shardings)
+            program.check_paths(key.paths, lambda: this._wrong_program())
+        # This one serves, whatever another thread has cleared since: a new one may not be compiled.
+        program.shardings.put(key, shardings)
         return program
 
     # Placing arguments, and running the program ------------------------------------------------------
 
-    def _moves(self, mismatched: bool | None = None) -> placement.Moves:
-        """Which arguments are moved at a call; *mismatched* by the option of the user."""
-        # On Explicit axes types say how arrays are placed. Under a jax.set_mesh of other types only what is
-        # placed finds its trace again. Elsewhere jax.jit places them.
-        ambient = jax.sharding.get_abstract_mesh()
-        unplaced = self.rules.any_explicit or constraints.has_other_types(ambient, self.mesh)
-        if mismatched is None:
-            mismatched = self.options.on_mismatch == 'reshard'
-        foreign = self._refuses_foreign and not self.rules.any_explicit
-        return placement.Moves(unplaced, mismatched, foreign)
-
-    def _placed(self, call: Call, move: placement.Move) -> Sequence[Any]:
-        if call.typed_args is call.flat_args:
+    def _placed(self, read: ReadCall, move: placement.Move) -> Sequence[Any]:
+        call = read.sharded.call
+        if read.typed is call:
             return call.flat_args
-        return placement.place(call.flat_args, call.arguments, self._moves(), move)
+        return placement.place(call.flat_args, read.state.arguments, read.moves, move)
 
-    def _run(self, call: Call, resolved: Resolved, placed_args: Sequence[Any]) -> Any:
-        program = resolved.program
-        assert program.call is not None  # a resolved call has a compiled program
+    def _run(self, read: ReadCall, resolved: Resolved, placed_args: Sequence[Any]) -> Any:
+        call = resolved.program.call
+        assert call is not None  # a resolved call has a compiled program
         with self._placing:
             try:
-                outputs = program.call(*placed_args)
+                outputs = call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                if not _arose_inside(error):
-                    self._explain(error, call)
-                raise
+                if _users_code.hide(error):
+                    raise
+                explained = placement_errors.explained(error, read.sharded)
+                if explained is None:
+                    raise
+                raise explained from None
         if not resolved.outputs_checked:
             resolved.outputs_checked = True
-            placement_errors.warn_left_alone(self.signature, call.flat_args, call.arguments, outputs)
+            placement_errors.warn_left_alone(read.sharded, outputs)
         return outputs
-
-    def _explain(self, error: Exception, call: Call) -> None:
-        """Raises a better error where the right program has refused a call."""
-        if isinstance(error, ValueError):
-            placement_errors.reject_other_devices(self.signature.name, self.mesh)
-            self._reject_elsewhere(call)
-            if self.options.on_mismatch == 'error':
-                placement_errors.reject_refused(self.signature, call.layout, call.flat_args, call.arguments)
-        placement_errors.reject_donated_twice(self.signature, call.layout, call.flat_args, error)
-
-    def _reject_mismatched(self, call: Call) -> None:
-        placement_errors.reject_mismatched(
-            self.signature,
-            call.layout,
-            call.flat_args,
-            call.arguments,
-            self.rules.any_rule,
-            returned=self.options.out_shardings is None and bool(self.resolved.items()),
-        )
-
-    def _reject_elsewhere(self, call: Call) -> None:
-        placement_errors.reject_elsewhere(
-            self.signature, call.layout, call.flat_args, call.arguments, self.mesh
-        )
 
     # Calls that have no program ----------------------------------------------------------------------
 
     def _runs_inline(self) -> bool:
-        """Whether a call is part of a function that has mesh axes of other types than the helper's.
+        """Whether a call is part of a function whose mesh axes have other types than the helper's.
 
-        Inside `auto_axes` and `explicit_axes`, and inside shard_map, where shapes are local, too.
+        Inside `auto_axes`, `explicit_axes` and shard_map (where shapes are local, too).
         """
-        return _inside_manual_region() or constraints.mesh_in_force(self.mesh) is not self.mesh
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient.empty:
+            return False
+        return bool(ambient.manual_axes) or constraints.mesh_in_force(self.mesh) is not self.mesh
 
     def _retyped_at_once(self) -> bool:
         """Whether JAX's own auto_axes or explicit_axes, which nothing compiles, runs this.
@@ -415,25 +392,24 @@ class Dispatcher:
         this = self._weak
 
         def inline(*flat_args: Any) -> Any:
-            return this._inline(layout, flat_args)
+            return this._inline(Call(this.signature, layout, flat_args))
 
         inline.__name__ = inline.__qualname__ = self.signature.name
-        compiled = jax.jit(inline, static_argnums=layout.static)
-        return self._inlined.setdefault(layout, compiled)
+        return self._inlined.setdefault(layout, jax.jit(inline, static_argnums=layout.static))
 
-    def _inline(self, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
+    def _inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""
-        key = call_key(self.signature, layout, flat_args)
+        call_key(call)  # raises about leaves that are not arrays
         if _inside_manual_region():
-            return self.function.run_inline(key, layout, flat_args)
+            return self._function.run_inline(call)
         mesh = constraints.mesh_in_force(self.mesh)
         rules = ArgumentShardings(self.helper, self.signature, self.options, mesh)
-        arguments, sharded = rules.arguments(layout, flat_args), list(flat_args)
-        for asked in (arguments, rules.constraints(layout, flat_args)):
+        arguments, sharded = rules.arguments(call), list(call.flat_args)
+        for asked in (arguments, rules.constraints(call)):
             for slot, shardings in asked.items():
                 sharded[slot] = constraints.apply_shardings(sharded[slot], shardings)
-        outputs = self.function.run_inline(key, layout, sharded)
-        return constraints.apply_shardings(outputs, rules.outputs(outputs, layout, flat_args, arguments))
+        outputs = self._function.run_inline(dataclasses.replace(call, flat_args=sharded))
+        return constraints.apply_shardings(outputs, rules.outputs(outputs, call, arguments))
 
     # What JAX traces of a program --------------------------------------------------------------------
 
@@ -460,58 +436,58 @@ class Dispatcher:
             raise self._wrong_program()
         if self._runs_inline() and (not self._placing or _inside_manual_region()):
             raise self._wrong_program()
-        if (
-            self._refuses_foreign
-            and not self._placing
-            and placement_errors.any_foreign(flat_args, self.rules.mesh)
+        foreign = self._refuses_foreign and not self._placing
+        if foreign and any(
+            placement_errors.is_foreign(leaf, self.mesh) for leaf in jax.tree.leaves(flat_args)
         ):
             raise self._wrong_program()
-        key = call_key(self.signature, layout, flat_args)
+        call = Call(self.signature, layout, flat_args)
+        key = call_key(call)
         shardings = mine.get(key)
         if shardings is None:
             if key.paths is not None and not self._placing:
-                raise self._wrong_program()  # the next calls are to come by way of a check
-            known = None if jax.config.jax_disable_jit else self._join(layout, flat_args, key)
-            if known is None or known.program.shardings is not mine:
+                raise self._wrong_program()  # later calls have to pass `Program.check_paths`
+            resolved = None if jax.config.jax_disable_jit else self._join(call, key)
+            if resolved is None or resolved.program.shardings is not mine:
                 raise self._wrong_program()
-            shardings = known.shardings
-        outputs, found = self.function.run(key, layout, flat_args, shardings)
+            shardings = resolved.shardings
+        outputs, found = self._function.run(call, shardings)
         if found is not shardings:
             mine.put(key, found)
         return outputs
 
-    def _join(self, layout: CallLayout, flat_args: Sequence[Any], key: CallKey) -> Resolved | None:
+    def _join(self, call: Call, key: CallKey) -> Resolved | None:
         """Resolves a call key that some program was tried for; None if its types are not right yet."""
-        known = self.resolved.get(key)
-        if known is not None:
-            return known
-        arguments = self.rules.arguments(layout, flat_args)
-        if self.rules.any_explicit and not self._placing and not placement.all_typed(flat_args, arguments):
+        state = self._state(key, call)
+        if state.resolved is not None:
+            return state.resolved
+        unplaced = self.rules.any_explicit and not self._placing
+        if unplaced and not placement.all_typed(call.flat_args, state.arguments):
             return None
-        return self._new(Call(flat_args, layout, arguments, flat_args, key))
+        return self._new(call, key, state)
 
     def _wrong_program(self) -> WrongProgram:
         return WrongProgram(self, self.signature.name, other_types=self._runs_inline())
 
 
 def _source_of(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is where *fun* is in the source, and holds nothing of what that holds."""
+    """A function with the source of *fun*, without its globals, defaults and closure."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     code = getattr(inspect.unwrap(fun), '__code__', None)
     if not isinstance(code, types.CodeType):
         return _unknown
-    return types.FunctionType(code, {}, closure=tuple(types.CellType() for _ in code.co_freevars))
+    return types.FunctionType(code, {}, closure=tuple([types.CellType() for _ in code.co_freevars]))
 
 
 def _unknown() -> None:
-    """Stands for a function whose source is not known."""
+    """The source of functions that have none."""
 
 
 class _Placing(threading.local):
-    """True in a thread while a program is called with arguments placed as well as can be.
+    """True in a thread while a program is called with its arguments placed.
 
-    What still has no sharding in its type then only JAX can place, such as data for devices of other
+    A leaf without a sharding in its type is then one that only JAX can place, such as data of other
     processes.
     """
 
@@ -541,12 +517,7 @@ def _inside_manual_region() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _arose_inside(error: Exception) -> bool:
-    """Whether *error* comes out of the user's code or its trace, and not from JAX on the way to it."""
-    # What is not traced runs as a traced function alone.
-    return arose_below(
-        error,
-        Dispatcher._in_trace.__code__,
-        TracedFunction.run.__code__,
-        TracedFunction.run_inline.__code__,
-    )
+# The user's function runs below these, traced or not.
+_users_code = HidingOurs(
+    Dispatcher._in_trace.__code__, TracedFunction.run.__code__, TracedFunction.run_inline.__code__
+)

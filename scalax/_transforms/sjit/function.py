@@ -1,13 +1,14 @@
-"""What does sjit return? A function that behaves like a jitted one, with questions to ask it."""
+"""`sjit`, and what it returns: a function that behaves like a jitted one."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,16 +24,16 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
-from scalax._transforms.calls.argument_shardings import OnMismatch, Options
+from scalax._transforms.calls.argument_shardings import Options
 from scalax._transforms.calls.call_key import explicit_spec
 from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
-from scalax._transforms.calls.placement import Move, as_moved, moved
+from scalax._transforms.calls.placement import as_moved, moved, with_moved
 from scalax._transforms.sjit.caller import generate_caller
 from scalax._transforms.sjit.dispatch import Dispatcher, Resolved
 from scalax._transforms.sjit.program import sharding_tree
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
-from scalax.rules._prefix import RuleLike, check, key_of
+from scalax.rules._prefix import check, key_of
 from scalax.rules._resolve import are_pure
 
 Given = ParamSpec('Given')
@@ -58,9 +59,9 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     cloudpickle, where that function cannot be imported either).
     """
 
-    # A partial, because Python calls those faster than any class with a ``__call__``; of the function that
-    # is generated with the user's parameters. What is its own is in slots: libraries copy what is in
-    # ``__dict__`` to the functions that they make of this one.
+    # A partial of the generated caller, because Python calls partials faster than any class with a
+    # ``__call__``. Its own attributes are slots: libraries copy ``__dict__`` to the functions that they make
+    # of this one.
     __slots__ = ('_dispatcher', '_given')
 
     _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
@@ -91,7 +92,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return self
 
     def __reduce__(self) -> Any:
-        # Not in __main__: to cloudpickle, which is there for it, another process has another one.
+        # Not by name in __main__, which is another module in another process (cloudpickle).
         if self.__module__ != '__main__' and _imported(self) is self:
             return self.__qualname__
         return _made, self._given
@@ -115,8 +116,8 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
-        return resolved.program.jitted.eval_shape(*flat_args)
+        resolved, placed = self._dispatcher.resolve(self._flatten(args, kwargs))
+        return resolved.program.jitted.eval_shape(*placed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -124,14 +125,15 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         The inputs are one tree for each argument given that is not static, in the order of the
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
-        resolved, flat_args = self._dispatcher.resolve(self._flatten(args, kwargs))
-        found = resolved.shardings
+        flat_args = self._flatten(args, kwargs)
+        resolved, _ = self._dispatcher.resolve(flat_args)
         inputs = tuple(
             sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in found.arguments.items()
+            for slot, shardings in resolved.shardings.arguments.items()
             if flat_args[slot] is not OMITTED
         )
-        return inputs, sharding_tree(resolved.out_tree, found.outputs or (), 'they cannot be shown in place')
+        outputs = resolved.shardings.outputs or ()
+        return inputs, sharding_tree(resolved.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
@@ -155,22 +157,9 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return _types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
 
 
-def sjit(
-    helper: MeshOwner,
-    fun: Callable[Given, Result],
-    *,
-    in_shardings: RuleLike = None,
-    out_shardings: RuleLike = None,
-    static_argnums: int | Iterable[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Iterable[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-    args_sharding_constraint: RuleLike = None,
-    annotation_shardings: Mapping[str, RuleLike] | None = None,
-    on_mismatch: OnMismatch = 'error',
-    jit_kwargs: Mapping[str, Any],
-) -> SjitFunction[Given, Result]:
-    """See `MeshShardingHelper.sjit`, which is documented for users."""
+def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
+    """See `MeshShardingHelper.sjit`, which is documented for users; *given* are the fields of `Options`."""
+    options = Options(**given)
     if not callable(fun):
         raise ArgumentError(
             f'sjit takes a function first, got {type(fun).__name__}: write '
@@ -181,34 +170,25 @@ def sjit(
             f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
             'a yield in it. Return a list of what it yields, or compile what happens between two yields'
         )
-    signature = CallSignature(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
-    by_argument = {'in_shardings': in_shardings, 'args_sharding_constraint': args_sharding_constraint}
-    for what, rules in {**by_argument, 'out_shardings': out_shardings}.items():
-        check(rules, f'{what} of {signature.name}')
-    for what, rules in by_argument.items():
-        signature.check_names(rules, what)
-    if on_mismatch not in ('error', 'reshard'):
-        raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {on_mismatch!r}")
-    given = {
-        'in_shardings': in_shardings,
-        'out_shardings': out_shardings,
-        'static_argnums': static_argnums,
-        'static_argnames': static_argnames,
-        'donate_argnums': donate_argnums,
-        'donate_argnames': donate_argnames,
-        'args_sharding_constraint': args_sharding_constraint,
-        'annotation_shardings': annotation_shardings,
-        'on_mismatch': on_mismatch,
-        'jit_kwargs': jit_kwargs,
-    }
-    options = Options(
-        in_shardings,
-        out_shardings,
-        args_sharding_constraint,
-        checked_bindings(annotation_shardings),
-        on_mismatch,
-        _checked_jit_kwargs(jit_kwargs),
+    signature = CallSignature(
+        fun,
+        options.static_argnums,
+        options.static_argnames,
+        options.donate_argnums,
+        options.donate_argnames,
     )
+    for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
+        rules = getattr(options, what)
+        if rules is not None:
+            check(rules, f'{what} of {signature.name}')
+            if what != 'out_shardings':
+                signature.check_names(rules, what)
+    if options.on_mismatch not in ('error', 'reshard'):
+        raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
+    if options.jit_kwargs:
+        _check_jit_kwargs(options.jit_kwargs)
+    bindings = checked_bindings(options.annotation_shardings)
+    options = dataclasses.replace(options, annotation_shardings=bindings)
     dispatcher = dispatcher_of(helper, fun, signature, options)
     function: SjitFunction[Given, Result] = SjitFunction(
         dressed(generate_caller(signature, dispatcher), fun, signature.name)
@@ -224,7 +204,7 @@ def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
     if not hasattr(fun, '__name__'):
         call.__name__ = call.__qualname__ = name
     for attribute, value in getattr(fun, '__dict__', {}).items():
-        # Methods of what sjit, jax.jit and others made are about that, and not about what is made of it.
+        # Methods that sjit, jax.jit and others put there belong to their function, and not to this one.
         if not hasattr(SjitFunction, attribute):
             call.__dict__[attribute] = value
     call.__wrapped__ = fun
@@ -237,7 +217,7 @@ def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]
 
 
 def _imported(function: SjitFunction) -> Any:
-    """What is found under the name of a function; None if nothing is."""
+    """The object with the name of a function; None if there is none."""
     found: Any = sys.modules.get(function.__module__)
     try:
         return functools.reduce(getattr, function.__qualname__.split('.'), found)
@@ -251,7 +231,7 @@ def owner_of(function: Any) -> MeshOwner | None:
 
 
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
-    """What messages call the positional arguments that are no static ones; None for no `SjitFunction`."""
+    """The names of the positional arguments that are not static; None for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
     signature = function._dispatcher.signature
@@ -259,7 +239,7 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     return [slot.name for slot in slots[: len(args)] if not slot.static]
 
 
-def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _check_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> None:
     known = list(inspect.signature(jax.jit).parameters)
     for name in jit_kwargs:
         if name not in known:
@@ -267,9 +247,7 @@ def _checked_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> dict[str, Any]:
                 f'sjit got an option {name!r} that neither it nor jax.jit has '
                 f'({did_you_mean(name, [*known, "annotation_shardings", "on_mismatch"])})'
             )
-    if jit_kwargs:
-        jax.jit(lambda: None, **jit_kwargs)  # what is wrong with a value is said here, and not at a call
-    return dict(jit_kwargs)
+    jax.jit(lambda: None, **jit_kwargs)  # raises about invalid values here, and not at a call
 
 
 _Dispatchers = LRUCache[Any, Dispatcher]
@@ -281,7 +259,7 @@ _dispatchers: weakref.WeakKeyDictionary[
 def dispatcher_of(
     helper: MeshOwner, fun: Callable[..., Any], signature: CallSignature, options: Options
 ) -> Dispatcher:
-    """The state of *fun* with these options; a new one where none is known, or none can be shared."""
+    """The state of *fun* with these options: a known one where it can be shared, or a new one."""
     key = _key(fun, signature, options)
     if key is None:
         return Dispatcher(helper, fun, signature, options)
@@ -291,18 +269,17 @@ def dispatcher_of(
 
 
 def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
-    """What tells states of one function apart; None if they cannot be shared."""
+    """The cache key of the state of one function; None if it cannot be shared."""
     kind: Any = type(fun)
     if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
         return None  # an equal function is another one, and may be gone when this one is called
-    bound = options.annotation_shardings
-    rules = [options.in_shardings, options.out_shardings, options.args_sharding_constraint, *bound.values()]
-    if not all(map(are_pure, rules)):
-        return None  # asked again by each: what they say, or hold, may change
+    bindings = options.annotation_shardings
+    rules = (options.in_shardings, options.out_shardings, options.args_sharding_constraint, bindings)
+    if not are_pure(rules):
+        return None  # each asks its own: their answers may change
     key = (
         signature.key,
-        tuple(hashable(key_of(each)) for each in rules),
-        tuple(bound),
+        hashable(key_of(rules)),
         options.on_mismatch,
         tuple(sorted(options.jit_kwargs.items())),
     )
@@ -318,8 +295,8 @@ def _trace_as_called(
 ) -> jax.stages.Traced:
     """Traces a program for the user's form of a call, which JAX's stages then have.
 
-    A program takes a row of slots. JAX takes no ``in_shardings`` where there are keywords, so what is traced
-    with says how it is sharded.
+    A program takes flat arguments. JAX takes no ``in_shardings`` where there are keywords, so its arguments
+    have shardings themselves.
 
     Args:
         signature: how the user's function is called.
@@ -345,31 +322,22 @@ def _trace_as_called(
 
 
 def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
-    """A tree that says how it is sharded."""
-    leaves, treedef = jax.tree.flatten(tree)
-    if not any(shardings):
+    """A tree whose leaves have shardings: as types, or moved where a node takes nothing but arrays."""
+    targets = {
+        i: sharding
+        for i, (leaf, sharding) in enumerate(zip(jax.tree.leaves(tree), shardings, strict=True))
+        if sharding is not None and getattr(leaf, 'sharding', None) != sharding
+    }
+    if not targets:
         return tree
-
-    def typed(leaf: Any, sharding: NamedSharding | None, move: Move) -> Any:
-        if sharding is None or getattr(leaf, 'sharding', None) == sharding:
-            return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(sharding=sharding)
-        return move([leaf], [sharding])[0]
-
-    def all_tree_with_shardings(move: Move) -> Any:
-        return jax.tree.unflatten(
-            treedef, [typed(*pair, move) for pair in zip(leaves, shardings, strict=True)]
-        )
-
     try:
-        return all_tree_with_shardings(as_moved)
+        return with_moved(tree, targets, as_moved)
     except Exception:  # a node that takes nothing but arrays
-        return all_tree_with_shardings(moved)
+        return with_moved(tree, targets, moved)
 
 
 def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
-    """A call in which types (what ``jax.typeof`` gives) are ShapeDtypeStructs."""
+    """The arguments with ShapeDtypeStructs in place of types (as from ``jax.typeof``)."""
     if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
         return tuple(flat_args)
     return jax.tree.map(_struct, tuple(flat_args))

@@ -2,12 +2,12 @@
 
 A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings (their
 `ShardingKey` is the same) share a program, so that a batch of another length costs no more than it does
-under ``jax.jit``. A program's jitted function asks, while JAX traces it, whether the key is one of its
-own, and raises `WrongProgram` if not; what JAX has cached was asked when it was traced. So a call
-may try any program first, and the last one used is nearly always right.
+under ``jax.jit``. While JAX traces a program, its function checks that the key is one of the program's own,
+and raises `WrongProgram` if not; what JAX has cached was checked when it was traced. So a call may try any
+program first, and the last one used is nearly always right.
 
-Why it does not raise for every key that is new: JAX's C++ dispatch never takes the fast path again
-for a call whose first trace raised.
+A new key does not raise where the program turns out to be right for it: JAX's C++ dispatch never takes the
+fast path again for a call whose first trace raised.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._transforms.calls.call_key import CallKey, dynamic_leaves, dynamic_slots
+from scalax._transforms.calls.call_key import Call, CallKey
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Moves, Shardings, moved, place
-from scalax._transforms.calls.placement_errors import reject_deleted, reject_donated_twice
+from scalax._transforms.calls.placement_errors import donated_twice, reject_deleted
 from scalax._transforms.sjit.trace import TraceShardings
 from scalax._tree.path_identity import paths_of
 from scalax._util.lru_cache import SIZE, LRUCache
@@ -38,9 +38,9 @@ _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
 class WrongProgram(ArgumentError):
-    """A program was tried for a call that it is not right for.
+    """A program was tried for a call that needs another one.
 
-    Users see it only if they call what `get_jitted_function_by_args` gave them with other arguments.
+    Users see it only if they call what `get_jitted_function_by_args` returned with other arguments.
     """
 
     def __init__(self, owner: Any, name: str, other_types: bool) -> None:
@@ -89,7 +89,7 @@ def compress(treedef: Any, shardings: Shardings) -> Any:
 
 
 def expand(form: Any) -> Any:
-    """The tree that jax.jit takes, of what `collapsed` made."""
+    """The tree of shardings for jax.jit, from the result of `compress`."""
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
@@ -104,7 +104,7 @@ def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
     """A tree of shardings.
 
     Raises:
-        StructureError: a node of the tree takes nothing but arrays; says the *consequence*.
+        StructureError: a node of the tree takes nothing but arrays; the message ends with *consequence*.
     """
     try:
         return treedef.unflatten(shardings)
@@ -116,12 +116,12 @@ def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
 
 
 def per_leaf(form: Any, tree: Any) -> Shardings:
-    """The shardings of *tree* leaf by leaf, of what `collapsed` made."""
+    """The shardings of *tree* leaf by leaf, from the result of `compress`."""
     return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
 
 
 def _takes_host_data(form: Any) -> bool:
-    """Whether an array of numpy is placed by one ``jax.device_put``, with what `collapsed` made."""
+    """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
     return isinstance(form, NamedSharding) and form.is_fully_addressable and not form.spec.unreduced
 
 
@@ -134,7 +134,7 @@ class Program:
         flat_function: the function that is jitted; takes the arguments slot by slot.
         shardings: the call keys it serves, each with the shardings that its trace applies.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
-        call: what a call runs: `jitted`, guarded where JAX needs that, after host data was placed.
+        call: what a call runs: `jitted`, behind checks where JAX needs them and the placing of host data.
     """
 
     layout: CallLayout
@@ -150,7 +150,7 @@ class Program:
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
     def compile(
-        self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: dict[str, Any]
+        self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: Mapping[str, Any]
     ) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
         self._arguments = sharding_key.arguments
@@ -176,7 +176,7 @@ class Program:
         )
 
     def handed_out(self, kept: Any) -> Any:
-        """The jitted function, for somebody who may hold it longer than anything else holds *kept*."""
+        """The jitted function for users to hold; it keeps *kept* alive."""
         known = self._handed_out() if self._handed_out else None
         if known is None:
             # Another object of the same function: JAX keeps one cache for both.
@@ -186,7 +186,7 @@ class Program:
         return known
 
     def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
-        """The ``jax.jit`` of the first *count* slots; *rest* says which defaults fill the others."""
+        """The ``jax.jit`` of the first *count* slots; *rest* fills the others."""
         whole = self.flat_function
 
         def inner(*flat_args: Any) -> Any:
@@ -199,19 +199,19 @@ class Program:
         return self._jit(inner, count)
 
     def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
-        """The ``jax.jit`` of a function in the user's form, for arguments that say how they are sharded."""
+        """The ``jax.jit`` of a function in the user's form, for arguments that have shardings."""
         return jax.jit(fun, **selected, **self._options)
 
     def check_paths(self, paths: tuple[str, ...], wrong_program: Callable[[], Exception]) -> None:
-        """Makes calls compare leaf paths with these first: JAX takes trees that have others for the same."""
-        direct, layout, known = self._direct, self.layout, self._paths
-        if known:
-            known.add(paths)
-            return
+        """Makes calls compare leaf paths with these first: JAX takes trees with other paths for the same."""
+        direct, dynamic, known = self._direct, self.layout.dynamic, self._paths
+        checks = bool(known)
         known.add(paths)
+        if checks:
+            return
 
         def checked(*flat_args: Any) -> Any:
-            if paths_of(dynamic_slots(layout, flat_args)) not in known:
+            if paths_of([flat_args[slot] for slot in dynamic]) not in known:
                 raise wrong_program()
             assert direct is not None
             return direct(*flat_args)
@@ -220,10 +220,10 @@ class Program:
         self._placed_first = frozenset()
 
     def place_first(self, slots: frozenset[int], moves: Moves) -> None:
-        """Makes calls place what is not on the mesh in these slots, before JAX sees it.
+        """Makes calls place host data in these slots before JAX sees it.
 
-        Where types say how arrays are placed, those of host data would be wrong, and every call traced in
-        vain. What another signature wants elsewhere is noticed as always: inside the trace.
+        Where types hold shardings, those of host data would be wrong, and every call would be traced in vain.
+        For calls of another key the shardings may be wrong, which the check inside the trace finds.
         """
         direct, layout = self._direct, self.layout
         if slots <= self._placed_first or direct is None:
@@ -236,7 +236,7 @@ class Program:
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*flat_args: Any) -> Any:
-            # Where a batch is one array of numpy, looking at more would cost a tenth of a short call.
+            # Where a batch is one numpy array, `place` would cost a tenth of a short call.
             if alone and all(type(flat_args[slot]) is np.ndarray for slot in forms):
                 found = list(flat_args)
                 for slot, form in forms.items():
@@ -258,20 +258,22 @@ class Program:
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
                 gone = True
             if gone:
-                reject_deleted(signature, layout, flat_args)
+                reject_deleted(Call(signature, layout, flat_args))
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
-                reject_donated_twice(signature, layout, flat_args, None)
+                error = donated_twice(Call(signature, layout, flat_args))
+                if error is not None:
+                    raise error
             return jitted(*flat_args)
 
         return call
 
 
 class ProgramTable:
-    """A dict from what a call looks like to its program, for functions of several programs.
+    """A dict from the look of a call to its program, for functions of several programs.
 
     A look is the tree structure of the arguments, the shape and dtype of each leaf, and the static values.
-    It says less than a `CallKey`, and costs a fraction. The key is computed where a look is new, or where
-    calls of several programs look alike (they differ in the trace context).
+    It is part of a `CallKey`, and costs a fraction. The key is computed where a look is new, or where calls
+    of several programs look alike (they differ in the trace context).
 
     Args:
         exact: finds the program of a call by its key, or None.
@@ -285,24 +287,23 @@ class ProgramTable:
         self._layouts: dict[int, CallLayout] = {}
         self._programs: dict[Any, Program | None] = {}  # None where calls of several programs look alike
 
-    def learn(self, layout: CallLayout, flat_args: Sequence[Any], program: Program) -> None:
+    def learn(self, flat_args: Sequence[Any], program: Program) -> None:
         """Notes the program of a call."""
         if len(self._programs) >= SIZE:
             self._programs.clear()
-        self._layouts[len(flat_args)] = layout
-        look = _look(layout, flat_args)
+        self._layouts[len(flat_args)] = program.layout
+        look = _look(program.layout, flat_args)
         if self._programs.setdefault(look, program) is not program:  # for good: None is no program
             self._programs[look] = None
 
     def program(self, flat_args: Sequence[Any]) -> Program | None:
-        """The program for a call; None for a call of a kind that is not known."""
+        """The program for a call, or None."""
         try:
-            layout = self._layouts[len(flat_args)]
-            program = self._programs.get(_look(layout, flat_args))
+            program = self._programs.get(_look(self._layouts[len(flat_args)], flat_args))
             if program is None:
                 program = self._exact(flat_args)
                 if program is not None:
-                    self.learn(layout, flat_args, program)
+                    self.learn(flat_args, program)
             return program
         except Exception:  # of calls that nothing serves, which `dispatch` explains
             return None
@@ -316,7 +317,7 @@ class ProgramTable:
 
 
 def _look(layout: CallLayout, flat_args: Sequence[Any]) -> Any:
-    leaves, treedef = dynamic_leaves(layout, flat_args)
+    leaves, treedef = jax.tree.flatten([flat_args[slot] for slot in layout.dynamic])
     try:
         types = [(leaf.shape, leaf.dtype) for leaf in leaves]
     except AttributeError:  # numbers among the leaves

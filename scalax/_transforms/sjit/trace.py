@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from scalax._trace import contexts
-from scalax._trace.constraints import apply_shardings
+from scalax._trace.constraints import abstract, apply_shardings
 from scalax._transforms.calls.argument_shardings import ArgumentShardings
-from scalax._transforms.calls.call_key import CallKey, dynamic_leaves, placement_kinds, type_of
-from scalax._transforms.calls.call_signature import CallLayout
+from scalax._transforms.calls.call_key import Call, CallKey, placement_kinds, type_of
 from scalax._transforms.calls.placement import Shardings, as_typed
 from scalax._transforms.calls.placement_errors import reject_foreign_types
 from scalax._tree.paths import path_string
@@ -40,31 +39,56 @@ from scalax.errors import (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """The jaxpr of a traced function.
+
+    Attributes:
+        kinds: the `placement_kinds` of the leaves that it was traced with.
+        jaxpr: the jaxpr.
+        out_tree: the structure of the outputs.
+    """
+
+    kinds: list[Any]
+    jaxpr: Any
+    out_tree: Any
+
+    @classmethod
+    def of(cls, traced: jax.stages.Traced, key: CallKey) -> Recording | None:
+        """The recording of a trace; None if it cannot be kept."""
+        # Values of an outer trace that the function closes over end with that trace; JAX makes them further
+        # inputs.
+        if len(traced.jaxpr.in_avals) != len(key.types):
+            return None
+        return cls(placement_kinds(traced.jaxpr.in_avals), traced.jaxpr, traced.out_tree)
+
+    def serves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the trace of these argument leaves is the same."""
+        # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan: then the
+        # user's lines should run.
+        return all(isinstance(leaf, jax.core.Tracer) for leaf in leaves) and self.kinds == placement_kinds(
+            map(type_of, leaves)
+        )
+
+    def replay(self, leaves: Sequence[Any]) -> Any:
+        """The outputs for these argument leaves, without running the user's code."""
+        return self.out_tree.unflatten(jaxpr_as_fun(self.jaxpr)(*leaves))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class TraceShardings:
-    """The shardings that the trace of one call key applies.
+    """The shardings that the traces of one call key apply.
 
     Attributes:
         arguments: the shardings of the arguments, by slot and leaf.
         constraints: the shardings to which they are constrained inside, likewise.
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
+        recording: the first trace, which later ones replay, if it can be kept.
     """
 
     arguments: Mapping[int, Shardings]
     constraints: Mapping[int, Shardings]
     outputs: Sequence[NamedSharding | None] | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Recording:
-    """A traced function, to be called with the leaves of arguments of these kinds."""
-
-    kinds: tuple[Any, ...]
-    jaxpr: Any
-    out_tree: Any
-
-    def replay(self, leaves: list[Any]) -> Any:
-        """The outputs for these argument leaves, without running the user's code."""
-        return self.out_tree.unflatten(jaxpr_as_fun(self.jaxpr)(*leaves))
+    recording: Recording | None = None
 
 
 class TracedFunction:
@@ -72,107 +96,80 @@ class TracedFunction:
 
     def __init__(self, fun: Callable[..., Any], rules: ArgumentShardings) -> None:
         self._fun, self._rules = _weakly(fun), rules
-        self._mesh, self._signature = rules.mesh, rules.signature
         self._names = rules.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
-        # Held, so that JAX finds traces.
+        # Held, because JAX finds traces by the identity of their context.
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
         self._warned = False
-        self.forget()
 
-    def forget(self) -> None:
-        """Forgets the jaxprs."""
-        self._recordings: LRUCache[CallKey, tuple[_Recording, ...]] = LRUCache()
-
-    def trace(self, key: CallKey, jitted: Any, flat_args: Sequence[Any]) -> jax.stages.Traced:
-        """Traces a ``jax.jit`` function that calls `run`, and keeps its jaxpr for `run` to replay."""
-        traced = jitted.trace(*flat_args)
-        jaxpr = traced.jaxpr
-        # Values of an outer trace that the function closes over end with that trace; JAX makes them
-        # further inputs. Such a jaxpr cannot be kept.
-        if len(jaxpr.in_avals) == len(key.types):
-            kinds = placement_kinds(jaxpr.in_avals)
-            if self._recorded(key, kinds) is None:
-                recording = _Recording(kinds, jaxpr, traced.out_tree)
-                self._recordings.put(key, (recording, *(self._recordings.get(key) or ())[:3]))
-        return traced
-
-    def _recorded(self, key: CallKey, kinds: tuple[Any, ...]) -> _Recording | None:
-        recordings = self._recordings.get(key) or ()
-        return next((recording for recording in recordings if recording.kinds == kinds), None)
-
-    def run(
-        self, key: CallKey, layout: CallLayout, flat_args: Sequence[Any], shardings: TraceShardings
-    ) -> tuple[Any, TraceShardings]:
+    def run(self, call: Call, shardings: TraceShardings) -> tuple[Any, TraceShardings]:
         """The outputs of a call, and its shardings with those of the outputs."""
-        with self._mesh_entered(layout, flat_args):
-            outputs = self._outputs(key, layout, flat_args, shardings.constraints)
+        with self._mesh_entered(call):
+            outputs = self._outputs(call, shardings.constraints, shardings.recording)
             if shardings.outputs is None:
-                found = self._rules.outputs(outputs, layout, flat_args, shardings.arguments)
+                found = self._rules.outputs(outputs, call, shardings.arguments)
                 shardings = dataclasses.replace(shardings, outputs=found)
             if self._rules.any_explicit and shardings.outputs is not None:
-                # The out_shardings of a jit say nothing about types, and nothing at all where it is traced.
+                # The out_shardings of a jit change no types, and are ignored where it is traced.
                 outputs = as_typed(outputs, shardings.outputs)
             return outputs, shardings
 
-    def run_inline(self, key: CallKey, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
-        """The outputs of a call as they come, on the mesh in force."""
-        return self._outputs(key, layout, flat_args, {})
+    def run_inline(self, call: Call) -> Any:
+        """The outputs of a call on the mesh in force, without shardings."""
+        return self._outputs(call, {}, None)
 
-    def _outputs(
-        self, key: CallKey, layout: CallLayout, flat_args: Sequence[Any], constraints: Mapping[int, Shardings]
-    ) -> Any:
+    def _outputs(self, call: Call, constraints: Mapping[int, Shardings], recording: Recording | None) -> Any:
         context = contexts.contexts_of(self._rules.helper).get(self._names)
         self._contexts.put(context, context)
         with contexts.entered(context, self._uses):
-            leaves, _ = dynamic_leaves(layout, flat_args)
-            recording = self._recorded(key, placement_kinds(map(type_of, leaves)))
-            # Values instead of tracers come with jax.disable_jit, and from JAX looking for a nan: then
-            # the user's lines should run.
-            if recording is not None and all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            leaves = jax.tree.leaves(call.data)
+            if recording is not None and recording.serves(leaves):
                 return recording.replay(leaves)
-            constrained = list(flat_args)
+            flat_args = list(call.flat_args)
             for slot, shardings in constraints.items():
-                constrained[slot] = apply_shardings(flat_args[slot], shardings)
-            args, keywords = self._signature.restore(constrained)
+                flat_args[slot] = apply_shardings(flat_args[slot], shardings)
+            args, keywords = call.signature.restore(flat_args)
             fun = self._fun()
-            assert fun is not None  # whoever calls holds it
-            updates = _ModuleUpdates((args, keywords))
+            assert fun is not None  # callers hold it
+            nnx = sys.modules.get('flax.nnx')
+            if nnx is None:
+                return fun(*args, **keywords)
+            updates = _ModuleUpdates(nnx, (args, keywords))
             outputs = fun(*args, **keywords)
-            updates.warn_lost(self._signature.name, outputs)
+            updates.warn_lost(call.signature.name, outputs)
             return outputs
 
-    def _mesh_entered(self, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
-        """Enters the helper's mesh, for what asks for the mesh in force in the user's code."""
-        ambient, mesh = jax.sharding.get_abstract_mesh(), self._mesh
+    def _mesh_entered(self, call: Call) -> Any:
+        """Enters the helper's mesh, for operations in the user's code that need a mesh in force."""
+        ambient, mesh = jax.sharding.get_abstract_mesh(), self._rules.mesh
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
             return contextlib.nullcontext()
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(
-                f'{self._signature.name} is compiled for a mesh of {mesh.size} devices, and is called '
+                f'{call.signature.name} is compiled for a mesh of {mesh.size} devices, and is called '
                 f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
             )
-        reject_foreign_types(self._signature, layout, flat_args, mesh)
-        return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+        reject_foreign_types(call, mesh)
+        return jax.sharding.use_abstract_mesh(abstract(mesh))
 
-    def warn_unused(self, layout: CallLayout) -> None:
+    def warn_unused(self, name: str, *, any_static: bool) -> None:
         """Warns, once, about bound names that nothing used."""
         if self._warned or not self._names:
             return
         self._warned = True
         seen = sorted(self._uses.asked - self._uses.names)
         unused = self._uses.unused()
-        if layout.static:
+        if any_static:
             # Other static values may lead through other code: only a misspelling is certain.
-            unused = [name for name in unused if near_names(name, seen)]
+            unused = [each for each in unused if near_names(each, seen)]
         if unused:
             asked = (
-                '; '.join(f'{name!r} ({did_you_mean(name, seen)})' for name in unused)
+                '; '.join(f'{each!r} ({did_you_mean(each, seen)})' for each in unused)
                 if seen
                 else f'{", ".join(map(repr, unused))} (it asked for no other name)'
             )
             warn(
-                f'{self._signature.name}: annotation_shardings binds names that no '
+                f'{name}: annotation_shardings binds names that no '
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
@@ -189,17 +186,17 @@ class _ModuleUpdates:
     """The modules of flax.nnx among the arguments of a function, as they are before it runs.
 
     Args:
+        nnx: the module ``flax.nnx``.
         arguments: the arguments, inside the trace.
     """
 
-    def __init__(self, arguments: Any) -> None:
-        nnx = sys.modules.get('flax.nnx')  # without it there are no such modules
-        self._kind: Any = None if nnx is None else (getattr(nnx, 'Pytree', None) or nnx.Object)
-        self._modules = [] if nnx is None else self._found(arguments)
+    def __init__(self, nnx: Any, arguments: Any) -> None:
+        self._kind = getattr(nnx, 'Pytree', None) or nnx.Object
+        self._modules = self._found(arguments)
         self._before = list(map(_leaves_by_path, self._modules))
 
     def warn_lost(self, name: str, outputs: Any) -> None:
-        """Warns about what has changed in the modules, and is not among the outputs of the function."""
+        """Warns about changes of the modules that are not among the outputs of the function."""
         if not self._modules:
             return
         returned = set(map(id, self._found(outputs))) | set(map(id, jax.tree.leaves(outputs)))
