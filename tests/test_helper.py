@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.axes import axis_mapping
 from scalax.custom_op import sharded_op
-from scalax.errors import ArgumentError, MeshError, RuleError, ShardingError, StructureError
+from scalax.errors import ArgumentError, DataError, MeshError, RuleError, ShardingError, StructureError
 from scalax.plan import search
 from scalax.sharding import (
     FSDPShardingRule,
@@ -22,6 +22,7 @@ from scalax.sharding import (
     PolicyShardingRule,
     ShardingRule,
     TreePathShardingRule,
+    with_sharding_annotation,
 )
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
@@ -445,3 +446,77 @@ def test_unknown_policies_are_found_at_construction():
     ):
         with pytest.raises(RuleError):
             make()
+
+
+def test_sharding_and_gathering_compile_nothing():
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if 'backend_compile' in event:
+            compiled.append(event)
+
+    tree = {f'w{i}': np.zeros((8, i + 1), np.float32) for i in range(6)}
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        shard_fns, gather_fns = HELPER.make_shard_and_gather_fns(tree, P('fsdp'))
+        placed = HELPER.apply_shard_and_gather_fns(shard_fns, tree)
+        HELPER.apply_shard_and_gather_fns(gather_fns, placed)
+        HELPER.gather(HELPER.shard(tree, P('fsdp')))
+        assert compiled == []
+        jax.jit(lambda x: x + 12345)(1)
+        assert compiled != []  # the listener works
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_gathering_takes_arrays_of_any_sharding():
+    _, gather_fns = HELPER.make_shard_and_gather_fns(np.zeros(8), P('fsdp'))
+    there = HELPER.shard(np.arange(8), P('tp'))
+    np.testing.assert_array_equal(gather_fns(there), np.arange(8))
+
+
+@pytest.mark.parametrize('move', [lambda x: HELPER.shard(x, P('fsdp')), HELPER.local_data_to_global_array])
+def test_moving_a_traced_value_is_an_error(move):
+    for compile_ in (jax.jit, HELPER.sjit):
+        with pytest.raises(ArgumentError, match='use with_sharding_constraint there'):
+            compile_(move)(np.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ('call', 'kind', 'message'),
+    [
+        (
+            lambda: HELPER.local_data_to_global_array(np.zeros(8), 'fsdp'),
+            DataError,
+            "batch_axis is a whole number, got 'fsdp' (mesh axes go to mesh_axis_subset)",
+        ),
+        (
+            lambda: HELPER.local_data_to_global_array(np.zeros(8), mesh_axis_subset=3),
+            MeshError,
+            'mesh axes are named by a string or a sequence of them, got 3',
+        ),
+        (
+            lambda: MeshShardingHelper([8], ['a'], axis_types=3),
+            MeshError,
+            "axis_types is one jax.sharding.AxisType for all axes or one for each of ('a',), got 3",
+        ),
+        (
+            lambda: with_sharding_annotation('h', np.zeros(8)),
+            ArgumentError,
+            'with_sharding_annotation(tree, name): the name is a string, got ndarray',
+        ),
+    ],
+)
+def test_swapped_and_mistyped_arguments(call, kind, message):
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_an_unknown_memory_names_the_leaf_and_the_rule():
+    rule = TreePathShardingRule(('w', P('fsdp'))).with_memory_kind('pined_host')
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule(rule, {'a': {'w': np.zeros((8, 8), np.float32)}})
+    (problem,) = error.value.problems
+    assert (problem.kind, problem.leaf, problem.rule) == ('memory-kind', 'a/w: float32[8, 8]', "regex 'w'")
+    assert problem.detail.startswith("the devices have no memory 'pined_host'; JAX says: ")

@@ -19,7 +19,12 @@ from scalax._util.folding import fold
 from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._rows import spec_text
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import (
+    FSDPShardingRule,
+    LogicalAxisShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+)
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
@@ -796,3 +801,28 @@ def test_bytes_of_small_dtypes_and_of_keys(array, spec, sizes):
     assert (report.bytes, report.bytes_per_device) == sizes
     keys = HELPER.explain(jax.random.split(jax.random.key(0), 8), P('fsdp'))
     assert (keys.bytes, keys.bytes_per_device) == (64, 16)
+
+
+def test_the_report_has_its_rules_below_it_where_there_is_no_room():
+    tree = {'layers': {'attention': {'query': {'kernel': jax.ShapeDtypeStruct((64, 64), jnp.float32)}}}}
+    report = HELPER.explain(tree, TreePathShardingRule(('query/kernel', P('fsdp', 'tp'))))
+    narrow, wide = report.to_text(80), report.to_text(160)
+    assert 'layers/attention/query/kernel' in narrow
+    assert '2.0 KiB  [1]' in narrow and "\n[1] regex 'query/kernel'\n" in narrow
+    assert "2.0 KiB  regex 'query/kernel'" in wide
+    assert all(len(line) <= 80 for line in narrow.splitlines())
+
+
+def test_what_a_report_calls_shadowed_and_unused():
+    tree = {'stack': {'w': leaf(8, 4, 4), 'scale': leaf(8)}, 'small': leaf(4), 'odd': leaf(8)}
+    rules = TreePathShardingRule(
+        ('^stack', TreePathShardingRule(('w$', P('tp')), ('scale', P())).stacked(1)),
+        ('small', FSDPShardingRule('fsdp') | P()),
+        ('odd', P()),
+        ('odd$', P('fsdp')),
+        ('missing', P()),
+    )
+    report = HELPER.explain(tree, rules)
+    assert (report.unused_rules, report.shadowed_rules) == (('missing',), ('odd$',))
+    named = LogicalAxisShardingRule({'rows': 'fsdp'}, [('odd', 'rows'), ('none', 'rows')], strict=False)
+    assert HELPER.explain(tree, named | P()).unused_rules == ('none',)

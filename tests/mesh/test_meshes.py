@@ -426,3 +426,17 @@ def test_several_slices_need_to_be_told_apart():
     )
     split = meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices, split_physical_axes=True)
     assert list(split.devices.flat) == devices
+
+
+def test_manual_and_empty_meshes_are_refused():
+    message = 'axes of type Manual exist inside shard_map only: use Auto or Explicit'
+    manual = AbstractMesh((8,), ('a',), axis_types=(AxisType.Manual,))
+    for make in (
+        lambda: MeshShardingHelper([8], ['a'], axis_types=AxisType.Manual),
+        lambda: MeshShardingHelper.from_mesh(manual),
+    ):
+        with pytest.raises(MeshError) as error:
+            make()
+        assert str(error.value) == message
+    with pytest.raises(MeshError, match='from_mesh got the empty mesh'):
+        MeshShardingHelper.from_mesh(jax.sharding.get_mesh())

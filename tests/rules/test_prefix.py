@@ -265,3 +265,10 @@ def test_static_fields_that_differ_are_said_where_they_are():
     below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
     with pytest.raises(StructureError, match="at 'params/d': there is no rule for 'w'"):
         split(below, tree)
+
+
+def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
+    tree, rules = {'a': X, 'b': X[0]}, {'a': P(), 'b': P()}
+    HELPER.match_sharding_rule(rules, tree)
+    with pytest.raises(StructureError, match='the wrong way round'):
+        HELPER.match_sharding_rule(tree, rules)

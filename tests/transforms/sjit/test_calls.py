@@ -13,7 +13,7 @@ import pytest
 
 from scalax.axes import named_jit
 from scalax.errors import ArgumentError, ShardingError, StructureError
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
@@ -656,3 +656,94 @@ def test_a_generator_function_is_refused():
 def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
     with pytest.raises(ValueError, match='inline'):
         HELPER.sjit(positional_only, inline='perhaps')
+
+
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')  # JAX says so, and goes on
+@pytest.mark.parametrize('question', ['lower', 'trace', 'eval_shape', 'shardings_for'])
+def test_structs_of_wide_dtypes(question):
+    compiled = HELPER.sjit(lambda x: x * 2, P('data'))
+    getattr(compiled, question)(jax.ShapeDtypeStruct((8,), np.float64))
+    assert HELPER.abstract(np.ones(8), P('data')).dtype == np.float32
+
+
+def test_wrappers_are_called_as_they_are_written():
+    def tenfold(fun):
+        @functools.wraps(fun)
+        def wrapper(*args, **kwargs):
+            return fun(*args, **kwargs) * (10 if 'scale' in kwargs else 1)
+
+        return wrapper
+
+    def with_rng(fun):
+        @functools.wraps(fun)
+        def wrapper(x):
+            return fun(x, rng=jax.random.key(0))
+
+        return wrapper
+
+    scaled = tenfold(lambda x, scale=1: x * scale)
+    compiled = HELPER.sjit(scaled, in_shardings={'x': P('data')}, static_argnames='scale')
+    for args, kwargs in (((X,), {}), ((X,), {'scale': 2}), ((X, 2), {}), ((), {'x': X, 'scale': 3})):
+        np.testing.assert_array_equal(compiled(*args, **kwargs), scaled(*args, **kwargs))
+    assert compiled.shardings_for(X)[0][0].spec == P('data')
+    drawn = with_rng(lambda x, rng: x + jax.random.uniform(rng))
+    np.testing.assert_allclose(HELPER.sjit(drawn)(X), drawn(X))
+
+
+@pytest.mark.parametrize(
+    ('bindings', 'message'),
+    [
+        (P('data'), 'annotation_shardings is a dict of annotation name -> rule, got {kind}'),
+        ({1: P()}, 'annotation names are strings, got 1 in annotation_shardings'),
+        (
+            {'h': 'data'},
+            "the rules of annotation_shardings['h'] hold 'data' of type str, which is not a rule: give a "
+            "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
+        ),
+    ],
+)
+def test_bindings_are_checked(bindings, message):
+    for make in (
+        lambda: HELPER.get_context(bindings),
+        lambda: HELPER.sjit(lambda x: x, annotation_shardings=bindings),
+    ):
+        with pytest.raises(StructureError) as error:
+            make()
+        assert str(error.value) == message.format(kind=P.__name__)
+
+
+def test_a_jitted_function_for_other_arguments_says_so():
+    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=0))
+    jitted = compiled.get_jitted_function_by_args(X)
+    with pytest.raises(ArgumentError) as error:
+        jitted(np.ones((4, 16), np.float32))
+    assert str(error.value) == (
+        'this compiled program of <lambda> was asked for with other arguments (another tree, other '
+        'shapes, dtypes or static values; on Explicit axes also other shardings, and a ShapeDtypeStruct has '
+        'one from helper.abstract): call <lambda> itself, which has a program for each'
+    )
+
+
+def test_messages_of_jax_name_the_users_function():
+    def returns_text(x):
+        return 'text'
+
+    with pytest.raises(TypeError, match=r'returns_text at .*test_calls\.py'):
+        HELPER.sjit(returns_text)(X)
+
+
+def test_donated_names_among_extra_keywords():
+    compiled = HELPER.sjit(lambda **k: k['x'] + k['y'], {'x': P('data')}, donate_argnames='y')
+    y = HELPER.shard(X, P('data'))
+    np.testing.assert_array_equal(compiled(x=X, y=y), X + X)
+    assert y.is_deleted()
+
+
+def test_arguments_named_like_ours():
+    def f(self, row, call):
+        return self + row + call
+
+    compiled = HELPER.sjit(f, P('data'))
+    np.testing.assert_array_equal(compiled(self=X, row=X, call=X), 3 * X)
+    assert compiled.lower(self=X, row=X, call=X).compile() is not None
+    assert HELPER.sjit(lambda x, n: x * n, static_argnums=np.int64(1))(X, 2).shape == X.shape

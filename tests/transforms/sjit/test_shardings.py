@@ -26,6 +26,7 @@ from scalax.sharding import (
     MeshShardingHelper,
     OptimizerStateShardingRule,
     PolicyShardingRule,
+    ShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
@@ -505,3 +506,89 @@ def test_memory_layouts_are_for_a_jit_around_it():
     np.testing.assert_array_equal(out, 2 * X)
     assert (out.sharding, out.format.layout.major_to_minor) == (sharding, (0, 1))
     np.testing.assert_array_equal(HELPER.sjit(lambda x: x * 2, P('data'))(out), 4 * X)
+
+
+def test_structures_that_do_not_fit_name_every_argument():
+    compiled = HELPER.sjit(
+        lambda state, batch: batch, ({'a': P()}, {'a': P(), 'b': P()}), args_sharding_constraint=None
+    )
+    with pytest.raises(StructureError) as error:
+        compiled({'b': X}, {'a': X, 'c': X})
+    assert str(error.value) == (
+        "the rules do not have the structure of 'state' of the arguments of '<lambda>' (in_shardings) at "
+        "its root: there is no rule for 'b'; the tree has nothing called 'a' (known: 'b'). Give one rule "
+        'for each subtree (in sjit, None leaves one to the compiler).\n'
+        "the rules do not have the structure of 'batch' of the arguments of '<lambda>' (in_shardings) at "
+        "its root: there is no rule for 'c'; the tree has nothing called 'b' (known: 'a', 'c'). Give one "
+        'rule for each subtree (in sjit, None leaves one to the compiler).'
+    )
+
+
+@jax.tree_util.register_pytree_node_class
+class Strict:
+    """A node that holds matrices only, as nodes of other libraries do."""
+
+    def __init__(self, w):
+        if not isinstance(w, np.ndarray | jax.Array) or w.ndim != 2:
+            raise TypeError(f'w must be a matrix, got {type(w).__name__}')
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_nodes_that_refuse_anything_but_arrays():
+    node = Strict(X)
+    for options in (
+        {},
+        {'in_shardings': P('data')},
+        {'in_shardings': FSDPShardingRule('data', min_fsdp_size=0), 'donate_argnums': 0},
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
+            out = HELPER.sjit(lambda node: Strict(node.w * 2), **options)(node)
+        np.testing.assert_array_equal(out.w, X * 2)
+        with pytest.raises(StructureError) as error:
+            HELPER.sjit(lambda node: node, P('data')).shardings_for(node)
+        assert str(error.value) == (
+            'a node of the tree refuses to hold shardings in place of arrays (TypeError: w must be a '
+            'matrix, got NamedSharding), so they cannot be shown in place'
+        )
+    for rules in (P('data'), FSDPShardingRule('data', min_fsdp_size=0)):
+        out = HELPER.sjit(lambda node: Strict(node.w * 2), out_shardings=rules)(node)
+        np.testing.assert_array_equal(out.w, X * 2)
+        assert out.w.sharding.spec == P('data')
+    placed = HELPER.shard(node, P('data'))
+    assert placed.w.sharding.spec == P('data')
+    np.testing.assert_array_equal(HELPER.gather(placed).w, X)
+
+
+def test_questions_move_nothing(monkeypatch):
+    compiled = HELPER.sjit(
+        lambda x, y: x + y, (P('data'), P('data')), donate_argnums=0, on_mismatch='reshard'
+    )
+    elsewhere = HELPER.shard(X, P(None, 'model'))
+    rows = [(jnp.asarray(X), X), (X, elsewhere)]
+    monkeypatch.setattr(jax, 'device_put', lambda *_, **__: pytest.fail('moved'))
+    for row in rows:
+        compiled.shardings_for(*row)
+        compiled.eval_shape(*row)
+        compiled.trace(*row)
+        compiled.lower(*row)
+        compiled.get_jitted_function_by_args(*row)
+
+
+def test_rules_may_compute_while_jax_traces():
+    class Computes(ShardingRule):
+        def apply(self, pytree):
+            def spec(leaf):
+                return P('data') if jnp.prod(jnp.asarray(leaf.shape)) > 8 else P()
+
+            return jax.tree.map(spec, pytree)
+
+    nested = HELPER.sjit(lambda x: x * 2, Computes(), Computes())
+    np.testing.assert_array_equal(jax.jit(lambda x: nested(x))(X), X * 2)
