@@ -434,13 +434,13 @@ def test_auto_axes_and_explicit_axes_of_jax_take_it_where_nothing_compiles_them(
 
 def test_explicit_arguments_without_rules_keep_their_own_types():
     double = EXPLICIT.sjit(lambda x: x * 2)
-    for spec in (P('data'), P(None, 'model'), P('data', 'model'), P(), P('data')):
+    for spec in (P('x'), P(None, 'y'), P('x', 'y'), P(), P('x')):
         out = double(EXPLICIT.shard(X, spec))
         assert out.sharding.is_equivalent_to(EXPLICIT.match_sharding_rule(spec, X), 2)
 
     @EXPLICIT.sjit
     def by_type(x):
-        return x * (2 if jax.typeof(x).sharding.spec[0] == 'data' else 3)
+        return x * (2 if jax.typeof(x).sharding.spec[0] == 'x' else 3)
 
-    for spec, factor in ((P('data'), 2), (P(None, 'model'), 3), (P('data'), 2)):
+    for spec, factor in ((P('x'), 2), (P(None, 'y'), 3), (P('x'), 2)):
         np.testing.assert_array_equal(by_type(EXPLICIT.shard(X, spec)), X * factor)
