@@ -98,15 +98,12 @@ def test_which_axes_are_rings(name, shape, rings):
     assert (torus.extents, torus.rings, torus.devices_per_chip) == (shape, rings, 1)
 
 
-def test_a_hardware_whose_rings_are_not_known():
+def test_a_hardware_whose_rings_are_not_known(snapshot):
     one = torus_of(places_of(chips(1, 1, 1, cores=2)), HARDWARE['tpu7x'])
     assert one == Torus((1, 1, 1), 2, (False, False, False))
     with pytest.raises(PlanError) as error:
         torus_of(places_of(chips(4, 4, 4)), HARDWARE['tpu7x'])
-    assert str(error.value) == (
-        "a roofline of communication along a torus needs a number that the hardware 'tpu7x' does not have: "
-        'ring_multiple. Add it: dataclasses.replace(hardware, ring_multiple=...)'
-    )
+    snapshot(error.value)
 
 
 def test_a_torus_of_more_axes():
@@ -348,28 +345,15 @@ def test_times_through_a_switch():
 
 
 @pytest.mark.parametrize(
-    ('route', 'message'),
+    'route',
     [
-        (
-            Route(1, 4, 4, (ring(0, 4),)),
-            "a roofline of communication needs a number that the hardware 'mine' does not have: "
-            'ici_bytes_per_second. Add it: dataclasses.replace(hardware, ici_bytes_per_second=...)',
-        ),
-        (
-            Route(2, 1, 1, ()),
-            "a roofline of communication between slices needs 2 numbers that the hardware 'mine' does not "
-            'have: dcn_bytes_per_second, chips_per_host. Add them: dataclasses.replace(hardware, '
-            'dcn_bytes_per_second=..., chips_per_host=...)',
-        ),
-        (
-            Route(1, 2, 1, ()),
-            "a roofline of communication needs a number that the hardware 'mine' does not have: "
-            'hbm_bytes_per_second. Add it: dataclasses.replace(hardware, hbm_bytes_per_second=...)',
-        ),
+        Route(1, 4, 4, (ring(0, 4),)),
+        Route(2, 1, 1, ()),
+        Route(1, 2, 1, ()),
     ],
     ids=['links', 'slices', 'chip'],
 )
-def test_times_without_numbers(route, message):
+def test_times_without_numbers(route, snapshot):
     with pytest.raises(PlanError) as error:
         collective_seconds('all-gather', V, route, Hardware('mine'), 1)
-    assert str(error.value) == message
+    snapshot(error.value)
