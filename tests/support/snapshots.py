@@ -6,6 +6,7 @@ test of a file has said fails a run of that whole file.
 """
 
 import re
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,19 @@ class Snapshots:
         return [] if self.left_out else [name for name in self.known if name not in self.said]
 
     def rewrite(self) -> None:
-        kept = self.known if self.left_out else {}
-        texts = {**kept, **self.said}
-        order = {name: place for place, name in enumerate(self.asked)}
-        names = sorted(texts, key=lambda name: (order.get(re.sub(r' \d+$', '', name), len(order)), name))
+        if self.left_out:
+            texts = {**self.known, **self.said}
+        else:
+            place = {name: number for number, name in enumerate(self.asked)}
+            texts = dict(sorted(self.said.items(), key=lambda item: place[_test_of(item[0], place)]))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(''.join(f'{HEAD}{name}\n{texts[name]}\n' for name in names), encoding='utf-8')
+        self.path.write_text(
+            ''.join(f'{HEAD}{name}\n{text}\n' for name, text in texts.items()), encoding='utf-8'
+        )
+
+
+def _test_of(name: str, tests: Container[str]) -> str:
+    return name if name in tests else name.rpartition(' ')[0]
 
 
 _files: dict[Path, Snapshots] = {}
