@@ -33,114 +33,25 @@ def text(expected: str) -> str:
 
 # --- The rule --------------------------------------------------------------------------------------
 
-RULES: list[tuple[str, dict[str, Any], str]] = [
-    (
-        'b c, -> b',
-        {},
-        """
-        invalid pattern 'b c, -> b': 'c' is in no result: reduction_factors=('c',) if the function combines \
-its blocks (ctx.psum), need_replication_factors=('c',) if it wants all of it
-          b c, -> b
-            ^
-        """,
-    ),
-    (
-        'b c',
-        {},
-        """
-        invalid pattern 'b c': no '->' between operands and results
-          b c
-             ^
-        """,
-    ),
-    (
-        'b -> b -> b',
-        {},
-        """
-        invalid pattern 'b -> b -> b': a second '->'
-          b -> b -> b
-                 ^
-        """,
-    ),
-    (
-        'b, (h d) -> b',
-        {},
-        """
-        invalid pattern 'b, (h d) -> b': a group; a dimension is one factor here (reshape outside)
-          b, (h d) -> b
-             ^
-        """,
-    ),
-    (
-        'b, c c -> b c',
-        {},
-        """
-        invalid pattern 'b, c c -> b c': 'c' stands twice
-          b, c c -> b c
-               ^
-        """,
-    ),
-    (
-        'b, c? -> b c',
-        {},
-        """
-        invalid pattern 'b, c? -> b c': '?' is not a name
-          b, c? -> b c
-              ^
-        """,
-    ),
-    (
-        'b, ... c -> b c',
-        {},
-        """
-        invalid pattern 'b, ... c -> b c': '...' is in no result
-          b, ... c -> b c
-             ^
-        """,
-    ),
-    (
-        'b c -> ... b c',
-        {},
-        """
-        invalid pattern 'b c -> ... b c': '...' is in no operand
-          b c -> ... b c
-                 ^
-        """,
-    ),
-    (
-        'b c -> b, b c',
-        {'reduction_factors': ('c',)},
-        """
-        invalid pattern 'b c -> b, b c': 'c' is in reduction_factors, and yet a dimension of a result
-          b c -> b, b c
-                      ^
-        """,
-    ),
-    (
-        'b c -> b',
-        {'reduction_factors': ('c',), 'need_replication_factors': ('c',)},
-        """
-        invalid pattern 'b c -> b': 'c' is in reduction_factors and in need_replication_factors: choose one
-          b c -> b
-            ^
-        """,
-    ),
-    (
-        'batch c -> batch',
-        {'reduction_factors': ('bath',)},
-        "reduction_factors: the rule 'batch c -> batch' has no factor 'bath' (did you mean 'batch'?)",
-    ),
-    (
-        'b c -> b',
-        {'need_replication_factors': 'c'},
-        "need_replication_factors is a tuple of factors, such as ('b', 'c'), got 'c'",
-    ),
+RULES: list[tuple[str, dict[str, Any]]] = [
+    ('b c, -> b', {}),
+    ('b c', {}),
+    ('b -> b -> b', {}),
+    ('b, (h d) -> b', {}),
+    ('b, c c -> b c', {}),
+    ('b, c? -> b c', {}),
+    ('b, ... c -> b c', {}),
+    ('b c -> ... b c', {}),
+    ('b c -> b, b c', {'reduction_factors': ('c',)}),
+    ('b c -> b', {'reduction_factors': ('c',), 'need_replication_factors': ('c',)}),
+    ('batch c -> batch', {'reduction_factors': ('bath',)}),
+    ('b c -> b', {'need_replication_factors': 'c'}),
 ]
 
 
-@pytest.mark.parametrize(('rule', 'options', 'expected'), RULES, ids=[rule for rule, _, _ in RULES])
-def test_a_rule_that_is_none(rule: str, options: dict[str, Any], expected: str) -> None:
-    assert message(RuleError, lambda: sharded_op(rule, **options)) == text(expected)
+@pytest.mark.parametrize(('rule', 'options'), RULES, ids=[rule for rule, _ in RULES])
+def test_a_rule_that_is_none(rule: str, options: dict[str, Any], snapshot: Snapshot) -> None:
+    snapshot(message(RuleError, lambda: sharded_op(rule, **options)))
 
 
 def test_no_rule_at_all() -> None:
@@ -180,81 +91,23 @@ def many(ctx: FactorContext, x: Array, scale: Array, *, power: int = 1) -> Array
     return (x[..., 0, :] * scale) ** power
 
 
-OPERANDS: list[tuple[str, Callable[[], Any], str]] = [
-    (
-        'two sizes',
-        lambda: weighted(NUMBERS, np.ones(3)),
-        """
-        weighted: the operands do not fit the rule 'b c, b -> b':
-          x: float32[4, 6] for 'b c'
-          weights: float32[3] for 'b'
-        factor 'b' is 4 in x and 3 in weights
-        """,
-    ),
-    (
-        'a rank',
-        lambda: weighted(np.ones((2, 3, 4)), np.ones(3)),
-        """
-        weighted: the operands do not fit the rule 'b c, b -> b':
-          x: float32[2, 3, 4] for 'b c'
-          weights: float32[3] for 'b'
-        x has 3 dimensions, and 2 in the rule
-        """,
-    ),
-    (
-        'a size',
-        lambda: many(np.ones((5, 4, 2)), np.ones(7)),
-        """
-        many: the operands do not fit the rule '... 3 c, c -> ... c':
-          x: float32[5, 4, 2] for '... 3 c'
-          scale: float32[7] for 'c'
-        dimension 1 of x is 4, and 3 in the rule
-        factor 'c' is 2 in x and 7 in scale
-        """,
-    ),
-    (
-        'too few dimensions',
-        lambda: many(np.ones(3), np.ones(3)),
-        """
-        many: the operands do not fit the rule '... 3 c, c -> ... c':
-          x: float32[3] for '... 3 c'
-          scale: float32[3] for 'c'
-        x has 1 dimension, and at least 2 in the rule
-        """,
-    ),
-    ('too few', lambda: weighted(NUMBERS), 'weighted takes 2 operands (x, weights), got 1'),
-    (
-        'a tree',
-        lambda: weighted((NUMBERS, NUMBERS), np.ones(4)),
-        "weighted: operand 'x' is an array, got tuple",
-    ),
-    (
-        'by name',
-        lambda: weighted(NUMBERS, weights=np.ones(4)),
-        "weighted: operands are given by position, and 'weights' is no keyword-only argument "
-        '(none is static)',
-    ),
-    (
-        'an array that is static',
-        lambda: many(np.ones((3, 2)), np.ones(2), power=np.ones(2)),
-        "many: static keyword arguments are hashable: unhashable type: 'numpy.ndarray'",
-    ),
-    (
-        'an unknown static argument',
-        lambda: many(np.ones((3, 2)), np.ones(2), powr=2),
-        "many: operands are given by position, and 'powr' is no keyword-only argument (static are 'power')",
-    ),
-    (
-        'a static argument where none is',
-        lambda: weighted(NUMBERS, np.ones(4), k=2),
-        "weighted: operands are given by position, and 'k' is no keyword-only argument (none is static)",
-    ),
+OPERANDS: list[tuple[str, Callable[[], Any]]] = [
+    ('two sizes', lambda: weighted(NUMBERS, np.ones(3))),
+    ('a rank', lambda: weighted(np.ones((2, 3, 4)), np.ones(3))),
+    ('a size', lambda: many(np.ones((5, 4, 2)), np.ones(7))),
+    ('too few dimensions', lambda: many(np.ones(3), np.ones(3))),
+    ('too few', lambda: weighted(NUMBERS)),
+    ('a tree', lambda: weighted((NUMBERS, NUMBERS), np.ones(4))),
+    ('by name', lambda: weighted(NUMBERS, weights=np.ones(4))),
+    ('an array that is static', lambda: many(np.ones((3, 2)), np.ones(2), power=np.ones(2))),
+    ('an unknown static argument', lambda: many(np.ones((3, 2)), np.ones(2), powr=2)),
+    ('a static argument where none is', lambda: weighted(NUMBERS, np.ones(4), k=2)),
 ]
 
 
-@pytest.mark.parametrize(('call', 'expected'), [case[1:] for case in OPERANDS], ids=[c[0] for c in OPERANDS])
-def test_operands_that_do_not_fit(call: Callable[[], Any], expected: str) -> None:
-    assert message(ArgumentError, call) == text(expected)
+@pytest.mark.parametrize('call', [call for _, call in OPERANDS], ids=[name for name, _ in OPERANDS])
+def test_operands_that_do_not_fit(call: Callable[[], Any], snapshot: Snapshot) -> None:
+    snapshot(message(ArgumentError, call))
 
 
 def test_an_ellipsis_of_two_ranks(snapshot: Snapshot) -> None:
