@@ -21,14 +21,11 @@ from scalax.sharding import (
     ShardingRule,
     TreePathShardingRule,
 )
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 MIXED = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
 OTHER = MeshShardingHelper([8], ['data']).mesh
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
 
 
 class Tuples(ShardingRule):

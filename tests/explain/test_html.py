@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from scalax._report import pages
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
-from tests.support.reports import HELPER, HOSTILE, hostile_report, leaf, report, synthetic_report
+from tests.support.leaves import leaf
+from tests.support.reports import HELPER, HOSTILE, hostile_report, report, synthetic_report
 
 POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
 

@@ -25,13 +25,10 @@ from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
 )
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
-
-
-def leaf(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def layer():

@@ -11,12 +11,9 @@ from rich.console import Console
 
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def report():

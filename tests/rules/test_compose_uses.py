@@ -23,7 +23,8 @@ from scalax.sharding import (
     with_sharding_constraint,
 )
 from scalax.testing import assert_collectives
-from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
+from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, specs
+from tests.support.leaves import leaf
 
 U = P.UNCONSTRAINED
 MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*', P()))

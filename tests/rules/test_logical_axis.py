@@ -23,6 +23,7 @@ from scalax.sharding import (
     TreePathShardingRule,
     with_sharding_annotation,
 )
+from tests.support.leaves import leaf
 
 # One mapping, for the laptop and for the pod.
 MAPPING = {
@@ -38,10 +39,6 @@ MAPPING = {
 }
 LAPTOP = {'fsdp': 8}
 POD = {'data': 4, 'fsdp': 16, 'tp': 8, 'expert': 2, 'context': 4}
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
 
 
 def helper_for(sizes):

@@ -21,11 +21,7 @@ from scalax.sharding import (
     TreePathShardingRule,
 )
 from scalax.utils import named_tree_map
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
-
+from tests.support.leaves import leaf
 
 # --- FSDP -----------------------------------------------------------------------------------------
 
