@@ -156,9 +156,8 @@ WHAT_TO_DO = 'What to do: give arrays whose batch divides, or shard it over fewe
     ],
 )
 def test_data_that_does_not_fit(data, options, snapshot):
-    with pytest.raises(DataError) as error:
+    with snapshot.raises(DataError):
         HELPER.local_data_to_global_array(data, **options)
-    snapshot(error.value)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,8 @@ def test_axes_that_do_not_exist(subset, message):
 
 def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(MeshError) as error:
+    with snapshot.raises(MeshError):
         helper.local_data_to_global_array(np.zeros(8))
-    snapshot(error.value)
 
 
 @pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
@@ -205,9 +203,8 @@ def test_one_process_needs_every_row(subset):
     ],
 )
 def test_data_calls_that_make_no_sense(call, snapshot):
-    with pytest.raises(DataError) as error:
+    with snapshot.raises(DataError):
         call()
-    snapshot(error.value)
 
 
 def test_values_of_the_only_process():

@@ -376,9 +376,8 @@ HINT = (
     ],
 )
 def test_messages(param_rule, params, state, snapshot):
-    with pytest.raises(ShardingError) as error:
+    with snapshot.raises(ShardingError):
         HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
-    snapshot(error.value)
 
 
 OF = 'the params of OptimizerStateShardingRule'
@@ -396,9 +395,8 @@ OF = 'the params of OptimizerStateShardingRule'
     ],
 )
 def test_messages_of_the_constructor(param_rule, params, kind, snapshot):
-    with pytest.raises(kind) as error:
+    with snapshot.raises(kind):
         OptimizerStateShardingRule(param_rule, params)
-    snapshot(error.value)
 
 
 # --- Values ---------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Whole texts that tests compare with: `tests/snapshots` holds a file for each file of tests, to be read.
 
-A test says ``snapshot(text)``. The text stands below a line with the name of the test; the second text of
-one test has a 2 behind the name. ``pytest --rewrite-snapshots`` writes what the tests say now. A text that no
-test of a file has said fails a run of that whole file.
+A test says ``snapshot(text)``, or ``with snapshot.raises(Kind)``. The text stands below a line with the name
+of the test; the second text of one test has a 2 behind the name. ``pytest --rewrite-snapshots`` writes what
+the tests say now. A text that no test of a file has said fails a run of that whole file.
 """
 
+import contextlib
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,13 @@ class Snapshot:
         if not self._rewrites:
             assert name in self._texts.known, f'pytest --rewrite-snapshots writes this down:\n{text}'
             assert text == self._texts.known[name]
+
+    @contextlib.contextmanager
+    def raises(self, kind: type[Exception]) -> Iterator[None]:
+        """For an error, whose whole message is compared."""
+        with pytest.raises(kind) as caught:
+            yield
+        self(caught.value)
 
 
 @pytest.fixture

@@ -217,9 +217,8 @@ def test_shard_map_over_another_mesh(snapshot):
     mapped = jax.shard_map(
         lambda y: with_sharding_constraint(y, P('a')), mesh=other.mesh, in_specs=P('x'), out_specs=P('x')
     )
-    with AUTO.get_context(), pytest.raises(MeshError) as error:
+    with AUTO.get_context(), snapshot.raises(MeshError):
         jax.jit(mapped)(np.zeros(8))
-    snapshot(error.value)
 
 
 # --- What cannot be done --------------------------------------------------------------------------
@@ -288,9 +287,8 @@ def test_outside_of_jit_nothing_pads(helper):
     ids=['vmap', 'grad', 'jvp'],
 )
 def test_what_is_traced_and_run_at_once_is_not_padded(run, snapshot):
-    with AUTO.get_context(), pytest.raises(ShardingError) as error:
+    with AUTO.get_context(), snapshot.raises(ShardingError):
         run(lambda x: with_sharding_constraint(x, P('a')))
-    snapshot(error.value)
     with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='the compiler will pad'):
         jax.make_jaxpr(lambda: run(lambda x: with_sharding_constraint(x, P('a'))))()
 
@@ -479,6 +477,5 @@ def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
         with EXPLICIT.get_context():
             return with_sharding_constraint(x, P('a'))
 
-    with jax.set_mesh(MESHES['another shape']), pytest.raises(MeshError) as error:
+    with jax.set_mesh(MESHES['another shape']), snapshot.raises(MeshError):
         jax.jit(constrained)(np.zeros((8, 8), np.float32))
-    snapshot(error.value)

@@ -209,9 +209,8 @@ def test_arrays_that_a_helper_of_other_types_has_placed(helper, other):
 
 def test_functions_for_other_meshes_do_not_nest(snapshot):
     inner = MeshShardingHelper([8], ['z'], axis_types=AxisType.Explicit).sjit(lambda tree: tree['a'] * 2)
-    with pytest.raises(MeshError) as error:
+    with snapshot.raises(MeshError):
         EXPLICIT.sjit(lambda x: inner({'a': x}), SPEC)(X)
-    snapshot(error.value)
 
 
 @pytest.mark.parametrize('outer', MESHES)
@@ -271,9 +270,8 @@ def test_a_compiled_program_says_that_axes_have_other_types_where_it_is_called(s
     double = auto.sjit(lambda x: 2 * x, in_shardings=SPEC)
     x = jnp.asarray(X)
     program = double.get_jitted_function_by_args(x)
-    with jax.set_mesh(EXPLICIT.mesh), pytest.raises(ArgumentError) as error:
+    with jax.set_mesh(EXPLICIT.mesh), snapshot.raises(ArgumentError):
         program(x)
-    snapshot(error.value)
     np.testing.assert_array_equal(program(x), 2 * X)
 
 
@@ -388,9 +386,8 @@ def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known, sna
     if known:
         assert compiled(x).sharding.spec[0] == 'x'
     for _ in range(2):
-        with pytest.raises(MeshError) as error:
+        with snapshot.raises(MeshError):
             jax.jit(lambda x: compiled(x))(x)
-        snapshot(error.value)
 
 
 @pytest.mark.parametrize('rules', [None, P('data')])
