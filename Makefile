@@ -35,7 +35,7 @@ $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm 
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check verify tutorial fuzz faults clean
+.PHONY: help setup train train-distributed digits plan bench test check verify tutorial fuzz faults mutants clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,8 +67,8 @@ test: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## format, lint, types, and 
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python --between $(dir $(BETWEEN_STAMP))
 
-check: $(DEV_STAMP) ## format, lint and types only
-	@$(PY) -m scripts.run_checks static
+check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JAX: a look in between
+	@$(PY) -m scripts.run_checks check
 
 verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## types and all tests on the newest JAX, and each in between (VERIFY="0.10.0 0.10.2 0.11.2")
 	@$(PY) -m scripts.run_checks release || failed=" newest"; \
@@ -84,9 +84,12 @@ fuzz: $(DEV_STAMP) ## check a million random safetensors headers, and 50,000 com
 faults: $(EXAMPLES_STAMP) ## kill processes of a training 50 times, and check that nothing is lost (flags in ARGS)
 	@$(PY) scripts/faults.py $(ARGS)
 
+mutants: $(DEV_STAMP) ## change 200 places of scalax/ one at a time, and see which the tests miss (flags in ARGS: --count 20)
+	@$(PY) -m scripts.mutants $(ARGS)
+
 clean: ## delete what was built, cached or installed here, the environments too
 	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VERIFY:%=.venv-%) build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The newest JAX needs Python 3.12. With an older Python an older JAX is used, and every run says so.

@@ -1,8 +1,11 @@
 """Runs the checks of scalax, each as a named step, and sums them up at the end.
 
-Usage: python -m scripts.run_checks static
+Usage: python -m scripts.run_checks check
        python -m scripts.run_checks release
        python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python --between FOLDER
+
+*check* is for the minutes in between: format, lint, types, and the tests that are quick, in as many processes
+as there are cores. Its first line says what it leaves out.
 
 *release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
 With *all*, without those that are marked as slow, tests run on older JAX beside everything else: on the
@@ -59,6 +62,40 @@ NOT_ON_OLDEST = [
     'tests/search',
     'tests/tools',
 ]
+# Each takes five seconds of a processor or more; `make test` runs them.
+NOT_IN_CHECK = [
+    'tests/checkpoint/test_faults.py',
+    'tests/checkpoint/test_processes.py',
+    'tests/cli',
+    'tests/custom_op/test_custom_op.py',
+    'tests/custom_op/test_gradients.py',
+    'tests/docs/test_blocks.py',
+    'tests/docs/test_tutorial.py',
+    'tests/e2e',
+    'tests/explain/test_browser.py',
+    'tests/explain/test_html.py',
+    'tests/hostdata/test_prefetch.py',
+    'tests/hostdata/test_processes.py',
+    'tests/plan/test_second_reader.py',
+    'tests/plan/test_tpu.py',
+    'tests/rules/test_catalogue_models.py',
+    'tests/rules/test_composition_laws.py',
+    'tests/rules/test_compositions.py',
+    'tests/rules/test_optimizer_state.py',
+    'tests/rules/test_properties.py',
+    'tests/search',
+    'tests/test_distributed.py',
+    'tests/tools',
+    'tests/trace/test_constraints.py',
+    'tests/transforms/sjit/test_copied.py',
+    'tests/transforms/sjit/test_counts.py',
+    'tests/transforms/sjit/test_explicit.py',
+    'tests/transforms/sjit/test_jit_parity.py',
+    'tests/transforms/sjit/test_matrix.py',
+    'tests/transforms/test_axis_modes.py',
+    'tests/transforms/test_microbatch.py',
+    'tests/transforms/test_shard_map.py',
+]
 # Where releases have differed most: meshes in force, types of axes, constraints.
 ON_ONE_BETWEEN = [
     'tests/e2e/test_named_sharding.py',
@@ -88,7 +125,8 @@ class Step:
 
     def start(self) -> None:
         beside = ' (in the background)' if self.log else ''
-        title(f'{self.name}{beside}: {" ".join(self.command[1:])}')
+        command = ' '.join(self.command[1:])
+        title(f'{self.name}{beside}: {command if len(command) < 400 else command[:400] + " ..."}')
         self.started = time.monotonic()
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.log.open('wb')) if self.log else None
@@ -242,6 +280,22 @@ def older_steps(oldest: str, between: Path | None, scratch: Path) -> list[Step]:
     return steps
 
 
+def quick_lanes(python: str, scratch: Path, count: int) -> list[list[Step]]:
+    """The quick tests in so many processes, which get every so many-th file each."""
+    left_out = [ROOT / path for path in NOT_IN_CHECK]
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / 'tests').rglob('test_*.py'))
+        if not any(path.is_relative_to(other) for other in left_out)
+    ]
+    lanes = []
+    for lane in range(count):
+        report, log = scratch / f'quick{lane}.xml', scratch / f'quick{lane}.log' if lane else None
+        command = [python, *PYTEST, '-q', f'--junit-xml={report}', *QUICK, *files[lane::count]]
+        lanes.append([Step(f'quick tests {lane + 1}', command, junit=report, log=log)])
+    return lanes
+
+
 def run(*lanes: list[Step]) -> None:
     """Runs lanes beside one another, and the steps of each one after the other; leaves no process behind."""
     left = [list(lane) for lane in lanes if lane]
@@ -300,7 +354,7 @@ def interruptible() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('what', choices=['static', 'release', 'all'])
+    parser.add_argument('what', choices=['check', 'release', 'all'])
     parser.add_argument('--oldest-python', help='the interpreter that has the oldest JAX')
     parser.add_argument('--between', type=Path, help='a folder with a JAX between the oldest and the newest')
     args = parser.parse_args()
@@ -310,8 +364,11 @@ def main() -> None:
     begun = time.monotonic()
     python, oldest, between = sys.executable, args.oldest_python, args.between
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
-        steps, beside = static_steps(python), []
-        if args.what == 'release':
+        steps, lanes = static_steps(python), []
+        if args.what == 'check':
+            print(f'left out, for `make test`: {", ".join(NOT_IN_CHECK)}')
+            lanes = quick_lanes(python, Path(folder), min(os.cpu_count() or 1, 4))
+        elif args.what == 'release':
             print(describe_python(python))
             steps = [steps[-1], *test_steps(python, Path(folder), 'this JAX')]
         elif args.what == 'all':
@@ -325,9 +382,9 @@ def main() -> None:
                 if between_is == newest_is:
                     between = None  # all tests run on it
             steps += test_steps(python, Path(folder), 'newest JAX', QUICK)
-            beside += older_steps(oldest, between, Path(folder))
-        run(steps, beside)
-        passed = summarise([*steps, *beside], time.monotonic() - begun)
+            lanes = [older_steps(oldest, between, Path(folder))]
+        run(steps, *lanes)
+        passed = summarise([*steps, *itertools.chain(*lanes)], time.monotonic() - begun)
     sys.exit(0 if passed else 1)
 
 

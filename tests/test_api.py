@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+
+import scalax.utils
+from scalax.sharding import MeshShardingHelper
 
 SNAPSHOT = Path(__file__).resolve().parent / 'api.txt'
 MODULES = [
@@ -101,3 +106,77 @@ def test_the_public_api_is_what_was_agreed() -> None:
 
 if __name__ == '__main__':
     SNAPSHOT.write_text(described(), encoding='utf-8')
+
+
+SIGNATURES = {
+    'FSDPShardingRule': ['fsdp_axis_name', 'fsdp_axis_size', 'min_fsdp_size'],
+    'PolicyShardingRule': ['policy'],
+    'TreePathShardingRule': ['rules', 'strict'],
+    'MeshShardingHelper': ['axis_dims', 'axis_names', 'mesh_axis_splitting'],
+    'MeshShardingHelper.sjit': [
+        *('self', 'fun', 'in_shardings', 'out_shardings', 'static_argnums'),
+        *('args_sharding_constraint', 'annotation_shardings'),
+    ],
+    'MeshShardingHelper.match_sharding_rule': ['self', 'rules', 'tree'],
+    'MeshShardingHelper.make_shard_and_gather_fns': ['self', 'tree', 'rules'],
+    'MeshShardingHelper.apply_shard_and_gather_fns': ['fns', 'tree'],
+    'MeshShardingHelper.local_data_to_global_array': ['self', 'tree', 'batch_axis', 'mesh_axis_subset'],
+    'MeshShardingHelper.get_context': ['self', 'annotation_shardings'],
+    'MeshShardingHelper.with_sharding_constraint': ['tree', 'rules'],
+    'MeshShardingHelper.with_sharding_annotation': ['tree', 'sharding_name'],
+    'MeshShardingHelper.get_global_mesh_helper': [],
+    'MeshShardingHelper.get_global_mesh': [],
+    'MeshShardingHelper.get_global_annotation_shardings': [],
+    'with_sharding_constraint': ['tree', 'rules'],
+    'with_sharding_annotation': ['tree', 'sharding_name'],
+    'get_global_mesh_helper': [],
+    'get_global_mesh': [],
+    'get_global_annotation_shardings': [],
+}
+
+
+@pytest.mark.parametrize(('name', 'parameters'), SIGNATURES.items(), ids=SIGNATURES)
+def test_names_and_parameters_of_0_2_5_are_there(name, parameters):
+    found = scalax.sharding
+    for part in name.split('.'):
+        found = getattr(found, part)
+    assert list(inspect.signature(found).parameters)[: len(parameters)] == parameters
+
+
+X = np.zeros((8, 8), np.float32)
+
+
+KEYWORDS = {
+    'match_sharding_rule': ({'rules': P(), 'tree': X}, {'sharding_rules': P(), 'pytree': X}),
+    'shard': ({'tree': X, 'rules': P()}, {'pytree': X, 'rules': P()}),
+    'abstract': ({'tree': X, 'rules': P()}, {'pytree': X, 'rules': P()}),
+    'explain': ({'tree': X, 'rules': P()}, {'pytree': X, 'rules': P()}),
+    'visualize': ({'tree': X, 'rules': P()}, {'tree_or_array': X, 'rules': P()}),
+    'gather': ({'tree': X}, {'pytree': X}),
+    'make_shard_and_gather_fns': ({'tree': X, 'rules': P()}, {'pytree': X, 'sharding_rule': P()}),
+    'apply_shard_and_gather_fns': ({'fns': np.abs, 'tree': X}, {'fns': np.abs, 'pytree': X}),
+    'local_data_to_global_array': ({'tree': X}, {'pytree': X}),
+    'with_sharding_constraint': ({'tree': X, 'rules': P()}, {'pytree': X, 'sharding_rule': P()}),
+    'with_sharding_annotation': ({'tree': X, 'sharding_name': 'a'}, {'pytree': X, 'sharding_name': 'a'}),
+}
+
+
+@pytest.mark.parametrize('name', KEYWORDS)
+def test_keywords_have_one_name_and_the_old_ones_are_taken(name):
+    """`tree` and `rules` everywhere; 0.2.5 called them this here and that there."""
+    helper = MeshShardingHelper([4, 2], ['a', 'b'])
+    new, old = KEYWORDS[name]
+    with helper.get_context():
+        results = [getattr(helper, name)(**keywords) for keywords in (new, old)]
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    for both in ({**new, **old}, {**new, 'tee': X}) if new != old else ():
+        with pytest.raises(TypeError, match='unexpected keyword argument'):
+            getattr(helper, name)(**both)
+
+
+def test_other_names_of_0_2_5_are_there():
+    for name in ('Mesh', 'NamedSharding', 'PartitionSpec', 'ShardingRule'):
+        assert name in scalax.sharding.__all__
+    utils = ['JaxRNG', 'get_float_dtype_by_name', 'float_tensor_to_dtype', 'float_to_dtype']
+    utils += ['tree_path_to_string', 'flatten_tree', 'named_tree_map', 'print_pytree_structure']
+    assert {*utils} <= {*scalax.utils.__all__}

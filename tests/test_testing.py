@@ -45,22 +45,14 @@ def test_collectives_that_are_not():
     ]
 
 
-def test_collectives_of_a_program_without_any():
-    with pytest.raises(AssertionError) as error:
+def test_collectives_of_a_program_without_any(snapshot):
+    with snapshot.raises(AssertionError):
         testing.assert_collectives(HELPER.sjit(lambda x: 2 * x, in_shardings=P('fsdp')), X, all_reduce=1)
-    assert str(error.value) == (
-        '<lambda> runs other collectives than expected:\n  all-reduce: 0, expected 1\n'
-        'All of its collectives:\n  none'
-    )
 
 
-def test_collectives_misused():
-    with pytest.raises(ArgumentError) as error:
+def test_collectives_misused(snapshot):
+    with snapshot.raises(ArgumentError):
         testing.assert_collectives(total, X, all_reduse=1)
-    assert str(error.value) == (
-        "assert_collectives: there is no collective 'all_reduse' (did you mean 'all_reduce'?); the "
-        "function's own keyword arguments go into kwargs={...}"
-    )
     with pytest.raises(ArgumentError) as error:
         testing.assert_collectives(jax.jit(lambda x: x), X, all_reduce=1)
     assert str(error.value) == 'assert_collectives: give helper=..., because sjit did not make the function'
@@ -115,19 +107,14 @@ def test_a_partial_is_named_by_what_is_in_it():
     assert HELPER.plan(part, np.ones(8)).name == 'step'
 
 
-def test_sharded_like_tells_apart_what_reads_alike():
+def test_sharded_like_tells_apart_what_reads_alike(snapshot):
     turned = MeshShardingHelper([4, 2], ['fsdp', 'tp'], devices=jax.devices()[::-1])
-    with pytest.raises(AssertionError) as error:
+    with snapshot.raises(AssertionError):
         testing.assert_sharded_like(HELPER.shard(X, P('fsdp')), P('fsdp'), turned)
-    assert str(error.value) == (
-        'arrays are not sharded as the rules say:\n  (the leaf itself): float32[16, 8] is sharded as '
-        "P('fsdp',) on (fsdp=4, tp=2) of devices 0, 1, 2, 3, 4, 5, 6, 7, expected "
-        "P('fsdp',) on (fsdp=4, tp=2) of devices 7, 6, 5, 4, 3, 2, 1, 0"
-    )
 
 
 @pytest.mark.parametrize('compiler', [jax.jit, HELPER.sjit], ids=['jit', 'sjit'])
-def test_no_recompile(compiler):
+def test_no_recompile(compiler, snapshot):
     def triple(x):
         return 3 * x
 
@@ -138,11 +125,7 @@ def test_no_recompile(compiler):
     with pytest.raises(AssertionError) as error, testing.assert_no_recompile(fun):
         fun(X[:4])
         fun(X[:5])
-    assert str(error.value) == (
-        'triple was compiled 2 more times: a shape, dtype, weak type, static value or sharding was new, or a '
-        'value was not where the calls before had it '
-        "(jax.config.update('jax_explain_cache_misses', True) says what)"
-    )
+    snapshot(error.value)
 
 
 def test_no_recompile_lets_other_functions_and_threads_be():
@@ -168,21 +151,13 @@ def test_an_error_inside_is_not_hidden():
         _ = 1 / 0
 
 
-def test_sharded_like():
+def test_sharded_like(snapshot):
     tree = HELPER.shard({'w': X, 'b': X[0]}, {'w': P('fsdp', 'tp'), 'b': P()})
     testing.assert_sharded_like(tree, {'w': P('fsdp', 'tp'), 'b': P()})
     testing.assert_sharded_like(tree, {'w': P('fsdp', 'tp'), 'b': P(None)}, HELPER)
     testing.assert_sharded_like({}, P('fsdp'))
-    with pytest.raises(AssertionError) as error:
+    with snapshot.raises(AssertionError):
         testing.assert_sharded_like({**tree, 'c': X}, P('fsdp'))
-    assert str(error.value) == (
-        'arrays are not sharded as the rules say:\n'
-        "  b: float32[8] is sharded as P() on (fsdp=4, tp=2), expected P('fsdp',) on (fsdp=4, tp=2)\n"
-        '  c: float32[16, 8] has no sharding: it is not an array on devices; expected '
-        "P('fsdp',) on (fsdp=4, tp=2)\n"
-        "  w: float32[16, 8] is sharded as P('fsdp', 'tp') on (fsdp=4, tp=2), expected P('fsdp',) "
-        'on (fsdp=4, tp=2)'
-    )
     with pytest.raises(AssertionError) as error:
         testing.assert_sharded_like({'w': X}, P('fsdp'))
     assert str(error.value) == 'no leaf is on a mesh:\n  w: float32[16, 8]'

@@ -256,17 +256,9 @@ def test_shapes_may_depend_on_the_mapping(helper):
             assert table.eval_shape().shape == (rows, 2)
 
 
-def test_errors_of_shard_name_the_array_and_its_names(helper):
-    with pytest.raises(ShardingError) as rank:
+def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
+    with snapshot.raises(ShardingError):
         shard({'w': np.ones((4, 4), np.float32)}, 'batch', MAPPING, mesh=helper)
-    assert str(rank.value) == (
-        'One leaf of the tree given to shard cannot be sharded as asked (mesh: data=4, tp=2):\n'
-        '  w: float32[4, 4]\n'
-        "    'batch' names 1 dimension, the array has 2\n"
-        "    rule: regex '': 'batch'\n"
-        "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or put "
-        'a rule for such leaves before this one.'
-    )
     with pytest.raises(ShardingError, match='dimension 0 of size 3 does not divide by 4'):
         shard(np.ones((3, 4)), 'batch mlp', MAPPING, mesh=helper)
     said = r'  b/w: float32\[8, 8\]\n    a ShapeDtypeStruct has no value that could be placed'

@@ -125,20 +125,14 @@ def test_donated_keywords_have_names_of_arguments():
     named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})
 
 
-def test_shapes_are_for_lower():
+def test_shapes_are_for_lower(snapshot):
     def step(state, x):
         return state['w'] + x
 
     struct = jax.ShapeDtypeStruct((8,), jnp.float32)
     compiled = named_jit(step)
-    with pytest.raises(ArgumentError) as error:
+    with snapshot.raises(ArgumentError):
         compiled({'w': struct}, x=struct)
-    assert str(error.value) == (
-        'step got shapes, which have no values to compute with:\n'
-        '  args/0/w: float32[8]\n'
-        '  kwargs/x: float32[8]\n'
-        'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
-    )
     assert compiled.lower({'w': struct}, x=struct).out_info[0].shape == (8,)
     assert jax.eval_shape(compiled, {'w': struct}, struct).shape == (8,)
 

@@ -14,6 +14,7 @@ from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import ArgumentError, CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support.snapshots import Snapshot
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 STATE = {'params': {'w': np.ones(8, np.float32), 'b': np.ones(4, np.float32)}, 'count': np.int32(1)}
@@ -56,14 +57,11 @@ def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
     )
 
 
-def test_like_is_a_function_without_arguments(saved: Path) -> None:
+def test_like_is_a_function_without_arguments(saved: Path, snapshot: Snapshot) -> None:
     def init(key: Any, size: int = 8) -> Any:
         return STATE
 
-    assert message(Checkpointer(saved).restore, HELPER, P(), init) == (
-        'restore: like is a function without arguments that makes the tree, and missing a required argument: '
-        "'key'. Bind arguments with functools.partial"
-    )
+    snapshot(message(Checkpointer(saved).restore, HELPER, P(), init))
     assert Checkpointer(saved).restore(HELPER, P(), functools.partial(init, None))['count'] == 1
 
 
@@ -122,16 +120,10 @@ def test_regexes(saved: Path, options: dict[str, Any], wanted: str) -> None:
     assert message(Checkpointer(saved).restore, HELPER, P(), STATE, **options) == wanted
 
 
-def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path) -> None:
+def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path, snapshot: Snapshot) -> None:
     checkpointer = Checkpointer(saved)
-    with pytest.raises(CheckpointError) as caught:
+    with snapshot.raises(CheckpointError):
         checkpointer.restore(HELPER, P(), STATE, only='^parms/')
-    assert str(caught.value) == (
-        "only='^parms/' is found in no leaf path of like, so that nothing would be restored:\n"
-        '  count\n'
-        '  params/b\n'
-        '  params/w'
-    )
     assert checkpointer.restored_step is None
     assert checkpointer.restore(HELPER, P(), {}, only='^params/') == {}
 

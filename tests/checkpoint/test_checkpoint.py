@@ -21,6 +21,7 @@ from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import checkpoint_checks
+from tests.support.snapshots import Snapshot
 
 RULE = PolicyShardingRule(lambda path, leaf: P('fsdp') if leaf.shape else P())
 
@@ -216,20 +217,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) 
     )
 
 
-def test_description(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_description(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
     state = {**small(helper), 'key': jax.random.key(0), 'step': 3}
     checkpointer = save(tmp_path, state, 7)
-    assert str(checkpointer.describe()) == (
-        'path      array          spec\n'
-        '-----------------------------------\n'
-        'count     int32[]        P()\n'
-        'key       key<fry>[]\n'
-        "params/b  float32[8]     P('fsdp',)\n"
-        "params/w  float32[8, 4]  P('fsdp',)\n"
-        'step      Python int\n'
-        '\n'
-        '5 leaves of step 7, saved by 1 process on the mesh (fsdp=4, tp=2)'
-    )
+    snapshot(checkpointer.describe())
     leaf = checkpointer.describe(7).by_path['params/w']
     assert (leaf.shape, leaf.dtype, leaf.spec, dict(leaf.mesh)) == (
         (8, 4),
@@ -394,7 +385,9 @@ def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
 # --- What cannot be saved ------------------------------------------------------------------------
 
 
-def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_leaves_that_cannot_be_saved_are_named(
+    tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot
+) -> None:
     gone = jnp.ones(3)
     gone.delete()
     state = {
@@ -407,19 +400,8 @@ def test_leaves_that_cannot_be_saved_are_named(tmp_path: Path, helper: MeshShard
         'g': np.ma.masked_array(np.ones(2, np.float32), [True, False]),
     }
     with Checkpointer(tmp_path) as checkpointer:
-        assert message(checkpointer.save, 1, state) == (
-            'some leaves of the state cannot be saved:\n'
-            '  c: Python complex: only arrays, typed keys and Python numbers can be saved\n'
-            '  d: str: only arrays, typed keys and Python numbers can be saved\n'
-            '  e: float32[3]: it was donated to a compiled function, and is gone; save what that returned\n'
-            '  f: float32[0, 2]: Orbax does not write arrays without elements; leave it out\n'
-            '  g: numpy.ma.MaskedArray (.filled() makes a plain array of it): its mask would be lost\n'
-            '  a.b: Orbax has one name for it and for a/b: a.b; rename one of their keys'
-        )
-        assert message(checkpointer.save, 1, {'a/b': jnp.ones(2), 'a': {'b': jnp.ones(2)}}) == (
-            "the state has several leaves with one path: 'a/b'. Rename some of their keys: a checkpoint "
-            'finds leaves by their paths'
-        )
+        snapshot(message(checkpointer.save, 1, state))
+        snapshot(message(checkpointer.save, 1, {'a/b': jnp.ones(2), 'a': {'b': jnp.ones(2)}}))
         assert message(checkpointer.save, 1, jnp.ones(2)) == (
             "the state is a single leaf; give a tree, such as {'params': leaf}"
         )

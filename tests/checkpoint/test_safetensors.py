@@ -19,6 +19,7 @@ from scalax.checkpoint._safetensors_file import tensors_of as tensors_of_opened
 from scalax.errors import CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
+from tests.support.snapshots import Snapshot
 
 WIDE = ('int64', 'uint64', 'float64')
 
@@ -284,7 +285,7 @@ def error_of(helper: MeshShardingHelper, *args: Any) -> str:
     return str(caught.value)
 
 
-def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
     names = ('a.b', 'a.c', 'd', 'd.e')
     file = write(tmp_path / 'x.safetensors', {name: bits((2,), 'int8') for name in names})
     do = '\nWhat to do: give every tensor one path of its own, or None to leave it out.'
@@ -301,10 +302,7 @@ def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
         head + '  d: the mapping says nothing of it\n  d.e: the mapping says nothing of it' + do
     )
     mapping = [('a.b', 'x', (1, 0)), ('', None)]
-    assert error_of(helper, file, P(), mapping) == (
-        'a.b is int8[2], and the mapping gives it the axes (1, 0): '
-        'they are the numbers 0 to 0 in another order'
-    )
+    snapshot(error_of(helper, file, P(), mapping))
 
 
 def test_rules_that_do_not_fit(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -313,13 +311,9 @@ def test_rules_that_do_not_fit(tmp_path: Path, helper: MeshShardingHelper) -> No
         load_safetensors(helper, file, P('fsdp'))
 
 
-def test_64_bits(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_64_bits(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
     file = write(tmp_path / 'x.safetensors', {'ids': np.arange(3), 'x': bits((2,), 'int8')})
-    assert error_of(helper, file, P()) == (
-        'JAX has no 64-bit numbers as it is set up:\n'
-        '  ids: int64[3] would become int32\n'
-        'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
-    )
+    snapshot(error_of(helper, file, P()))
     with jax.enable_x64(True):
         assert load_safetensors(helper, file, P())['ids'].dtype == np.int64
 

@@ -261,6 +261,7 @@ def test_a_run_on_grain_goes_on_as_if_it_had_not_been_ended(tmp_path: Path) -> N
     assert float(accuracy.removeprefix('test accuracy ').rstrip('%')) > 85
 
 
+@pytest.mark.slow
 def test_grain_on_two_processes(tmp_path: Path) -> None:
     with started(['-m', 'examples.grain_input', '--steps=30']) as one:
         assert one.wait() == (0,), one.output()

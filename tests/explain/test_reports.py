@@ -19,14 +19,16 @@ from scalax._util.folding import fold
 from scalax.errors import ArgumentError, DataError, ShardingError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._rows import spec_text
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import (
+    FSDPShardingRule,
+    LogicalAxisShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+)
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
-
-
-def leaf(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def layer():
@@ -52,48 +54,12 @@ def llama_405b():
 # --- Tables ---------------------------------------------------------------------------------------
 
 
-def test_table_of_80_columns():
-    assert (
-        HELPER.explain(MODEL, RULES).to_text(80)
-        == """\
-path                 array                 spec             bytes/device  rule
-------------------------------------------------------------------------------
-embed                float32[512,64]       P('fsdp', 'tp')      16.0 KiB  [1]
-layers/{0..11}/down/kernel
-                     12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB  [2]
-layers/{0..11}/norm  12 x float32[64]      replicated            3.0 KiB  [3]
-layers/{0..2,4..11}/up/kernel
-                     11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB  [1]
-layers/3/up/kernel   float32[64,256]       P('fsdp',)           16.0 KiB  [4]
-step                 int32[]               replicated                4 B  [5]
-
-[1] regex 'up|embed'
-[2] regex 'down'
-[3] regex ''
-[4] regex 'layers/3/up'
-[5] TreePathShardingRule: one element
-
-38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device"""
-    )
+def test_table_of_80_columns(snapshot):
+    snapshot(HELPER.explain(MODEL, RULES).to_text(80))
 
 
-def test_table_of_160_columns():
-    assert (
-        HELPER.explain(MODEL, RULES).to_text(160)
-        == """\
-path                           array                 spec             bytes/device  rule
----------------------------------------------------------------------------------------------------------------------
-embed                          float32[512,64]       P('fsdp', 'tp')      16.0 KiB  regex 'up|embed'
-layers/{0..11}/down/kernel     12 x float32[256,64]  P('tp', 'fsdp')      96.0 KiB  regex 'down'
-layers/{0..11}/norm            12 x float32[64]      replicated            3.0 KiB  regex ''
-layers/{0..2,4..11}/up/kernel  11 x float32[64,256]  P('fsdp', 'tp')      88.0 KiB  regex 'up|embed'
-layers/3/up/kernel             float32[64,256]       P('fsdp',)           16.0 KiB  regex 'layers/3/up'
-step                           int32[]               replicated                4 B  TreePathShardingRule: one element
-
-38 arrays, 1.6 MiB in all, 219.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device"""  # noqa: E501 - as it prints
-    )
+def test_table_of_160_columns(snapshot):
+    snapshot(HELPER.explain(MODEL, RULES).to_text(160))
 
 
 THREE = MeshShardingHelper.from_mesh(AbstractMesh((8, 64, 8), ('data', 'fsdp', 'tp')))
@@ -159,31 +125,10 @@ def test_no_width_cuts_anything_off(name, width):
         assert re.sub(r'\s', '', line) in squeezed
 
 
-def test_a_table_too_narrow_for_its_columns_packs_them_below_the_paths():
+def test_a_table_too_narrow_for_its_columns_packs_them_below_the_paths(snapshot):
     leaves = {name: leaf for name, leaf in stacked_405b()['layers'].items() if name in ('key', 'mlp/gate')}
     report = THREE.explain({'model': {'decoder': {'every_one_of_the_layers': leaves}}}, LLAMA_RULES)
-    assert (
-        report.to_text(60)
-        == """\
-path
-    array  spec  bytes/device  rule
-------------------------------------------------------------
-model/decoder/every_one_of_the_layers/key/kernel
-    bfloat16[126,16384,1024]  P(None, 'fsdp', 'tp')  7.9 MiB
-    [1]
-model/decoder/every_one_of_the_layers/mlp/gate/kernel
-    bfloat16[126,16384,53248]  P(None, 'fsdp', 'tp')
-    409.5 MiB  [1]
-
-[1] regex 'query|key|value|gate|up'
-
-2 arrays, 208.7 GiB in all, 417.4 MiB on each device of the
-    mesh (data=8, fsdp=64, tp=8)
-replicated: 0 arrays, 0 B on each device
-regexes that match nothing: 'embed|head', 'out|down',
-    'a_regex_that_is_long/and_matches_nothing',
-    'another_of_these|(that_is_long)'"""
-    )
+    snapshot(report.to_text(60))
 
 
 def test_without_folding_there_is_a_line_for_each_leaf(monkeypatch):
@@ -354,26 +299,9 @@ def test_the_same_numbers_of_two_stems_do_not_fold():
 # --- Golden files ---------------------------------------------------------------------------------
 
 
-def test_json_is_a_line_for_each_leaf():
+def test_json_is_a_line_for_each_leaf(snapshot):
     report = HELPER.explain({'w': leaf(8, 16), 'n': 1}, TreePathShardingRule(('w', P(None, ('fsdp', 'tp')))))
-    assert (
-        report.to_json()
-        == """\
-{
-"version": 1,
-"mesh": {"fsdp": 4, "tp": 2},
-"bytes": 516,
-"bytes_per_device": 68,
-"replicated": {"paths": ["n"], "bytes": 4},
-"unused_rules": [],
-"shadowed_rules": [],
-"rows": [
-  {"path": "n", "shape": [], "dtype": "int32", "spec": [], "rule": "TreePathShardingRule", "reason": "one element", "bytes": 4, "bytes_per_device": 4, "memory_kind": null},
-  {"path": "w", "shape": [8, 16], "dtype": "float32", "spec": [null, ["fsdp", "tp"]], "rule": "regex 'w'", "reason": "", "bytes": 512, "bytes_per_device": 64, "memory_kind": null}
-]
-}
-"""  # noqa: E501 - as it prints
-    )
+    snapshot(report.to_json())
 
 
 EXPLICIT = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
@@ -679,16 +607,11 @@ def test_how_parts_are_combined_comes_back():
 # --- Differences ----------------------------------------------------------------------------------
 
 
-def test_no_difference():
+def test_no_difference(snapshot):
     report = HELPER.explain(MODEL, RULES)
     diff = report.diff(HELPER.explain(MODEL, RULES | P()))
     assert not diff
-    assert (
-        str(diff)
-        == """\
-no array changed
-bytes/device of all arrays: 219.0 KiB before, 219.0 KiB after (+0 B)"""
-    )
+    snapshot(diff)
 
 
 def changed_model():
@@ -720,65 +643,20 @@ def test_leaves_of_one_path_are_compared_one_by_one():
     assert [(change.path, change.after.spec) for change in difference.changed] == [('a/b', P('fsdp'))]
 
 
-def test_difference_text():
-    assert (
-        changed_model().to_text(100)
-        == """\
-leaves      path                        before           after                     bytes/device
------------------------------------------------------------------------------------------------
-12 changed  layers/{0..11}/down/kernel  P('tp', 'fsdp')  P('tp',)         96.0 KiB -> 384.0 KiB
-1 changed   layers/3/up/kernel          P('fsdp',)       P('fsdp', 'tp')    16.0 KiB -> 8.0 KiB
-1 added     head                                         replicated                   128.0 KiB
-1 added     layers/12/down/kernel                        P('tp',)                      32.0 KiB
-1 added     layers/12/norm                               replicated                       256 B
-1 added     layers/12/up/kernel                          P('fsdp', 'tp')                8.0 KiB
-1 removed   step                        replicated                                          4 B
-
-13 arrays changed, 4 arrays added, 1 array removed
-bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
-    )
+def test_difference_text(snapshot):
+    snapshot(changed_model().to_text(100))
 
 
-def test_difference_of_80_columns():
-    assert (
-        changed_model().to_text(80)
-        == """\
-leaves      path  before           after                     bytes/device
--------------------------------------------------------------------------
-12 changed  layers/{0..11}/down/kernel
-                  P('tp', 'fsdp')  P('tp',)         96.0 KiB -> 384.0 KiB
-1 changed   layers/3/up/kernel
-                  P('fsdp',)       P('fsdp', 'tp')    16.0 KiB -> 8.0 KiB
-1 added     head                   replicated                   128.0 KiB
-1 added     layers/12/down/kernel
-                                   P('tp',)                      32.0 KiB
-1 added     layers/12/norm
-                                   replicated                       256 B
-1 added     layers/12/up/kernel
-                                   P('fsdp', 'tp')                8.0 KiB
-1 removed   step  replicated                                          4 B
-
-13 arrays changed, 4 arrays added, 1 array removed
-bytes/device of all arrays: 219.0 KiB before, 667.2 KiB after (+448.2 KiB)"""
-    )
+def test_difference_of_80_columns(snapshot):
+    snapshot(changed_model().to_text(80))
 
 
-def test_difference_of_meshes_and_arrays():
+def test_difference_of_meshes_and_arrays(snapshot):
     before = MeshShardingHelper([8], ['fsdp']).explain({'a': leaf(8), 'b': leaf(16)}, {'a': P(), 'b': P()})
     after = MeshShardingHelper([4], ['fsdp'], devices=jax.devices()[:4]).explain(
         {'a': leaf(8), 'b': leaf(16, dtype=jnp.int8)}, {'a': P(), 'b': P('fsdp')}
     )
-    assert (
-        before.diff(after).to_text(100)
-        == """\
-leaves     path  before                  after                bytes/device
---------------------------------------------------------------------------
-1 changed  b     float32[16] replicated  int8[16] P('fsdp',)   64 B -> 4 B
-
-1 array changed
-mesh: (fsdp=8) before, (fsdp=4) after
-bytes/device of all arrays: 96 B before, 36 B after (-60 B)"""
-    )
+    snapshot(before.diff(after).to_text(100))
     same = dataclasses.replace(before, mesh={'fsdp': 4})
     assert before.diff(same)
     assert not before.diff(before)
@@ -802,3 +680,28 @@ def test_bytes_of_small_dtypes_and_of_keys(array, spec, sizes):
     assert (report.bytes, report.bytes_per_device) == sizes
     keys = HELPER.explain(jax.random.split(jax.random.key(0), 8), P('fsdp'))
     assert (keys.bytes, keys.bytes_per_device) == (64, 16)
+
+
+def test_the_report_has_its_rules_below_it_where_there_is_no_room():
+    tree = {'layers': {'attention': {'query': {'kernel': jax.ShapeDtypeStruct((64, 64), jnp.float32)}}}}
+    report = HELPER.explain(tree, TreePathShardingRule(('query/kernel', P('fsdp', 'tp'))))
+    narrow, wide = report.to_text(80), report.to_text(160)
+    assert 'layers/attention/query/kernel' in narrow
+    assert '2.0 KiB  [1]' in narrow and "\n[1] regex 'query/kernel'\n" in narrow
+    assert "2.0 KiB  regex 'query/kernel'" in wide
+    assert all(len(line) <= 80 for line in narrow.splitlines())
+
+
+def test_what_a_report_calls_shadowed_and_unused():
+    tree = {'stack': {'w': leaf(8, 4, 4), 'scale': leaf(8)}, 'small': leaf(4), 'odd': leaf(8)}
+    rules = TreePathShardingRule(
+        ('^stack', TreePathShardingRule(('w$', P('tp')), ('scale', P())).stacked(1)),
+        ('small', FSDPShardingRule('fsdp') | P()),
+        ('odd', P()),
+        ('odd$', P('fsdp')),
+        ('missing', P()),
+    )
+    report = HELPER.explain(tree, rules)
+    assert (report.unused_rules, report.shadowed_rules) == (('missing',), ('odd$',))
+    named = LogicalAxisShardingRule({'rows': 'fsdp'}, [('odd', 'rows'), ('none', 'rows')], strict=False)
+    assert HELPER.explain(tree, named | P()).unused_rules == ('none',)

@@ -11,12 +11,9 @@ from rich.console import Console
 
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def report():
@@ -39,44 +36,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_80_columns():
-    assert (
-        printed(report(), 80)
-        == """\
-path                 array                 spec             bytes/device  rule
-──────────────────────────────────────────────────────────────────────────────
-embed                float32[512,64]       P('tp',)             64.0 KiB  [1]
-layers/{0..11}/attention/query/kernel
-                     12 x float32[64,256]  P('fsdp', 'tp')      96.0 KiB  [2]
-layers/{0..11}/norm  12 x float32[64]      replicated            3.0 KiB  [3]
-step                 int32[]               replicated                4 B  [4]
-
-[1] regex 'embed'
-[2] regex 'query'
-[3] regex 'norm'
-[4] TreePathShardingRule: one element
-
-26 arrays, 899.0 KiB in all, 163.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device
-regexes that match nothing: 'head'"""
-    )
+def test_80_columns(snapshot):
+    snapshot(printed(report(), 80))
 
 
-def test_140_columns():
-    assert (
-        printed(report(), 140)
-        == """\
-path                                   array                 spec             bytes/device              rule
-─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-embed                                  float32[512,64]       P('tp',)             64.0 KiB  ━━━━━━╸     regex 'embed'
-layers/{0..11}/attention/query/kernel  12 x float32[64,256]  P('fsdp', 'tp')      96.0 KiB  ━━━━━━━━━━  regex 'query'
-layers/{0..11}/norm                    12 x float32[64]      replicated            3.0 KiB  ╸           regex 'norm'
-step                                   int32[]               replicated                4 B  ╸           TreePathShardingRule: one element
-
-26 arrays, 899.0 KiB in all, 163.0 KiB on each device of the mesh (fsdp=4, tp=2)
-replicated: 13 arrays, 3.0 KiB on each device
-regexes that match nothing: 'head'"""  # noqa: E501 - as it prints
-    )
+def test_140_columns(snapshot):
+    snapshot(printed(report(), 140))
 
 
 def test_no_line_is_longer_than_the_console():

@@ -137,33 +137,11 @@ WHAT_TO_DO = 'What to do: give arrays whose batch divides, or shard it over fewe
 
 
 @pytest.mark.parametrize(
-    ('data', 'options', 'message'),
+    ('data', 'options'),
     [
-        (
-            {'x': np.ones((6, 2), np.float32), 'fine': np.ones(8), 'y': np.ones(4, np.int8)},
-            {},
-            f"""\
-local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
-  x: float32[6, 2]: the global batch of 6 rows does not divide by 8 shards
-  y: int8[4]: the global batch of 4 rows does not divide by 8 shards
-{WHAT_TO_DO}""",
-        ),
-        (
-            np.ones((8, 6), np.float32),
-            {'batch_axis': -1, 'mesh_axis_subset': 'data'},
-            f"""\
-local data does not fit the mesh (data=4, tp=2), with the batch on axis -1 over mesh axes ('data',):
-  (the leaf itself): float32[8, 6]: the global batch of 6 rows does not divide by 4 shards
-{WHAT_TO_DO}""",
-        ),
-        (
-            [np.ones(8, np.float32), np.ones((2, 8), np.float32)],
-            {'batch_axis': 1},
-            f"""\
-local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over mesh axes ('data', 'tp'):
-  0: float32[8] has no axis 1
-{WHAT_TO_DO}""",
-        ),
+        ({'x': np.ones((6, 2), np.float32), 'fine': np.ones(8), 'y': np.ones(4, np.int8)}, {}),
+        (np.ones((8, 6), np.float32), {'batch_axis': -1, 'mesh_axis_subset': 'data'}),
+        ([np.ones(8, np.float32), np.ones((2, 8), np.float32)], {'batch_axis': 1}),
         (
             {
                 'count': 2**31,
@@ -174,22 +152,12 @@ local data does not fit the mesh (data=4, tp=2), with the batch on axis 1 over m
                 'swapped': np.ones(8, '>f4'),
             },
             {},
-            f"""\
-local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes ('data', 'tp'):
-  count: Python int: 2147483648 does not fit in int32, which JAX makes of a Python int
-  name: str is not an array
-  objects: object[8]: JAX has no arrays of dtype object
-  shape: float32[8] is not an array
-  swapped: >f4[8]: JAX has no arrays of dtype >f4
-  text: <U1[8]: JAX has no arrays of dtype <U1
-{WHAT_TO_DO}""",
         ),
     ],
 )
-def test_data_that_does_not_fit(data, options, message):
-    with pytest.raises(DataError) as error:
+def test_data_that_does_not_fit(data, options, snapshot):
+    with snapshot.raises(DataError):
         HELPER.local_data_to_global_array(data, **options)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -205,14 +173,10 @@ def test_axes_that_do_not_exist(subset, message):
     assert str(error.value) == message
 
 
-def test_axes_of_different_types_do_not_shard_one_batch():
+def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(MeshError) as error:
+    with snapshot.raises(MeshError):
         helper.local_data_to_global_array(np.zeros(8))
-    assert str(error.value) == (
-        'the batch cannot be sharded over mesh axes of different types together (data is Auto, tp is '
-        'Explicit): choose axes of one type with mesh_axis_subset'
-    )
 
 
 @pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
@@ -225,57 +189,22 @@ def test_one_process_needs_every_row(subset):
 
 
 @pytest.mark.parametrize(
-    ('call', 'message'),
+    'call',
     [
-        (
-            lambda: HELPER.process_rows(6),
-            "the global batch of 6 rows does not divide by 8 shards, over mesh axes ('data', 'tp'): choose a "
-            'batch that does, or fewer axes with mesh_axis_subset',
-        ),
-        (
-            lambda: HELPER.process_rows(-8),
-            'global_batch is the number of rows of the whole batch, got -8',
-        ),
-        (
-            lambda: HELPER.process_rows([8]),
-            'global_batch is the number of rows of the whole batch, got [8]',
-        ),
-        (
-            lambda: HELPER.process_rows(8, 'data'),
-            "batch_axis is a whole number, got 'data' (mesh axes go to mesh_axis_subset)",
-        ),
-        (
-            lambda: HELPER.local_data_to_global_array(np.zeros(8), rows='some'),
-            "rows is 'all' or 'needed', got 'some'",
-        ),
-        (
-            lambda: HELPER.global_array_to_local_data(np.zeros(8), rows='some'),
-            "rows is 'all' or 'needed', got 'some'",
-        ),
-        (
-            lambda: HELPER.local_data_to_global_array({'x': np.zeros(6)}, rows='needed'),
-            'local data does not fit the mesh (data=4, tp=2), with the batch on axis 0 over mesh axes '
-            "('data', 'tp'):\n"
-            "  x: float64[6]: 6 rows do not divide by the 8 shards that this process's devices need\n"
-            f'{WHAT_TO_DO}',
-        ),
-        (
-            lambda: HELPER.broadcast_from(1, 5),
-            'broadcast_from takes the index of a process that holds devices of the mesh (0), got 1',
-        ),
-        (
-            lambda: HELPER.broadcast_from(
-                0, {'a': 'text', 'b': 2**70, 'c': jax.ShapeDtypeStruct((2,), 'int8')}
-            ),
-            'these leaves cannot be sent to other processes:\n  a: str is not an array\n'
-            '  b: Python int has more than 64 bits\n  c: int8[2] is not an array',
-        ),
+        lambda: HELPER.process_rows(6),
+        lambda: HELPER.process_rows(-8),
+        lambda: HELPER.process_rows([8]),
+        lambda: HELPER.process_rows(8, 'data'),
+        lambda: HELPER.local_data_to_global_array(np.zeros(8), rows='some'),
+        lambda: HELPER.global_array_to_local_data(np.zeros(8), rows='some'),
+        lambda: HELPER.local_data_to_global_array({'x': np.zeros(6)}, rows='needed'),
+        lambda: HELPER.broadcast_from(1, 5),
+        lambda: HELPER.broadcast_from(0, {'a': 'text', 'b': 2**70, 'c': jax.ShapeDtypeStruct((2,), 'int8')}),
     ],
 )
-def test_data_calls_that_make_no_sense(call, message):
-    with pytest.raises(DataError) as error:
+def test_data_calls_that_make_no_sense(call, snapshot):
+    with snapshot.raises(DataError):
         call()
-    assert str(error.value) == message
 
 
 def test_values_of_the_only_process():

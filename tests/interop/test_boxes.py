@@ -167,7 +167,7 @@ def test_a_box_of_several_arrays_and_a_box_in_a_box(helper):
     assert interop.unbox(nn.Partitioned(None, names=())) is None
 
 
-def test_names_of_boxes_that_a_rule_cannot_use(helper):
+def test_names_of_boxes_that_a_rule_cannot_use(helper, snapshot):
     nn = import_or_skip('flax.linen')
     tree = {
         'rank': nn.Partitioned(jnp.zeros(8), names=('embed', 'mlp')),
@@ -176,31 +176,8 @@ def test_names_of_boxes_that_a_rule_cannot_use(helper):
         'both': nn.Partitioned(jnp.zeros((8, 8)), names=('x', 'mpl')),
         'fine': nn.Partitioned(jnp.zeros((8, 8)), names=('embed', None)),
     }
-    with pytest.raises(ShardingError) as error:
+    with snapshot.raises(ShardingError):
         helper.match_sharding_rule(RULE, tree)
-    assert str(error.value) == (
-        '4 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
-        '  both/value: float32[8, 8]\n'
-        "    axis_mapping has no name 'x' of dimension 0 (known: 'embed', 'mlp', 'layers'), 'mpl' of "
-        "dimension 1 (did you mean 'mlp'?)\n"
-        "    rule: the leaf's own names 'x mpl'\n"
-        '  rank/value: float32[8]\n'
-        "    'embed mlp' names 2 dimensions, the array has 1\n"
-        "    rule: the leaf's own names 'embed mlp'\n"
-        '  twice/value: float32[8, 8]\n'
-        "    'embed' is used more than once (dimensions 0, 1)\n"
-        "    rule: the leaf's own names 'embed embed'\n"
-        '  unknown/value: float32[8, 8]\n'
-        "    axis_mapping has no name 'embd' of dimension 0 (did you mean 'embed'?)\n"
-        "    rule: the leaf's own names 'embd mlp'\n"
-        'What to do: add the name to axis_mapping (None leaves its dimensions whole), or pass strict=False '
-        'to leave dimensions of unknown names whole.\n'
-        "What to do: name every dimension of such leaves in axis_names, without '...', as in "
-        "axis_names=[('query/kernel', 'embed heads _')], which counts where a leaf's own names do not fit; "
-        'or put a rule for such leaves before this one.\n'
-        "What to do: give each dimension of an array a name of its own, or none ('_' in a pattern, None in "
-        'metadata).'
-    )
 
 
 @pytest.mark.parametrize('box', ['with_partitioning', 'with_logical_partitioning'])

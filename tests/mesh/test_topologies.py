@@ -70,18 +70,13 @@ def test_with_a_compiler_of_another_jax(described):
     )
 
 
-def test_an_unknown_topology(described):
+def test_an_unknown_topology(described, snapshot):
     def fails(**_):
         raise ValueError('no such thing')
 
     described(fails)
-    with pytest.raises(MeshError) as raised:
+    with snapshot.raises(MeshError):
         ask()
-    assert str(raised.value) == (
-        "the TPU compiler describes no topology 'v5e:2x5': no such thing\n"
-        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n"
-        '`python -m scalax topologies` lists those that are known'
-    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 X = jax.ShapeDtypeStruct((8, 8), 'float32')
 
 
-def test_the_compiler_speaks_first_and_then_we():
+def test_the_compiler_speaks_first_and_then_we(snapshot):
     def step(x):
         return jax.ffi.ffi_call('nobody_knows_this', X)(x)
 
@@ -24,10 +24,7 @@ def test_the_compiler_speaks_first_and_then_we():
         HELPER.plan(HELPER.sjit(step, in_shardings=P('fsdp')), X)
     reason, context = str(raised.value).split('\n')
     assert 'nobody_knows_this' in reason
-    assert context == (
-        "This is why the compiler made no program of 'step' for 8 'cpu' devices (fsdp=4, tp=2), "
-        'and there is no plan'
-    )
+    snapshot(context)
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
@@ -81,53 +78,31 @@ def test_a_function_that_needs_values():
     ) in raised.value.__notes__
 
 
-def test_arguments_without_shapes():
-    with pytest.raises(ArgumentError) as raised:
+def test_arguments_without_shapes(snapshot):
+    with snapshot.raises(ArgumentError):
         HELPER.plan(lambda batch: batch, {'rows': object(), 'names': 'text', 'x': X})
-    assert str(raised.value) == (
-        '<lambda> got leaves that are not arrays:\n'
-        '  batch/names: str\n'
-        '  batch/rows: object\n'
-        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
-        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
-        'inside; scalax.axes.named_jit compiles with whole modules.'
-    )
 
 
-def test_whose_option_is_it():
+def test_whose_option_is_it(snapshot):
     def step(x, quick=False):
         return x
 
-    with pytest.raises(ArgumentError) as raised:
+    with snapshot.raises(ArgumentError):
         HELPER.plan(step, X, quick=True)
-    assert str(raised.value) == (
-        "'quick' is an option of plan, and an argument of 'step': give that by position, or call "
-        'scalax.plan.make_plan(helper, fun, args, kwargs, quick=...)'
-    )
     assert HELPER.plan(step, X).name == 'step'
 
 
 @tpu_compiler.needed
 @pytest.mark.parametrize(
-    ('topology', 'dims', 'said'),
+    ('topology', 'dims'),
     [
-        (
-            'v5e:2x4',
-            [3, -1],
-            'mesh (fsdp=3, tp=-1): 8 devices do not divide by 3, the product of the given dimensions; '
-            'it may be 1, 2, 4, 8',
-        ),
-        (
-            'v5e:2x4',
-            [16, 2],
-            "mesh (fsdp=16, tp=2) needs 32 devices, there are 8; what would fit: (4, 2), with 'fsdp' changed",
-        ),
+        ('v5e:2x4', [3, -1]),
+        ('v5e:2x4', [16, 2]),
     ],
 )
-def test_a_mesh_that_a_slice_cannot_hold(topology, dims, said):
-    with pytest.raises(MeshError) as raised:
+def test_a_mesh_that_a_slice_cannot_hold(topology, dims, snapshot):
+    with snapshot.raises(MeshError):
         MeshShardingHelper.from_topology(topology, dims, ['fsdp', 'tp'])
-    assert str(raised.value) == said
 
 
 @tpu_compiler.needed

@@ -15,12 +15,9 @@ from examples.llama import model
 from scalax.plan import Counted, Flops, count_flops
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def counted(fun, *arguments):
@@ -41,20 +38,20 @@ def conv(x, w, strides=(1, 1), padding='VALID', **more):
     return jax.lax.conv_general_dilated(x, w, strides, padding, **more)
 
 
-IMAGES, KERNEL = array(5, 3, 10, 9), array(7, 3, 4, 2)
+IMAGES, KERNEL = leaf(5, 3, 10, 9), leaf(7, 3, 4, 2)
 OUTPUTS = 5 * 7 * 7 * 8  # of a convolution without padding
 
 # name -> (function, arguments, operations). Everything here is one operation of XLA, too.
 OPERATIONS = {
-    'matrices': (jnp.matmul, (array(3, 5), array(5, 7)), 2 * 3 * 5 * 7),
-    'several at once': (jnp.matmul, (array(4, 3, 5), array(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
+    'matrices': (jnp.matmul, (leaf(3, 5), leaf(5, 7)), 2 * 3 * 5 * 7),
+    'several at once': (jnp.matmul, (leaf(4, 3, 5), leaf(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
     'two contracted': (
         functools.partial(jnp.einsum, 'bijk,bjkl->bil'),
-        (array(2, 3, 4, 5), array(2, 4, 5, 6)),
+        (leaf(2, 3, 4, 5), leaf(2, 4, 5, 6)),
         2 * 2 * 3 * 4 * 5 * 6,
     ),
-    'integers': (jnp.matmul, (array(3, 5, dtype=jnp.int8), array(5, 7, dtype=jnp.int8)), 210),
-    'nothing to contract': (jnp.matmul, (array(3, 0), array(0, 7)), 0),
+    'integers': (jnp.matmul, (leaf(3, 5, dtype=jnp.int8), leaf(5, 7, dtype=jnp.int8)), 210),
+    'nothing to contract': (jnp.matmul, (leaf(3, 0), leaf(0, 7)), 0),
     'convolution': (conv, (IMAGES, KERNEL), 2 * OUTPUTS * 3 * 4 * 2),
     'convolution with strides': (
         functools.partial(conv, strides=(2, 3)),
@@ -63,34 +60,34 @@ OPERATIONS = {
     ),
     'convolution of groups': (
         functools.partial(conv, feature_group_count=3),
-        (IMAGES, array(6, 1, 4, 2)),
+        (IMAGES, leaf(6, 1, 4, 2)),
         2 * (5 * 6 * 7 * 8) * 4 * 2,
     ),
     'convolution of batch groups': (
         functools.partial(conv, batch_group_count=5),
-        (IMAGES, array(10, 3, 4, 2)),
+        (IMAGES, leaf(10, 3, 4, 2)),
         2 * (1 * 10 * 7 * 8) * 3 * 4 * 2,
     ),
     # Of 10 x 9 elements, 10 x 9 x 3 x 3 pairs would meet; those in the padding do not.
     'convolution with padding': (
         functools.partial(conv, padding='SAME'),
-        (IMAGES, array(7, 3, 3, 3)),
+        (IMAGES, leaf(7, 3, 3, 3)),
         2 * 5 * 7 * 3 * (10 * 3 - 2) * (9 * 3 - 2),
     ),
     'transposed convolution': (
         functools.partial(conv, padding=((2, 2), (1, 1)), lhs_dilation=(2, 1)),
-        (array(5, 3, 4, 6), array(7, 3, 3, 2)),
+        (leaf(5, 3, 4, 6), leaf(7, 3, 3, 2)),
         # Rows of the input lie at 0, 2, 4, 6: each meets all three rows of the kernel. Its columns: both.
         2 * 5 * 7 * 3 * (4 * 3) * (6 * 2),
     ),
     'convolution with a dilated kernel': (
         functools.partial(conv, rhs_dilation=(2, 1)),
-        (IMAGES, array(7, 3, 3, 2)),
+        (IMAGES, leaf(7, 3, 3, 2)),
         2 * 5 * 7 * (6 * 8) * 3 * 3 * 2,
     ),
     'convolution in one dimension': (
         functools.partial(conv, strides=(1,)),
-        (array(2, 3, 8), array(4, 3, 5)),
+        (leaf(2, 3, 8), leaf(4, 3, 5)),
         2 * 2 * 4 * 4 * 3 * 5,
     ),
 }
@@ -106,36 +103,36 @@ def test_operations(fun, arguments, expected):
 
 # name -> (function, arguments, operations), where XLA counts otherwise, or not at all.
 OTHERS = {
-    'vectors': (jnp.dot, (array(9), array(9)), 2 * 9),
-    'outer product': (functools.partial(jnp.einsum, 'i,j->ij'), (array(4), array(6)), 0),
-    'bfloat16': (jnp.matmul, (array(3, 5, dtype=jnp.bfloat16), array(5, 7, dtype=jnp.bfloat16)), 210),
+    'vectors': (jnp.dot, (leaf(9), leaf(9)), 2 * 9),
+    'outer product': (functools.partial(jnp.einsum, 'i,j->ij'), (leaf(4), leaf(6)), 0),
+    'bfloat16': (jnp.matmul, (leaf(3, 5, dtype=jnp.bfloat16), leaf(5, 7, dtype=jnp.bfloat16)), 210),
     'complex matrices': (
         jnp.matmul,
-        (array(3, 5, dtype=jnp.complex64), array(5, 7, dtype=jnp.complex64)),
+        (leaf(3, 5, dtype=jnp.complex64), leaf(5, 7, dtype=jnp.complex64)),
         840,
     ),
     # Each of 8 rows meets the matrix of one of the groups.
-    'ragged': (jax.lax.ragged_dot, (array(8, 4), array(3, 4, 6), array(3, dtype=jnp.int32)), 2 * 8 * 4 * 6),
+    'ragged': (jax.lax.ragged_dot, (leaf(8, 4), leaf(3, 4, 6), leaf(3, dtype=jnp.int32)), 2 * 8 * 4 * 6),
     'ragged, to the rows': (
         jax.grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum()),
-        (array(8, 4), array(3, 4, 6), array(3, dtype=jnp.int32)),
+        (leaf(8, 4), leaf(3, 4, 6), leaf(3, dtype=jnp.int32)),
         2 * 8 * 4 * 6,
     ),
     'ragged, to the matrices': (
         jax.grad(lambda w, x, sizes: jax.lax.ragged_dot(x, w, sizes).sum()),
-        (array(3, 4, 6), array(8, 4), array(3, dtype=jnp.int32)),
+        (leaf(3, 4, 6), leaf(8, 4), leaf(3, dtype=jnp.int32)),
         2 * 8 * 4 * 6,
     ),
-    'FFT': (jnp.fft.fft, (array(3, 64, dtype=jnp.complex64),), 3 * 5 * 64 * 6),
-    'FFT of real numbers': (jnp.fft.rfft2, (array(3, 8, 16),), 3 * 5 * 128 * 7 // 2),
+    'FFT': (jnp.fft.fft, (leaf(3, 64, dtype=jnp.complex64),), 3 * 5 * 64 * 6),
+    'FFT of real numbers': (jnp.fft.rfft2, (leaf(3, 8, 16),), 3 * 5 * 128 * 7 // 2),
     'FFT to real numbers': (
         functools.partial(jnp.fft.irfft, n=64),
-        (array(33, dtype=jnp.complex64),),
+        (leaf(33, dtype=jnp.complex64),),
         5 * 64 * 3,
     ),
-    'elementwise': (lambda x: jnp.tanh(x * x).sum(), (array(9, 9),), 0),
-    'sorted': (jnp.sort, (array(9),), 0),
-    'scattered': (lambda x: x.at[2].add(1.0), (array(9),), 0),
+    'elementwise': (lambda x: jnp.tanh(x * x).sum(), (leaf(9, 9),), 0),
+    'sorted': (jnp.sort, (leaf(9),), 0),
+    'scattered': (lambda x: x.at[2].add(1.0), (leaf(9),), 0),
 }
 
 
@@ -146,7 +143,7 @@ def test_other_operations(fun, arguments, expected):
 
 # --- Loops, branches and calls: x is 4 x 4, so that one product takes 128 --------------------------
 
-X = array(4, 4)
+X = leaf(4, 4)
 ONE = 2 * 4**3
 
 
@@ -373,7 +370,7 @@ def test_remat_adds_the_forward_once(count):
     def layer(w, x):
         return jnp.tanh(x @ w)
 
-    one, arguments = 2 * 8 * 5 * 5, (array(count, 5, 5), array(8, 5))
+    one, arguments = 2 * 8 * 5 * 5, (leaf(count, 5, 5), leaf(8, 5))
     assert flops(layers(layer), *arguments) == 3 * count * one
     assert flops(layers(jax.checkpoint(layer)), *arguments) == 4 * count * one
 
@@ -411,7 +408,7 @@ def gradient(config, batch, sequence):
     def loss(params, tokens):
         return jnp.square(model.forward(params, tokens, config)).mean()
 
-    return flops(jax.grad(loss), params, array(batch, sequence, dtype=jnp.int32)), params
+    return flops(jax.grad(loss), params, leaf(batch, sequence, dtype=jnp.int32)), params
 
 
 def size(tree):
@@ -461,7 +458,7 @@ def blocks(axes, spec):
     ids=['all axes', 'one axis', 'replicated along one'],
 )
 def test_shard_map(fun, expected):
-    assert flops(fun, array(16, 16)) == expected
+    assert flops(fun, leaf(16, 16)) == expected
 
 
 def test_a_plan_has_the_operations_of_all_devices():
@@ -470,15 +467,15 @@ def test_a_plan_has_the_operations_of_all_devices():
 
     whole = 2 * 16 * 64 * 32
     divided = HELPER.plan(
-        HELPER.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), array(64, 32), array(16, 64)
+        HELPER.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), leaf(64, 32), leaf(16, 64)
     )
     assert (divided.flops, divided.flops_counted) == (whole, Counted.EXACTLY)
     assert divided.work.flops == whole // 8
     # Read: 4 x 64 of x and 64 x 16 of w; written: 4 x 16.
     assert divided.work.bytes == 4 * (4 * 64 + 64 * 16 + 4 * 16)
-    twice = HELPER.plan(HELPER.sjit(step, in_shardings=(P(), P('fsdp'))), array(64, 32), array(16, 64))
+    twice = HELPER.plan(HELPER.sjit(step, in_shardings=(P(), P('fsdp'))), leaf(64, 32), leaf(16, 64))
     assert (twice.flops, twice.work.flops) == (whole, whole // 4)
-    alone = HELPER.plan(step, array(64, 32), array(16, 64))
+    alone = HELPER.plan(step, leaf(64, 32), leaf(16, 64))
     assert (alone.flops, alone.work.flops, alone.devices) == (whole, whole, 1)
 
 
@@ -489,15 +486,15 @@ def test_the_program_takes_as_many_operations_as_the_function(name):
 
 
 def test_the_program_of_a_transform():
-    plan = HELPER.plan(jnp.fft.fft, array(3, 64, dtype=jnp.complex64))
+    plan = HELPER.plan(jnp.fft.fft, leaf(3, 64, dtype=jnp.complex64))
     assert plan.work.flops == plan.flops == 3 * 5 * 64 * 6
 
 
 def test_loops_of_a_program():
-    plan = HELPER.plan(HELPER.sjit(scanned(6), in_shardings=P(None, 'tp')), array(64, 64))
+    plan = HELPER.plan(HELPER.sjit(scanned(6), in_shardings=P(None, 'tp')), leaf(64, 64))
     assert plan.flops == 6 * 2 * 64**3
     assert plan.work.counted is Counted.EXACTLY
-    unknown = HELPER.plan(HELPER.sjit(endless, in_shardings=P('fsdp')), array(64, 64))
+    unknown = HELPER.plan(HELPER.sjit(endless, in_shardings=P('fsdp')), leaf(64, 64))
     assert (unknown.flops_counted, unknown.work.counted) == (Counted.AT_LEAST, Counted.AT_LEAST)
     assert str(unknown).splitlines()[1] == '>=5.243e+05 flops in one call, on all devices together'
     assert unknown.to_dict()['flops_counted'] == 'at least'

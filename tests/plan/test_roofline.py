@@ -380,7 +380,7 @@ def test_a_plan_tells_what_the_roofline_of_its_devices_does():
     )
 
 
-def test_what_a_roofline_needs():
+def test_what_a_roofline_needs(snapshot):
     plan = fsdp(8)
     with pytest.raises(PlanError) as error:
         _ = plan.bound
@@ -388,18 +388,10 @@ def test_what_a_roofline_needs():
     with pytest.raises(PlanError) as error:
         plan.roofline()
     assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")
-    with pytest.raises(PlanError) as error:
+    with snapshot.raises(PlanError):
         plan.roofline('v5p')
-    assert str(error.value) == (
-        "'cpu' devices are not in a torus, as chips of 'v5p' are: say along which of its axes each mesh "
-        "axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
-    )
-    with pytest.raises(PlanError) as error:
+    with snapshot.raises(PlanError):
         plan.roofline(Hardware('mine', flops_per_second=1e14))
-    assert str(error.value) == (
-        "a roofline needs numbers that the hardware 'mine' does not have: hbm_bytes_per_second. Add them: "
-        'dataclasses.replace(hardware, hbm_bytes_per_second=...)'
-    )
 
 
 def test_devices_behind_a_switch():

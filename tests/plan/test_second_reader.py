@@ -7,7 +7,8 @@ import pytest
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import collective_programs, second_reader, tpu_compiler
-from tests.support.collective_programs import HELPER, array
+from tests.support.collective_programs import HELPER
+from tests.support.leaves import leaf
 
 
 def train(helper, rules, batch, layers=3, rounds=1):
@@ -29,7 +30,7 @@ def train(helper, rules, batch, layers=3, rounds=1):
         return jax.lax.scan(part, params, x.reshape(rounds, -1, x.shape[-1]))[0]
 
     fun = helper.sjit(step, in_shardings=(rules, batch), out_shardings=rules)
-    return helper, fun, ({'up': array(layers, 64, 128), 'down': array(layers, 128, 64)}, array(64, 64))
+    return helper, fun, ({'up': leaf(layers, 64, 128), 'down': leaf(layers, 128, 64)}, leaf(64, 64))
 
 
 def fsdp():

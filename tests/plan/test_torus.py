@@ -98,15 +98,11 @@ def test_which_axes_are_rings(name, shape, rings):
     assert (torus.extents, torus.rings, torus.devices_per_chip) == (shape, rings, 1)
 
 
-def test_a_hardware_whose_rings_are_not_known():
+def test_a_hardware_whose_rings_are_not_known(snapshot):
     one = torus_of(places_of(chips(1, 1, 1, cores=2)), HARDWARE['tpu7x'])
     assert one == Torus((1, 1, 1), 2, (False, False, False))
-    with pytest.raises(PlanError) as error:
+    with snapshot.raises(PlanError):
         torus_of(places_of(chips(4, 4, 4)), HARDWARE['tpu7x'])
-    assert str(error.value) == (
-        "a roofline of communication along a torus needs numbers that the hardware 'tpu7x' does not have: "
-        'ring_multiple. Add them: dataclasses.replace(hardware, ring_multiple=...)'
-    )
 
 
 def test_a_torus_of_more_axes():
@@ -348,28 +344,14 @@ def test_times_through_a_switch():
 
 
 @pytest.mark.parametrize(
-    ('route', 'message'),
+    'route',
     [
-        (
-            Route(1, 4, 4, (ring(0, 4),)),
-            "a roofline of communication needs numbers that the hardware 'mine' does not have: "
-            'ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_second=...)',
-        ),
-        (
-            Route(2, 1, 1, ()),
-            "a roofline of communication between slices needs numbers that the hardware 'mine' does not "
-            'have: dcn_bytes_per_second, chips_per_host. Add them: dataclasses.replace(hardware, '
-            'dcn_bytes_per_second=..., chips_per_host=...)',
-        ),
-        (
-            Route(1, 2, 1, ()),
-            "a roofline of communication needs numbers that the hardware 'mine' does not have: "
-            'hbm_bytes_per_second. Add them: dataclasses.replace(hardware, hbm_bytes_per_second=...)',
-        ),
+        Route(1, 4, 4, (ring(0, 4),)),
+        Route(2, 1, 1, ()),
+        Route(1, 2, 1, ()),
     ],
     ids=['links', 'slices', 'chip'],
 )
-def test_times_without_numbers(route, message):
-    with pytest.raises(PlanError) as error:
+def test_times_without_numbers(route, snapshot):
+    with snapshot.raises(PlanError):
         collective_seconds('all-gather', V, route, Hardware('mine'), 1)
-    assert str(error.value) == message

@@ -23,7 +23,8 @@ from scalax.sharding import (
     with_sharding_constraint,
 )
 from scalax.testing import assert_collectives
-from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
+from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, specs
+from tests.support.leaves import leaf
 
 U = P.UNCONSTRAINED
 MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*', P()))
@@ -287,19 +288,9 @@ def message_of(helper, rule, tree):
     return str(caught.value)
 
 
-def test_a_strict_rule_before_and_names_every_leaf(helper):
+def test_a_strict_rule_before_and_names_every_leaf(helper, snapshot):
     rule = TreePathShardingRule(('up', P(None, 'tp'))) & FSDP
-    assert message_of(helper, rule, {'b': leaf(8), 'up': leaf(8, 8), 'c': {'d': leaf(64, 64)}}) == (
-        '2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
-        '  b: float32[8]\n'
-        "    no regex of the rule matches the path 'b'\n"
-        '    rule: TreePathShardingRule with 1 regex\n'
-        '  c/d: float32[64, 64]\n'
-        "    no regex of the rule matches the path 'c/d'\n"
-        '    rule: TreePathShardingRule with 1 regex\n'
-        "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False "
-        'to replicate what nothing matches.'
-    )
+    snapshot(message_of(helper, rule, {'b': leaf(8), 'up': leaf(8, 8), 'c': {'d': leaf(64, 64)}}))
 
 
 def test_a_contradiction_names_both_rules(helper):
@@ -338,19 +329,12 @@ def test_a_stack_that_is_too_short_is_named_as_the_user_knows_it(helper):
     )
 
 
-def test_what_a_subclass_got_wrong_is_shown_with_the_whole_leaf(helper):
+def test_what_a_subclass_got_wrong_is_shown_with_the_whole_leaf(helper, snapshot):
     class Wrong(ShardingRule):
         def apply(self, pytree):
             return jax.tree.map(lambda leaf: 'tp', pytree)
 
-    assert message_of(helper, (Wrong() & FSDP).stacked(), {'w': leaf(80, 64)}) == (
-        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
-        '  w: float32[80, 64]\n'
-        "    got 'tp' of type str, which is not a PartitionSpec\n"
-        '    rule: Wrong.apply\n'
-        'What to do: return a jax.sharding.PartitionSpec, such as '
-        "PartitionSpec('fsdp', None)."
-    )
+    snapshot(message_of(helper, (Wrong() & FSDP).stacked(), {'w': leaf(80, 64)}))
 
 
 def test_shardings_of_two_meshes_are_an_error(helper):

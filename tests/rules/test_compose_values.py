@@ -17,7 +17,8 @@ from scalax.sharding import (
     PolicyShardingRule,
     TreePathShardingRule,
 )
-from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, leaf, specs
+from tests.support.compose_cases import FSDP, STRICT_MISS, FirstOnTp, last_on_tp, specs
+from tests.support.leaves import leaf
 
 
 @pytest.fixture(scope='module')

@@ -1,7 +1,6 @@
 """What is said about names of dimensions that do not fit, and how patterns are read."""
 
 import hypothesis
-import jax
 import pytest
 from einops.parsing import ParsedExpression
 from hypothesis import strategies as st
@@ -10,12 +9,9 @@ from jax.sharding import PartitionSpec as P
 from scalax.errors import RuleError, ShardingError
 from scalax.rules import _pattern
 from scalax.sharding import LogicalAxisShardingRule
+from tests.support.leaves import leaf
 
 MAPPING = {'batch': ('data', 'fsdp'), 'embed': 'fsdp', 'mlp': 'tp', 'heads': 'tp', 'layers': None}
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
 
 
 def message(error):

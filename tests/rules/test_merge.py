@@ -12,7 +12,8 @@ from scalax.sharding import (
     PolicyShardingRule,
     TreePathShardingRule,
 )
-from tests.support.compose_cases import last_on_tp, leaf
+from tests.support.compose_cases import last_on_tp
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 TWICE = P('tp', 'tp')

@@ -341,139 +341,62 @@ HINT = (
 
 
 @pytest.mark.parametrize(
-    ('param_rule', 'params', 'state', 'message'),
+    ('param_rule', 'params', 'state'),
     [
         pytest.param(
             P(),
             {'w': struct(8, 16), 'b': struct(16)},
             {'mu': {'w': struct(4, 16), 'b': struct(8)}, 'count': struct()},
-            """\
-2 leaves cannot be sharded as asked (mesh: fsdp=4, tp=2):
-  mu/b: float32[8]
-    the parameter 'b' has shape [16]: this is no copy, no stack of copies, and not some of its dimensions
-    rule: OptimizerStateShardingRule
-  mu/w: float32[4, 16]
-    the parameter 'w' has shape [8, 16]: this is no copy, no stack of copies, and not some of its dimensions
-    rule: OptimizerStateShardingRule
-"""
-            + HINT,
             id='params of another size',
         ),
         pytest.param(
             P(),
             {'params': {'dense': {'w': struct(8, 16)}}},
             {'mu': {'dense': {'w': struct(8, 16)}}, 'count': struct(), 'key': struct(2, dtype='uint32')},
-            """\
-One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
-  mu/dense/w: float32[8, 16]
-    its path ends with no parameter path; there is 'params/dense/w'
-    rule: OptimizerStateShardingRule
-"""
-            + HINT,
             id='params with other paths',
         ),
         pytest.param(
             P(),
             struct(8, 16),
             {'mu': struct(8, 8)},
-            """\
-One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
-  mu: float32[8, 8]
-    it has no shape that belongs to the parameter 'itself': [8, 16]
-    rule: OptimizerStateShardingRule
-"""
-            + HINT,
             id='one bare array',
         ),
         pytest.param(
             TreePathShardingRule(('b', P())),
             {'w': struct(8, 16), 'b': struct(16)},
             {'mu': {'w': struct(8, 16), 'b': struct(16)}},
-            """\
-One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
-  mu/w: float32[8, 16]
-    its parameter 'w': no regex of the rule matches the path 'w'
-    rule: TreePathShardingRule with 1 regex
-What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate \
-what nothing matches.""",
             id='a parameter without a spec',
         ),
         pytest.param(
             P('model'),
             {'w': struct(8, 16)},
             {'v_row': {'w': struct(8)}},
-            """\
-One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):
-  v_row/w: float32[8]
-    the mesh has no axis 'model' (known: 'fsdp', 'tp')
-    asked for: P('model',) from OptimizerStateShardingRule -> the spec given
-What to do: name only axes of the mesh, or build the mesh with that axis.""",
             id='a spec that the mesh refuses',
         ),
     ],
 )
-def test_messages(param_rule, params, state, message):
-    with pytest.raises(ShardingError) as error:
+def test_messages(param_rule, params, state, snapshot):
+    with snapshot.raises(ShardingError):
         HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
-    assert str(error.value) == message
 
 
 OF = 'the params of OptimizerStateShardingRule'
 
 
 @pytest.mark.parametrize(
-    ('param_rule', 'params', 'kind', 'message'),
+    ('param_rule', 'params', 'kind'),
     [
-        (
-            'fsdp',
-            W,
-            RuleError,
-            f"the rules of {OF} hold 'fsdp' of type str, which is not a rule: "
-            "give a ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('fsdp')",
-        ),
-        (
-            {'w': np.zeros((8, 16), np.float32)},
-            P(),
-            RuleError,
-            f"the rules of {OF} hold float32[8, 16] of type ndarray at 'w', which is not a rule: "
-            'give a ShardingRule, a PartitionSpec, a NamedSharding or None; are the '
-            'tree and the rules the wrong way round?',
-        ),
-        (
-            P(),
-            {},
-            RuleError,
-            'OptimizerStateShardingRule: params has no leaves, so that no state can belong to it',
-        ),
-        (
-            P(),
-            {'w': np.tanh, 'b': struct(8)},
-            RuleError,
-            'OptimizerStateShardingRule: params holds w: numpy.ufunc, which is not an array; give what the '
-            'optimizer was initialised with',
-        ),
-        (
-            {'w': P(), 'typo': P()},
-            {'w': struct(8), 'b': {'c': struct(8)}},
-            StructureError,
-            f'the rules do not have the structure of {OF} at its root: there '
-            "is no rule for 'b'; the tree has nothing called 'typo' (known: 'b', 'w'). Give one rule for "
-            'each subtree (in sjit, None leaves one to the compiler).',
-        ),
-        (
-            [P()],
-            (struct(8),),
-            StructureError,
-            f'the rules do not have the structure of {OF} at its root: the rules hold a list with '
-            '1 child there, the tree holds a tuple with 1 child. Give one rule for the '
-            'whole subtree, or a tree of rules with the same nodes.',
-        ),
+        ('fsdp', W, RuleError),
+        ({'w': np.zeros((8, 16), np.float32)}, P(), RuleError),
+        (P(), {}, RuleError),
+        (P(), {'w': np.tanh, 'b': struct(8)}, RuleError),
+        ({'w': P(), 'typo': P()}, {'w': struct(8), 'b': {'c': struct(8)}}, StructureError),
+        ([P()], (struct(8),), StructureError),
     ],
 )
-def test_messages_of_the_constructor(param_rule, params, kind, message):
-    with pytest.raises(kind) as error:
+def test_messages_of_the_constructor(param_rule, params, kind, snapshot):
+    with snapshot.raises(kind):
         OptimizerStateShardingRule(param_rule, params)
-    assert str(error.value) == message
 
 
 # --- Values ---------------------------------------------------------------------------------------

@@ -222,13 +222,9 @@ def test_trees_of_rules_that_do_not_fit(rules, tree, message):
     assert str(error.value) == message
 
 
-def test_messages_say_which_tree_it_is():
-    with pytest.raises(StructureError) as error:
+def test_messages_say_which_tree_it_is(snapshot):
+    with snapshot.raises(StructureError):
         split({'w': P()}, {'v': X}, "argument 'state'")
-    assert str(error.value) == (
-        "the rules do not have the structure of argument 'state' at its root: there is no rule for 'v'; the "
-        f"tree has nothing called 'w' (known: 'v'). {EACH}"
-    )
 
 
 def test_a_miss_says_what_the_rule_saw():
@@ -252,16 +248,18 @@ class TrainState:
     tx: object = dataclasses.field(metadata={'static': True})
 
 
-def test_static_fields_that_differ_are_said_where_they_are():
+def test_static_fields_that_differ_are_said_where_they_are(snapshot):
     tree = TrainState(0, {'d': {'w': np.ones(8)}}, 'adam')
     rules = TrainState(P(), {'d': {'w': P()}}, 'sgd')
-    with pytest.raises(StructureError) as error:
+    with snapshot.raises(StructureError):
         split(rules, tree)
-    assert str(error.value) == (
-        'the rules do not have the structure of the tree at its root: the TrainState there differs in its '
-        'static fields (tx). Give one rule for the whole subtree, or make the tree of rules of the tree '
-        'itself (jax.tree.map, tree.replace).'
-    )
     below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
     with pytest.raises(StructureError, match="at 'params/d': there is no rule for 'w'"):
         split(below, tree)
+
+
+def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
+    tree, rules = {'a': X, 'b': X[0]}, {'a': P(), 'b': P()}
+    HELPER.match_sharding_rule(rules, tree)
+    with pytest.raises(StructureError, match='the wrong way round'):
+        HELPER.match_sharding_rule(tree, rules)

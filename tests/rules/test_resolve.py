@@ -24,13 +24,10 @@ from scalax.sharding import (
     TreePathShardingRule,
 )
 from tests.support import ROOT
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
 U = P.UNCONSTRAINED
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
 
 
 def spec_of(rule, x, helper=HELPER):

@@ -13,14 +13,11 @@ from scalax.sharding import (
     with_sharding_constraint,
 )
 from scalax.sharding import PartitionSpec as P
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 CUBE = MeshShardingHelper([2, 2, 2], ['a', 'b', 'c'])
 F32 = 4
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def rows(plan):
@@ -42,7 +39,7 @@ def data_parallel():
         return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
 
     fun = HELPER.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P())
-    return HELPER, fun, (array(64, 32), array(16, 64)), {('all-reduce', ('fsdp',)): (1, 64 * 32 * F32)}
+    return HELPER, fun, (leaf(64, 32), leaf(16, 64)), {('all-reduce', ('fsdp',)): (1, 64 * 32 * F32)}
 
 
 def fsdp_forward():
@@ -54,7 +51,7 @@ def fsdp_forward():
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
     fun = HELPER.sjit(forward, in_shardings=(rule, P('fsdp')), out_shardings=P('fsdp'))
     expected = {('all-gather', ('fsdp',)): (2, (64 * 32 + 32 * 128) * F32)}
-    return HELPER, fun, ({'a': array(64, 32), 'b': array(32, 128)}, array(16, 64)), expected
+    return HELPER, fun, ({'a': leaf(64, 32), 'b': leaf(32, 128)}, leaf(16, 64)), expected
 
 
 def tensor_parallel():
@@ -65,7 +62,7 @@ def tensor_parallel():
         in_shardings=(rule, P('fsdp')),
         out_shardings=P('fsdp'),
     )
-    arguments = {'up': array(64, 256), 'down': array(256, 64)}, array(16, 64)
+    arguments = {'up': leaf(64, 256), 'down': leaf(256, 64)}, leaf(16, 64)
     return HELPER, fun, arguments, {('all-reduce', ('tp',)): (1, 16 // 4 * 64 * F32)}
 
 
@@ -81,7 +78,7 @@ def scanned(layers=6, rounds=1):
     fun = HELPER.sjit(forward, in_shardings=(P(None, 'fsdp'), P('fsdp')), out_shardings=P('fsdp'))
     count = layers * rounds
     expected = {('all-gather', ('fsdp',)): (count, count * 64 * 64 * F32)}
-    return HELPER, fun, (array(layers, 64, 64), array(16, 64)), expected
+    return HELPER, fun, (leaf(layers, 64, 64), leaf(16, 64)), expected
 
 
 def rematerialised():
@@ -99,12 +96,12 @@ def rematerialised():
         ('all-gather', ('fsdp',)): (2 * 5, 2 * 5 * each),
         ('all-reduce', ('fsdp',)): (5, 5 * each),  # the partitioner's way to say reduce-scatter
     }
-    return HELPER, fun, (array(5, 64, 64), array(16, 64)), expected
+    return HELPER, fun, (leaf(5, 64, 64), leaf(16, 64)), expected
 
 
 def zero_1():
     """Gradients are summed, each device updates its part of the state, and parameters are gathered."""
-    params = {'w': array(64, 32)}
+    params = {'w': leaf(64, 32)}
     state = OptimizerStateShardingRule(P('fsdp'), params)
 
     def update(params, momentum, grads):
@@ -118,13 +115,13 @@ def zero_1():
 def resharded():
     """Rows become columns."""
     fun = HELPER.sjit(lambda x: x, in_shardings=P('fsdp'), out_shardings=P(None, 'fsdp'))
-    return HELPER, fun, (array(64, 64),), {('all-to-all', ('fsdp',)): (1, 64 * 64 * F32)}
+    return HELPER, fun, (leaf(64, 64),), {('all-to-all', ('fsdp',)): (1, 64 * 64 * F32)}
 
 
 def rolled():
     """Three rows wander over to the next device."""
     fun = HELPER.sjit(lambda x: jnp.roll(x, 3, 0), in_shardings=P('fsdp'), out_shardings=P('fsdp'))
-    return HELPER, fun, (array(64, 64),), {('collective-permute', ('fsdp',)): (1, 4 * 3 * 64 * F32)}
+    return HELPER, fun, (leaf(64, 64),), {('collective-permute', ('fsdp',)): (1, 4 * 3 * 64 * F32)}
 
 
 def experts():
@@ -136,7 +133,7 @@ def experts():
 
     fun = HELPER.sjit(dispatch, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
     whole = 8 * 4 * 2 * 16 * F32
-    return HELPER, fun, (array(8, 4, 2, 16),), {('all-to-all', ('fsdp',)): (2, 2 * whole)}
+    return HELPER, fun, (leaf(8, 4, 2, 16),), {('all-to-all', ('fsdp',)): (2, 2 * whole)}
 
 
 def by_hand():
@@ -157,19 +154,19 @@ def by_hand():
         ('all-to-all', ('b', 'c')): (1, 4 * 8 * 64 * F32),
         ('all-reduce', ('a', 'c')): (1, 32 * 16 * F32),
     }
-    return CUBE, fun, (array(64, 64),), expected
+    return CUBE, fun, (leaf(64, 64),), expected
 
 
 def some_axes():
     """A dimension over two axes, gathered along one."""
     fun = CUBE.sjit(lambda x: x, in_shardings=P(('c', 'a'), 'b'), out_shardings=P(None, 'b'))
-    return CUBE, fun, (array(64, 64),), {('all-gather', ('a', 'c')): (1, 64 * 32 * F32)}
+    return CUBE, fun, (leaf(64, 64),), {('all-gather', ('a', 'c')): (1, 64 * 32 * F32)}
 
 
 def nothing():
     """What divides the batch and mixes no rows sends nothing."""
     fun = HELPER.sjit(lambda x: jnp.tanh(x) * 2, in_shardings=P('fsdp', 'tp'))
-    return HELPER, fun, (array(64, 64),), {}
+    return HELPER, fun, (leaf(64, 64),), {}
 
 
 PROGRAMS = {

@@ -13,10 +13,6 @@ FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
 STRICT_MISS = TreePathShardingRule(('elsewhere', P('tp')))
 
 
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, 'float32')
-
-
 def specs(helper, rule, tree):
     return jax.tree.map(lambda sharding: sharding.spec, helper.match_sharding_rule(rule, tree))
 

@@ -1,11 +1,9 @@
 """Reports that the tests of pages and of the browser share."""
 
-import jax
-import jax.numpy as jnp
-
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
+from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 HOSTILE = [
@@ -17,10 +15,6 @@ HOSTILE = [
     'half of a pair \ud800',
     'é → 層',
 ]
-
-
-def leaf(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def report():

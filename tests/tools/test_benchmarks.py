@@ -19,31 +19,36 @@ def test_what_is_counted_meets_its_aims():
     assert [(row.name, row.ours) for row in rows if row.ours != row.aim] == []
 
 
-@pytest.mark.parametrize(
-    'rows',
-    [
-        lambda: groups.run(groups.shared_groups(5), 'cached'),
-        lambda: groups.run(groups.all_groups(5), 'structures'),
-        lambda: groups.run(groups.all_groups(5), 'shard'),
-        lambda: groups.run(groups.all_groups(5), 'data'),
-        pytest.param(lambda: groups.run(groups.all_groups(5), 'pr'), marks=pytest.mark.slow),
-        lambda: decoder.first_step(1, layers=1),
-        lambda: programs.plans(1, layers=1),
-        lambda: programs.microbatches(1, layers=1),
-        lambda: operations.sharded_ops(1),
-    ],
-    ids=['cached', 'structures', 'shard', 'data', 'processes', 'first', 'plan', 'microbatch', 'operations'],
-)
-def test_groups_run(rows):
-    measured = rows()
+GROUPS = {
+    'cached': lambda: groups.run(groups.shared_groups(5), 'cached'),
+    'structures': lambda: groups.run(groups.all_groups(5), 'structures'),
+    'shard': lambda: groups.run(groups.all_groups(5), 'shard'),
+    'data': lambda: groups.run(groups.all_groups(5), 'data'),
+    'processes': lambda: groups.run(groups.all_groups(5), 'pr'),
+    'first': lambda: decoder.first_step(1, layers=1),
+    'plan': lambda: programs.plans(1, layers=1),
+    'microbatch': lambda: programs.microbatches(1, layers=1),
+    'operations': lambda: operations.sharded_ops(1),
+}
+
+
+def quick(name, *chosen):
+    """A parameter that is slow but for one or two, which show that the others would run."""
+    return pytest.param(name, marks=[] if name in chosen else pytest.mark.slow)
+
+
+@pytest.mark.parametrize('group', [quick(name, 'cached', 'first') for name in GROUPS])
+def test_groups_run(group):
+    measured = GROUPS[group]()
     assert measured
     assert all(math.isfinite(row.ratio) and row.ratio > 0 for row in measured)
     assert len({row.name for row in measured}) == len(measured)
 
 
-@pytest.mark.parametrize(
-    'what', ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
-)
+MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
+
+
+@pytest.mark.parametrize('what', [quick(what, 'restore') for what in MEASURED])
 def test_checkpoints_are_measured(what, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / 'checkpoints'
     if not folder.exists():

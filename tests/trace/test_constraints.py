@@ -212,17 +212,13 @@ def jax_keeps_types(mesh, spec, asked):
     return set(filter(None, inside)) <= set(jax.jit(mapped)(x).sharding.spec)
 
 
-def test_shard_map_over_another_mesh():
+def test_shard_map_over_another_mesh(snapshot):
     other = MeshShardingHelper([8], ['x'])
     mapped = jax.shard_map(
         lambda y: with_sharding_constraint(y, P('a')), mesh=other.mesh, in_specs=P('x'), out_specs=P('x')
     )
-    with AUTO.get_context(), pytest.raises(MeshError) as error:
+    with AUTO.get_context(), snapshot.raises(MeshError):
         jax.jit(mapped)(np.zeros(8))
-    assert str(error.value) == (
-        'inside shard_map over the mesh (x=8), but the active helper has the mesh (a=4, b=2): use the helper '
-        'of the same mesh'
-    )
 
 
 # --- What cannot be done --------------------------------------------------------------------------
@@ -290,17 +286,9 @@ def test_outside_of_jit_nothing_pads(helper):
     ],
     ids=['vmap', 'grad', 'jvp'],
 )
-def test_what_is_traced_and_run_at_once_is_not_padded(run):
-    with AUTO.get_context(), pytest.raises(ShardingError) as error:
+def test_what_is_traced_and_run_at_once_is_not_padded(run, snapshot):
+    with AUTO.get_context(), snapshot.raises(ShardingError):
         run(lambda x: with_sharding_constraint(x, P('a')))
-    assert str(error.value) == (
-        'One leaf of a sharding constraint cannot be sharded as asked (mesh: a=4, b=2):\n'
-        '  (the leaf itself): float32[6]\n'
-        '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
-        "    asked for: P('a',) from the spec given\n"
-        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
-        'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
-    )
     with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='the compiler will pad'):
         jax.make_jaxpr(lambda: run(lambda x: with_sharding_constraint(x, P('a'))))()
 
@@ -484,14 +472,10 @@ def test_under_a_mesh_of_other_devices_nothing_runs(helper, call):
         )
 
 
-def test_a_compiled_function_of_another_explicit_mesh_joins_no_values():
+def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
     def constrained(x):
         with EXPLICIT.get_context():
             return with_sharding_constraint(x, P('a'))
 
-    with jax.set_mesh(MESHES['another shape']), pytest.raises(MeshError) as error:
+    with jax.set_mesh(MESHES['another shape']), snapshot.raises(MeshError):
         jax.jit(constrained)(np.zeros((8, 8), np.float32))
-    assert str(error.value) == (
-        'a sharding constraint is for the mesh (a=4, b=2), in a function that is compiled for the mesh '
-        '(d=8): JAX joins no values of two meshes where axes are Explicit; use the helper of one mesh'
-    )

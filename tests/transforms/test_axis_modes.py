@@ -459,142 +459,73 @@ def deleted():
 def cases():
     host = TreePathShardingRule(('', P('a'))).with_memory_kind('pinned_host')
     return {
-        'not a function': (
-            lambda: AUTO_MESH.auto_axes({}, out_sharding=P('a')),
-            errors.ArgumentError,
-            'auto_axes takes a function first, got dict',
-        ),
+        'not a function': (lambda: AUTO_MESH.auto_axes({}, out_sharding=P('a')), errors.ArgumentError),
         'not a function either': (
             lambda: AUTO_MESH.explicit_axes({}, in_sharding=P('a')),
             errors.ArgumentError,
-            'explicit_axes takes a function first, got dict',
         ),
         'an axis that is not there': (
             lambda: AUTO_MESH.auto_axes(double, axes=['a', 'bb'], out_sharding=P('a')),
             errors.MeshError,
-            "axes of auto_axes: the mesh (a=4, b=2) has no axis 'bb' (did you mean 'b'?)",
         ),
         'axes that are no names': (
             lambda: AUTO_MESH.explicit_axes(double, axes=3, in_sharding=P('a')),
             errors.ArgumentError,
-            "axes of explicit_axes are names of mesh axes, such as ('a',), got 3",
         ),
         'arguments that are no arrays': (
             lambda: EXPLICIT_MESH.auto_axes(lambda x, how, n: x, out_sharding=P())(
                 X, {'by': 'rows'}, n=print
             ),
             errors.ShardingError,
-            "2 leaves of the arguments of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
-            '  how/by: str\n'
-            "    'rows' is not an array\n"
-            '  n: builtin_function_or_method\n'
-            '    <built-in function print> is not an array\n'
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them). '
-            'Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition '
-            'both parts; scalax.axes.named_jit compiles with whole modules.',
         ),
         'the same in a compiled function': (
             lambda: AUTO_MESH.sjit(lambda x: AUTO_MESH.auto_axes(jnp.sum, out_sharding=P())(x, 'rows'))(X),
             errors.ShardingError,
-            "One leaf of the arguments of 'sum' cannot be sharded as asked (mesh: a=4, b=2):\n"
-            '  axis: str\n'
-            "    'rows' is not an array\n"
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
         ),
         'results that are no arrays': (
             lambda: AUTO_MESH.explicit_axes(lambda x: {'x': x, 'how': 'rows'}, in_sharding=P())(X),
             errors.ShardingError,
-            "One leaf of the outputs of '<lambda>' cannot be sharded as asked (mesh: a=4, b=2):\n"
-            '  how: str\n'
-            "    'rows' is not an array\n"
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
         ),
         'an argument that is deleted': (
             lambda: AUTO_MESH.auto_axes(double, out_sharding=P())({'u': deleted()}),
             errors.ArgumentError,
-            'double got arrays that are deleted:\n'
-            '  x/u: float32[8, 8]\n'
-            'What to do: they were donated to an earlier call (donate_argnums), which reused their buffers. '
-            'Use the outputs of that call instead, or do not donate.',
         ),
         'arguments that do not fit the parameters': (
             lambda: AUTO_MESH.auto_axes(double, out_sharding=P())(X, X),
             TypeError,
-            'double(): too many positional arguments',
         ),
         'more rules than arguments': (
             lambda: AUTO_MESH.explicit_axes(double, in_sharding=(P(), P()))(X),
             errors.StructureError,
-            'in_sharding of double has 2 entries, but the function takes 1 positional argument (x): give one '
-            'entry each (None keeps the type of an argument where no axis changes), or a dict by argument '
-            'name',
         ),
-        'a rule that is none': (
-            lambda: AUTO_MESH.auto_axes(double, out_sharding='a'),
-            errors.StructureError,
-            "the rules of out_sharding of double hold 'a' of type str, which is not a rule: give a "
-            "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('a')",
-        ),
+        'a rule that is none': (lambda: AUTO_MESH.auto_axes(double, out_sharding='a'), errors.StructureError),
         'an argument that is not there': (
             lambda: AUTO_MESH.explicit_axes(double, in_sharding={'y': P('a')}),
             errors.StructureError,
-            "in_sharding of double: there is no argument 'y' (known: 'x')",
         ),
         'an output left open': (
             lambda: EXPLICIT_MESH.auto_axes(double, out_sharding={'u': P(), 'v': None})({'u': X, 'v': X}),
             errors.ShardingError,
-            f'One leaf {OUTPUTS}\n'
-            '  v: float32[8, 8]\n'
-            '    None leaves open how it lies along axes that are Explicit outside (a, b)\n'
-            'What to do: give PartitionSpec() for what is replicated: along Explicit axes every value has a '
-            'sharding.',
         ),
         'an argument left open': (
             lambda: HELPERS['mixed'].explicit_axes(double, axes='b', in_sharding=None)(X),
             errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n'
-            '  x: float32[8, 8]\n'
-            '    None leaves open how it lies along axes that are Explicit inside (b)\n'
-            'What to do: give PartitionSpec() for what is replicated: along Explicit axes every value has a '
-            'sharding.',
         ),
         'outputs in another memory': (
             lambda: AUTO_MESH.auto_axes(double, out_sharding=host)(X),
             errors.ShardingError,
-            f'One leaf {OUTPUTS}\n'
-            '  (the leaf itself): float32[8, 8]\n'
-            "    where axis types change, an array cannot be placed in 'pinned_host'\n"
-            "    asked for: P('a',)\n"
-            'What to do: give rules without a memory kind, and move arrays outside of auto_axes.',
         ),
         'arguments in another memory': (
             lambda: AUTO_MESH.explicit_axes(double, in_sharding=host)(X),
             errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n'
-            '  x: float32[8, 8]\n'
-            "    where axis types change, an array cannot be placed in 'pinned_host'\n"
-            "    asked for: P('a',)\n"
-            'What to do: give rules without a memory kind, and move arrays outside of explicit_axes.',
         ),
         'an argument that does not divide': (
             lambda: AUTO_MESH.explicit_axes(double, in_sharding=P('a'))({'u': X[:6], 'v': X}),
             errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n'
-            '  x/u: float32[6, 8]\n'
-            '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
-            "    asked for: P('a',) from the spec given\n"
-            "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
-            'rule, or on the helper for bare specs, to leave such dimensions unsharded.',
         ),
         'an output that does not divide': (
             lambda: EXPLICIT_MESH.auto_axes(double, out_sharding=P('a'))({'u': X[:6], 'v': X}),
             errors.ShardingError,
-            f'One leaf {OUTPUTS}\n'
-            '  u: float32[6, 8]\n'
-            '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
-            "    asked for: P('a',) from the spec given\n"
-            "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
-            'rule, or on the helper for bare specs, to leave such dimensions unsharded.',
         ),
         'an axis that is manual': (
             lambda: AUTO_MESH.shard_map(
@@ -604,26 +535,21 @@ def cases():
                 axis_names='a',
             )(X),
             errors.MeshError,
-            "explicit_axes of double inside shard_map: 'a' is manual there, and can be nothing else: name "
-            'other axes (axes=...)',
         ),
         'a mesh without devices': (
             lambda: MeshShardingHelper.from_mesh(AUTO_MESH.mesh.abstract_mesh).auto_axes(
                 double, out_sharding=P('a')
             )(X),
             errors.MeshError,
-            'a call of double needs devices to run on, and this helper was made from an AbstractMesh, which '
-            'has none: use a helper over a Mesh',
         ),
     }
 
 
 @pytest.mark.parametrize('case', cases().values(), ids=cases())
-def test_errors(case):
-    act, kind, message = case
-    with pytest.raises(kind) as error:
+def test_errors(case, snapshot):
+    act, kind = case
+    with snapshot.raises(kind):
         act()
-    assert str(error.value) == message
 
 
 def test_a_call_without_arrays_compiles_once():

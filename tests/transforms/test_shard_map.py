@@ -283,116 +283,56 @@ def cases():
         'results that are no arrays': (
             lambda: HELPER.shard_map(lambda x: {'x': x, 'how': 'rows'}, P('a'), P('a'))(X),
             errors.ShardingError,
-            "One leaf of the outputs of '<lambda>' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):\n"
-            '  how: str\n'
-            "    'rows' is not an array\n"
-            'What to do: shard trees of arrays, and take other leaves out (a function may close over them).',
         ),
         'an argument that is deleted': (
             lambda: HELPER.shard_map(double, P('a'), P('a'))(deleted()),
             errors.ArgumentError,
-            'double got arrays that are deleted:\n'
-            '  x: float32[8, 8]\n'
-            'What to do: they were donated to an earlier call (donate_argnums), which reused their buffers. '
-            'Use the outputs of that call instead, or do not donate.',
         ),
-        'not a function': (
-            lambda: HELPER.shard_map({}, P('a'), P('a')),
-            errors.ArgumentError,
-            'shard_map takes a function first, got dict',
-        ),
+        'not a function': (lambda: HELPER.shard_map({}, P('a'), P('a')), errors.ArgumentError),
         'an unknown axis to map': (
             lambda: HELPER.shard_map(double, P('a'), P('a'), axis_names={'aa'}),
             errors.MeshError,
-            "axis_names of shard_map: the mesh (a=4, b=2) has no axis 'aa' (did you mean 'a'?)",
         ),
         'an output rule that needs shapes': (
             lambda: HELPER.shard_map(double, P('a'), {'y': FSDPShardingRule('a')}),
             errors.RuleError,
-            "out_specs of double (shard_map) holds FSDPShardingRule('a'), which looks at more than paths: "
-            'the shape of an output depends on its spec, so the spec cannot depend on the shape. Give '
-            'PartitionSpecs, or a TreePathShardingRule of them.',
         ),
-        'an argument left open': (
-            lambda: HELPER.shard_map(double, None, P('a'))(X),
-            errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n  x: float32[8, 8]\n{OPEN}',
-        ),
+        'an argument left open': (lambda: HELPER.shard_map(double, None, P('a'))(X), errors.ShardingError),
         'an output left open': (
             lambda: HELPERS['explicit'].shard_map(double, P('a'), None)(X),
             errors.ShardingError,
-            f'One leaf {OUTPUTS}\n  (the leaf itself): float32[2, 8]\n{OPEN}',
         ),
         'a size that does not divide': (
             lambda: HELPER.shard_map(double, P('a'), P('a'))({'u': X[:6], 'v': X[:7]}),
             errors.ShardingError,
-            f'2 leaves {ARGUMENTS}\n'
-            '  x/u: float32[6, 8]\n'
-            '    dimension 0 of size 6 does not divide by 4 (a=4)\n'
-            "    asked for: P('a',) from the spec given\n"
-            '  x/v: float32[7, 8]\n'
-            '    dimension 0 of size 7 does not divide by 4 (a=4)\n'
-            "    asked for: P('a',) from the spec given\n"
-            "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
-            'rule, or on the helper for bare specs, to leave such dimensions unsharded.',
         ),
         'an output spec that is too long': (
             lambda: HELPER.shard_map(double, P('a'), P('a', None, 'b'))(X),
             errors.ShardingError,
-            f'One leaf {OUTPUTS}\n'
-            '  (the leaf itself): float32[2, 8]\n'
-            '    the spec has 3 entries, the array 2 dimensions\n'
-            "    asked for: P('a', None, 'b') from the spec given\n"
-            'What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).',
         ),
         'a manual axis behind another': (
             lambda: HELPER.shard_map(double, P(('b', 'a')), P('a'), axis_names={'a'})(X),
             errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n'
-            '  x: float32[8, 8]\n'
-            "    a dimension has 'b', which is not manual, before 'a', which is\n"
-            "    asked for: P(('b', 'a'),)\n"
-            'What to do: within a dimension the manual axes (axis_names) come first: blocks are cut before '
-            'the compiler divides them further.',
         ),
-        'another memory': (
-            lambda: HELPER.shard_map(double, host, P('a'))(X),
-            errors.ShardingError,
-            f'One leaf {ARGUMENTS}\n'
-            '  x: float32[8, 8]\n'
-            "    a block cannot be placed in 'pinned_host'\n"
-            "    asked for: P('a',)\n"
-            'What to do: give rules without a memory kind, and move arrays outside of shard_map.',
-        ),
+        'another memory': (lambda: HELPER.shard_map(double, host, P('a'))(X), errors.ShardingError),
         'inside, over the same axes': (
             lambda: HELPER.shard_map(
                 HELPER.shard_map(double, P('a'), P('a'), axis_names='a'), P('a'), P('a'), axis_names='a'
             )(X),
             errors.MeshError,
-            "shard_map of double inside shard_map: 'a' is manual already: call the function itself, or name "
-            'axes that are not (axis_names=...)',
         ),
         'inside, with no axis left': (
             lambda: HELPER.shard_map(HELPER.shard_map(double, P('a'), P('a')), P('a'), P('a'))(X),
             errors.MeshError,
-            'shard_map of double inside shard_map: every axis is manual: call the function itself, or name '
-            'axes that are not (axis_names=...)',
         ),
         'axis names that are none': (
             lambda: HELPER.shard_map(double, P('a'), P('a'), axis_names=3),
             errors.ArgumentError,
-            "axis_names of shard_map are names of mesh axes, such as ('a',), got 3",
         ),
-        'too many specs': (
-            lambda: HELPER.shard_map(double, (P('a'), P()), P('a'))(X),
-            errors.StructureError,
-            'in_specs of double has 2 entries, but the function takes 1 positional argument (x): give one '
-            'entry each (PartitionSpec() for what every device has whole), or a dict by argument name',
-        ),
+        'too many specs': (lambda: HELPER.shard_map(double, (P('a'), P()), P('a'))(X), errors.StructureError),
         'another argument name': (
             lambda: HELPER.shard_map(double, {'y': P('a')}, P('a')),
             errors.StructureError,
-            "in_specs of double: there is no argument 'y' (known: 'x')",
         ),
     }
 
@@ -405,11 +345,10 @@ def test_what_jax_says_names_the_function():
 
 
 @pytest.mark.parametrize('case', cases().values(), ids=cases())
-def test_errors(case):
-    act, kind, message = case
-    with pytest.raises(kind) as error:
+def test_errors(case, snapshot):
+    act, kind = case
+    with snapshot.raises(kind):
         act()
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -454,7 +393,7 @@ def test_a_decorator_with_options():
         assert str(error.value) == f'shard_map needs {missing}: a PartitionSpec, a rule, or a tree of them'
 
 
-def test_a_mapped_dimension_that_lies_along_an_explicit_axis():
+def test_a_mapped_dimension_that_lies_along_an_explicit_axis(snapshot):
     helper = HELPERS['explicit']
     placed = helper.shard(X, P('a', 'b'))
 
@@ -469,11 +408,7 @@ def test_a_mapped_dimension_that_lies_along_an_explicit_axis():
             out = call(placed)
             np.testing.assert_array_equal(out, 2 * X)
             assert out.sharding.is_equivalent_to(placed.sharding, 2)
-    with pytest.raises(errors.MeshError) as error:
+    with snapshot.raises(errors.MeshError):
         mapped(P('a'), axis_names='a')(placed)
-    assert str(error.value) == (
-        "shard_map of <lambda> inside jax.vmap: a dimension that is mapped lies along 'a', which cannot be "
-        'manual too: name other axes (axis_names=...)'
-    )
     with pytest.raises(errors.ShardingError, match=r"a dimension that jax.vmap maps lies along 'a' already"):
         mapped(P('a'))(placed)

@@ -14,54 +14,16 @@ from tests.support.visualize_cases import HELPER, NUMBERS, POD, leaf, text
 # --- One array ------------------------------------------------------------------------------------
 
 
-def test_grid_with_what_its_numbers_are():
-    assert (
-        str(visualize(leaf((8, 16), P('fsdp', 'tp'))))
-        == """\
-float32[8,16]
-P('fsdp', 'tp'): 8 blocks of [2,8], each on 1 device
-dim 0 ↓ 8 over fsdp=4; dim 1 → 16 over tp=2
-      0:8    8:16
-    ┌──────┬──────┐
-0:2 │  0   │  1   │
-    ├──────┼──────┤
-2:4 │  2   │  3   │
-    ├──────┼──────┤
-4:6 │  4   │  5   │
-    ├──────┼──────┤
-6:8 │  6   │  7   │
-    └──────┴──────┘
-
-Numbers are ids of CPU devices, in the mesh (fsdp=4, tp=2)."""
-    )
+def test_grid_with_what_its_numbers_are(snapshot):
+    snapshot(visualize(leaf((8, 16), P('fsdp', 'tp'))))
 
 
-def test_strip_of_stacked_layers_with_replicas():
-    assert (
-        text(leaf((80, 8192, 1024), P(None, 'fsdp'), dtype=jnp.bfloat16))
-        == """\
-bfloat16[80,8192,1024]
-P(None, 'fsdp'): 4 blocks of [80,2048,1024], each on 2 devices
-dim 0: 80, whole; dim 1 → 8192 over fsdp=4; dim 2: 1024, whole
-    0:2048    2048:4096   4096:6144   6144:8192
-┌───────────┬───────────┬───────────┬───────────┐
-│    0,1    │    2,3    │    4,5    │    6,7    │
-└───────────┴───────────┴───────────┴───────────┘"""
-    )
+def test_strip_of_stacked_layers_with_replicas(snapshot):
+    snapshot(text(leaf((80, 8192, 1024), P(None, 'fsdp'), dtype=jnp.bfloat16)))
 
 
-def test_two_axes_on_one_dimension_and_another_order_of_axes():
-    assert (
-        text(leaf((16, 4), P(('tp', 'fsdp'))))
-        == """\
-float32[16,4]
-P(('tp', 'fsdp'),): 8 blocks of [2,4], each on 1 device
-dim 0 → 16 over tp=2 x fsdp=4; dim 1: 4, whole
-   0:2     2:4     4:6     6:8     8:10   10:12   12:14   14:16
-┌───────┬───────┬───────┬───────┬───────┬───────┬───────┬───────┐
-│   0   │   2   │   4   │   6   │   1   │   3   │   5   │   7   │
-└───────┴───────┴───────┴───────┴───────┴───────┴───────┴───────┘"""
-    )
+def test_two_axes_on_one_dimension_and_another_order_of_axes(snapshot):
+    snapshot(text(leaf((16, 4), P(('tp', 'fsdp')))))
 
 
 @pytest.mark.parametrize(
@@ -79,73 +41,19 @@ P(): 1 block of [{','.join(map(str, shape))}], on all 8 devices{said}
     )
 
 
-def test_three_dimensions():
+def test_three_dimensions(snapshot):
     mesh = AbstractMesh((2, 2, 2), ('x', 'y', 'z'))
-    assert (
-        visualize(leaf((4, 5, 4, 6), P('x', None, 'y', 'z'), mesh)).to_text(80)
-        == """\
-float32[4,5,4,6]
-P('x', None, 'y', 'z'): 8 blocks of [2,5,2,3], each on 1 device
-dim 0: 4 over x=2, a panel for each part; dim 1: 5, whole; dim 2 ↓ 4 over y=2;
-    dim 3 → 6 over z=2
-    dim 0 = 0:2         dim 0 = 2:4
-      0:3   3:6           0:3   3:6
-    ┌─────┬─────┐       ┌─────┬─────┐
-0:2 │  0  │  1  │   0:2 │  4  │  5  │
-    ├─────┼─────┤       ├─────┼─────┤
-2:4 │  2  │  3  │   2:4 │  6  │  7  │
-    └─────┴─────┘       └─────┴─────┘
-
-Numbers are positions, in mesh order, in the abstract mesh (x=2, y=2, z=2),
-    which has no devices."""
-    )
+    snapshot(visualize(leaf((4, 5, 4, 6), P('x', None, 'y', 'z'), mesh)).to_text(80))
 
 
-def test_four_dimensions_are_listed():
+def test_four_dimensions_are_listed(snapshot):
     mesh = AbstractMesh((2, 2, 2, 4), ('x', 'y', 'z', 'w'))
     drawn = visualize(leaf((4, 2, 6, 8), P('x', 'y', 'z', 'w'), mesh)).to_text(80)
-    assert (
-        drawn
-        == """\
-float32[4,2,6,8]
-P('x', 'y', 'z', 'w'): 32 blocks of [2,1,3,2], each on 1 device
-dim 0: 4 over x=2; dim 1: 2 over y=2; dim 2: 6 over z=2; dim 3: 8 over w=4
-  [0:2, 0:1, 0:3, 0:2]  0
-  [0:2, 0:1, 0:3, 2:4]  1
-  [0:2, 0:1, 0:3, 4:6]  2
-  [0:2, 0:1, 0:3, 6:8]  3
-  [0:2, 0:1, 3:6, 0:2]  4
-  [0:2, 0:1, 3:6, 2:4]  5
-  [0:2, 0:1, 3:6, 4:6]  6
-  [0:2, 0:1, 3:6, 6:8]  7
-  [0:2, 1:2, 0:3, 0:2]  8
-  [0:2, 1:2, 0:3, 2:4]  9
-  [0:2, 1:2, 0:3, 4:6]  10
-  [0:2, 1:2, 0:3, 6:8]  11
-  [0:2, 1:2, 3:6, 0:2]  12
-  [0:2, 1:2, 3:6, 2:4]  13
-  ... 17 more ...
-  [2:4, 1:2, 3:6, 6:8]  31
-
-Numbers are positions, in mesh order, in the abstract mesh (x=2, y=2, z=2, w=4),
-    which has no devices."""
-    )
+    snapshot(drawn)
 
 
-def test_dimension_that_does_not_divide_and_memory_elsewhere():
-    assert (
-        text(leaf((5,), P('fsdp'), memory_kind='pinned_host'))
-        == """\
-float32[5]
-P('fsdp',) in pinned_host: 4 blocks of [2] at most, each on 2 devices
-dim 0 → 5 over fsdp=4
-  0:2   2:4   4:5   5:5
-┌─────┬─────┬─────┬─────┐
-│ 0,1 │ 2,3 │ 4,5 │ 6,7 │
-└─────┴─────┴─────┴─────┘
-dim 0 of size 5 does not divide by 4: the last blocks are smaller, and padded by
-    the compiler"""
-    )
+def test_dimension_that_does_not_divide_and_memory_elsewhere(snapshot):
+    snapshot(text(leaf((5,), P('fsdp'), memory_kind='pinned_host')))
 
 
 def test_unreduced_blocks_are_no_copies():
@@ -229,37 +137,12 @@ def test_blocks_whose_ranges_leave_no_room_are_listed():
 # --- Trees ----------------------------------------------------------------------------------------
 
 
-def test_tree_has_a_picture_for_each_way_of_lying():
+def test_tree_has_a_picture_for_each_way_of_lying(snapshot):
     layer = {'up': np.zeros((8, 16), np.float32), 'gate': np.zeros((8, 16), np.float32), 'norm': np.zeros(4)}
     params = {'layers': [layer] * 3, 'head': np.zeros((8, 16), np.float16)}
     # P('fsdp', 'tp') and P('fsdp', ('tp',)) are one way.
     rules = TreePathShardingRule(('gate', P('fsdp', ('tp',))), ('up|head', P('fsdp', 'tp')), ('', P()))
-    assert (
-        text(HELPER.abstract(params, rules))
-        == """\
-head: float16[8,16]
-layers/{0..2}/gate: 3 x float32[8,16]
-layers/{0..2}/up: 3 x float32[8,16]
-P('fsdp', 'tp'): 8 blocks of [2,8], each on 1 device
-dim 0 ↓ 8 over fsdp=4; dim 1 → 16 over tp=2
-      0:8    8:16
-    ┌──────┬──────┐
-0:2 │  0   │  1   │
-    ├──────┼──────┤
-2:4 │  2   │  3   │
-    ├──────┼──────┤
-4:6 │  4   │  5   │
-    ├──────┼──────┤
-6:8 │  6   │  7   │
-    └──────┴──────┘
-
-layers/{0..2}/norm: 3 x float32[4]
-P(): 1 block of [4], on all 8 devices
-dim 0: 4, whole
-┌───────────────┐
-│ all 8 devices │
-└───────────────┘"""
-    )
+    snapshot(text(HELPER.abstract(params, rules)))
 
 
 def test_layers_of_flax_linen_share_a_name():

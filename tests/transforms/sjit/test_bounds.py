@@ -15,7 +15,7 @@ import pytest
 from scalax._trace.contexts import Context
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
-from scalax.sharding import MeshShardingHelper, PolicyShardingRule, with_sharding_annotation
+from scalax.sharding import MeshShardingHelper, PolicyShardingRule, ShardingRule, with_sharding_annotation
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
@@ -166,3 +166,24 @@ def test_an_error_of_the_user_carries_nothing_of_ours():
             call(jnp.asarray(X))
         assert caught.value is error
     assert set(error.__dict__) <= {'__notes__'}  # which are JAX's
+
+
+def test_nothing_is_kept_alive_by_the_caches_of_jax():
+    kept = []
+
+    class Rule(ShardingRule):
+        def apply(self, pytree):
+            return jax.tree.map(lambda _: P('x'), pytree)
+
+    @jax.jit
+    def shared(x):
+        return with_sharding_annotation(x * 2, 'h')
+
+    for _ in range(3):
+        helper, rule = MeshShardingHelper([8], ['x']), Rule()
+        compiled = helper.sjit(shared, annotation_shardings={'h': rule})
+        compiled(X)
+        kept += [weakref.ref(helper), weakref.ref(rule)]
+        del helper, rule, compiled
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 6

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import gc
 import random
+import sys
 import threading
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     PolicyShardingRule,
+    ShardingRule,
     TreePathShardingRule,
     get_global_annotation_shardings,
     get_global_mesh_helper,
@@ -228,14 +230,6 @@ def test_a_replay_never_crosses_trace_contexts():
     assert set(precisions[1:]) == {'float32'}
     assert 'HIGHEST' in text or 'float32' in text.lower()
     assert 'HIGHEST' not in str(product.trace(X).jaxpr)
-
-
-def test_no_replay_of_a_function_that_closes_over_a_tracer():
-    def outer(x):
-        return HELPER.sjit(lambda y: y + x, in_shardings=ROWS)(X)
-
-    for value in (1.0, 2.0):
-        np.testing.assert_array_equal(jax.jit(outer)(value), X + value)
 
 
 def test_x64_is_another_signature():
@@ -569,3 +563,175 @@ def test_unused_names_are_those_of_each_function():
     HELPER.sjit(both, annotation_shardings=names)(X)
     with pytest.warns(UnusedAnnotationWarning, match="used: 'forgotten'"):
         HELPER.sjit(one, annotation_shardings=names)(X)
+
+
+def test_memory_spaces_are_not_mixed_up_by_replays():
+    host = jax.sharding.NamedSharding(HELPER.mesh, P('data'), memory_kind='pinned_host')
+
+    @HELPER.sjit
+    def by_memory(x):
+        on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jnp.full((), 3.0 if on_host else 2.0)
+
+    assert by_memory(HELPER.shard(X, P('data'))) == 2.0
+    assert by_memory(HELPER.shard(X, host)) == 3.0
+    assert by_memory(X) == 2.0
+
+
+def test_a_failed_first_call_leaves_nothing_behind():
+    ran = []
+
+    @HELPER.sjit(in_shardings=FSDPShardingRule('data', min_fsdp_size=64))
+    def picky(x):
+        ran.append(x.shape)
+        if x.ndim == 1:
+            raise ValueError('mine')
+        return x * 2
+
+    for count, bad in enumerate((np.ones(4), np.ones(128), np.ones(4))):
+        with pytest.raises(ValueError, match='mine'):
+            picky(bad)
+        assert len(ran) == 2 * count + 1  # the user's code runs once a call
+        np.testing.assert_array_equal(picky(np.ones((8 + count, 8))), 2)
+
+
+def test_threads_that_race_for_many_programs():
+    failures = []
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns as often as they can
+
+    def work(compiled, seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                n, k = (int(rng.choice([2, 8, 16, 64])), int(rng.integers(3)))
+                out = compiled({'a': np.ones((n, 8), np.float32)}, k)
+                assert (np.asarray(out['a']) == k).all()
+                if rng.integers(10) == 0:
+                    compiled.clear_cache()
+        except BaseException as error:
+            failures.append(error)
+
+    rule = FSDPShardingRule('data', min_fsdp_size=64)
+    compiled = HELPER.sjit(
+        lambda tree, k: jax.tree.map(lambda x: x * k, tree), (rule,), rule, static_argnums=1
+    )
+    threads = [threading.Thread(target=work, args=(compiled, seed), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    sys.setswitchinterval(usual)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures, failures[0]
+
+
+def test_functions_that_close_over_tracers_are_not_replayed():
+    def loss(w):
+        compiled = HELPER.sjit(lambda x: x * w, in_shardings=P('data'))
+        return compiled(jnp.ones(8)).sum() + compiled(HELPER.shard(np.ones(8), P('data'))).sum()
+
+    assert jax.grad(loss)(2.0) == 16.0
+    np.testing.assert_array_equal(jax.vmap(loss)(jnp.arange(3.0)), 16 * jnp.arange(3.0))
+    assert [jax.jit(loss)(value) for value in (1.0, 2.0)] == [16.0, 32.0]
+
+
+@dataclasses.dataclass
+class Unhashable(ShardingRule):
+    """A user's rule, as a plain dataclass: it has no hash."""
+
+    axis: str
+
+    def apply(self, pytree):
+        return jax.tree.map(lambda _: P(self.axis), pytree)
+
+
+def test_rules_that_cannot_be_hashed_bind():
+    def model(x):
+        return with_sharding_annotation(x * 2, 'h')
+
+    rule = Unhashable('data')
+    assert HELPER.sjit(model, annotation_shardings={'h': rule})(X).sharding.spec == P('data')
+    with HELPER.get_context({'h': rule}):
+        assert jax.jit(model)(X).sharding.spec == P('data')
+
+
+@pytest.mark.parametrize('options', [{}, {'in_shardings': P('data')}, {'out_shardings': P()}])
+def test_every_shape_reaches_the_fast_path(options, monkeypatch):
+    compiled = HELPER.sjit(lambda x: x * 2, **options)
+    inputs = [HELPER.shard(np.ones((n, 4), np.float32), P('data')) for n in (8, 16, 24)]
+    for x in inputs * 2:
+        compiled(x)
+    traces = []
+    with jax.log_compiles(False):
+        state = compiled._dispatcher
+        monkeypatch.setattr(type(state), 'dispatch', lambda *_: traces.append('dispatch'))
+        monkeypatch.setattr(type(state), '_in_trace', lambda *_: traces.append('traced'))
+        monkeypatch.setattr(type(state), 'explain_or_retry', lambda *_: traces.append('explain_or_retry'))
+        for x in inputs * 2:
+            compiled(x)
+    assert traces == []
+    jitted = compiled.get_jitted_function_by_args(inputs[0])
+    assert jitted._cache_size() == 3
+
+
+def never_slow(compiled, calls, monkeypatch):
+    """Each call once, then each again without the slow path."""
+    wanted = [compiled(*call) for call in calls]
+    state = compiled._dispatcher
+    monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
+    for call, out in zip(calls, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
+
+
+def test_many_signatures_of_two_programs_are_told_apart(monkeypatch):
+    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
+    calls = [(np.full((4 * n, 3), n, np.float32),) for n in range(1, 41)]
+    never_slow(compiled, calls, monkeypatch)
+
+
+def test_programs_whose_calls_look_alike_are_told_apart_by_the_trace_context(monkeypatch):
+    by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float64 else P())
+    compiled = HELPER.sjit(lambda x: x * 1.0, out_shardings=by_dtype)
+    x = np.ones(8, np.int32)
+    wanted = {}
+    for x64 in (False, True, False, True):
+        with jax.enable_x64(x64):
+            wanted[x64] = compiled(x).sharding
+    monkeypatch.setattr(type(compiled._dispatcher), 'dispatch', lambda *_: pytest.fail('dispatched'))
+    for x64 in (False, True) * 2:
+        with jax.enable_x64(x64):
+            assert compiled(x).sharding == wanted[x64]
+    assert wanted[False].spec != wanted[True].spec
+
+
+def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatch):
+    by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float32 else P())
+    compiled = HELPER.sjit(lambda x: x * 2, in_shardings=by_dtype)
+    wide = np.ones(8, np.float64), np.ones(8, np.int64)
+    never_slow(compiled, [(wide[0],), (wide[1],), (jnp.asarray(wide[0]),)], monkeypatch)
+
+
+def test_programs_are_told_apart_by_looks_at_numbers_too(monkeypatch):
+    by_rank = PolicyShardingRule(lambda path, leaf: P('data') if leaf.shape else P())
+    by_dtype = PolicyShardingRule(lambda path, leaf: P() if leaf.dtype == np.float32 else None)
+    for rule in (by_rank, by_dtype):
+        with monkeypatch.context() as patched:
+            never_slow(HELPER.sjit(lambda x: x * 2, rule, rule), [(2.0,), (X,), (3,)], patched)
+
+
+def test_programs_are_told_apart_among_calls_of_one_length(monkeypatch):
+    rule = FSDPShardingRule('data', min_fsdp_size=64)
+    compiled = HELPER.sjit(lambda *arrays: [x * 2 for x in arrays], in_shardings=rule)
+    small = np.ones(8, np.float32)
+    calls = [(small,), (X,), (X, X), (X, small), (small, small, small)]
+    never_slow(compiled, calls, monkeypatch)
+
+
+def test_no_false_alarm_about_annotations_of_another_branch():
+    @HELPER.sjit(annotation_shardings={'dropped': P('data')}, static_argnames='train')
+    def model(x, train):
+        return with_sharding_annotation(x, 'dropped') if train else x
+
+    model(X, train=False)
+    assert model(X, train=True).sharding.spec == P('data')

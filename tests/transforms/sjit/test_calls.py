@@ -13,7 +13,7 @@ import pytest
 
 from scalax.axes import named_jit
 from scalax.errors import ArgumentError, ShardingError, StructureError
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
@@ -139,18 +139,13 @@ def test_static_values_equal_but_of_another_type():
     assert seen == [int, bool, float]
 
 
-def test_unhashable_static_argument():
+def test_unhashable_static_argument(snapshot):
     def g(x, config):
         return x
 
     compiled = HELPER.sjit(g, static_argnames='config')
-    with pytest.raises(ArgumentError) as error:
+    with snapshot.raises(ArgumentError):
         compiled(Y, [1])
-    assert str(error.value) == (
-        "g: static argument 'config' is a list and cannot be hashed (unhashable type: 'list'). Static "
-        'arguments are part of the compiled program: pass something immutable (a tuple, a frozen '
-        'dataclass), or do not make it static.'
-    )
 
 
 def test_static_name_among_extra_keywords():
@@ -203,39 +198,21 @@ def test_bad_options(options, message):
 
 
 @pytest.mark.parametrize(
-    ('in_shardings', 'message'),
+    'in_shardings',
     [
-        (
-            {'state': P()},
-            "in_shardings of g: there is no argument 'state' (known: 'x', 'y', 'n')",
-        ),
-        ({'n': P()}, "in_shardings of g: 'n' is static, it has no sharding"),
-        (
-            (P(), P(), P()),
-            'in_shardings of g has 3 entries, but the function takes 2 positional arguments '
-            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
-            'dict by argument name',
-        ),
-        (
-            (P(),),
-            'in_shardings of g has 1 entry, but the function takes 2 positional arguments '
-            'besides static ones (x, y): give one entry each (None leaves an argument to the compiler), or a '
-            'dict by argument name',
-        ),
-        (
-            jax.tree_util.Partial(max, P()),
-            'in_shardings of g is Partial: give a tuple by position, a dict by argument name, or one rule '
-            'for every argument',
-        ),
+        {'state': P()},
+        {'n': P()},
+        (P(), P(), P()),
+        (P(),),
+        jax.tree_util.Partial(max, P()),
     ],
 )
-def test_shardings_that_do_not_fit_the_arguments(in_shardings, message):
+def test_shardings_that_do_not_fit_the_arguments(in_shardings, snapshot):
     def g(x, y, n):
         return x
 
-    with pytest.raises(StructureError) as error:
+    with snapshot.raises(StructureError):
         HELPER.sjit(g, in_shardings, static_argnums=2)(Y, Y, 1)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
@@ -276,35 +253,21 @@ def test_names_that_python_does_not_take():
         np.testing.assert_array_equal(compiled(Y), Y * 2)
 
 
-def test_leaves_that_are_not_arrays():
+def test_leaves_that_are_not_arrays(snapshot):
     def g(x, config):
         return x
 
-    with pytest.raises(ArgumentError) as error:
+    with snapshot.raises(ArgumentError):
         HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print, '': 'an empty key'})
-    assert str(error.value) == (
-        'g got leaves that are not arrays:\n'
-        '  config/: str\n'
-        '  config/hook: builtin_function_or_method\n'
-        '  config/name: str\n'
-        'What to do: pass arrays or numbers, or name such arguments in static_argnums or '
-        'static_argnames.'
-    )
 
 
 @pytest.mark.parametrize('called_before', [False, True])
-def test_integers_of_more_bits_than_jax_has(called_before):
+def test_integers_of_more_bits_than_jax_has(called_before, snapshot):
     compiled = HELPER.sjit(lambda x, sizes: x * sizes['many'])
     if called_before:
         compiled(Y, {'few': 1, 'many': 1})
-    with pytest.raises(ArgumentError) as error:
+    with snapshot.raises(ArgumentError):
         compiled(Y, {'few': 1, 'many': 2**40})
-    assert str(error.value) == (
-        '<lambda> got integers that do not fit in int32, which JAX makes of a Python int:\n'
-        '  sizes/many: Python int\n'
-        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
-        'allows 64 bits.'
-    )
 
 
 def test_wrong_calls_fail_as_python_calls_do():
@@ -333,13 +296,9 @@ def test_decorator_forms():
     assert called(Y).sharding.spec == partial(Y).sharding.spec == P('data')
 
 
-def test_not_a_function():
-    with pytest.raises(ArgumentError) as error:
+def test_not_a_function(snapshot):
+    with snapshot.raises(ArgumentError):
         HELPER.sjit((P('data'),))
-    assert str(error.value) == (
-        'sjit takes a function first, got tuple: write helper.sjit(fun, in_shardings=...) or '
-        '@helper.sjit(in_shardings=...)'
-    )
 
 
 class Model:
@@ -521,7 +480,7 @@ def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
-def test_names_behind_a_wrapper_that_adds_arguments_are_refused_at_the_call():
+def test_names_behind_a_wrapper_that_adds_arguments_are_refused_at_the_call(snapshot):
     @functools.wraps(behind)
     def adding(*args, **kwargs):
         return behind(*args[1:], **kwargs)
@@ -532,14 +491,8 @@ def test_names_behind_a_wrapper_that_adds_arguments_are_refused_at_the_call():
 
     x = HELPER.shard(Y, P('data'))
     compiled = HELPER.sjit(adding, {'y': P('data')}, donate_argnames='y')
-    with pytest.raises(ArgumentError) as error:
+    with snapshot.raises(ArgumentError):
         compiled(0, x, x)
-    assert str(error.value) == (
-        "options of behind: 'y' can be any of *args: behind takes (*args, **kwargs), which are not the "
-        'parameters (x, y) of the function that it wraps (this call does not fit them: too many positional '
-        'arguments). What to do: say which by position (a tuple of shardings, static_argnums, '
-        'donate_argnums), or write the parameters out in the wrapper.'
-    )
     assert not x.is_deleted()
     with pytest.raises(ArgumentError, match="missing a required argument: 'y'"):
         HELPER.sjit(supplying, {'y': P('data')})(x)
@@ -621,18 +574,9 @@ def test_functions_in_modules_are_no_static_arguments():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
 
 
-def test_what_to_do_about_leaves_depends_on_what_is_beside_them():
-    with pytest.raises(ArgumentError) as error:
+def test_what_to_do_about_leaves_depends_on_what_is_beside_them(snapshot):
+    with snapshot.raises(ArgumentError):
         HELPER.sjit(lambda batch, how: batch)({'x': X, 'name': 'rows'}, 'fast')
-    assert str(error.value) == (
-        '<lambda> got leaves that are not arrays:\n'
-        '  batch/name: str\n'
-        '  how: str\n'
-        'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
-        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
-        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
-        'inside; scalax.axes.named_jit compiles with whole modules.'
-    )
 
 
 def test_a_function_that_calls_itself_ends_in_a_recursion_error():
@@ -656,3 +600,89 @@ def test_a_generator_function_is_refused():
 def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
     with pytest.raises(ValueError, match='inline'):
         HELPER.sjit(positional_only, inline='perhaps')
+
+
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')  # JAX says so, and goes on
+@pytest.mark.parametrize('question', ['lower', 'trace', 'eval_shape', 'shardings_for'])
+def test_structs_of_wide_dtypes(question):
+    compiled = HELPER.sjit(lambda x: x * 2, P('data'))
+    getattr(compiled, question)(jax.ShapeDtypeStruct((8,), np.float64))
+    assert HELPER.abstract(np.ones(8), P('data')).dtype == np.float32
+
+
+def test_wrappers_are_called_as_they_are_written():
+    def tenfold(fun):
+        @functools.wraps(fun)
+        def wrapper(*args, **kwargs):
+            return fun(*args, **kwargs) * (10 if 'scale' in kwargs else 1)
+
+        return wrapper
+
+    def with_rng(fun):
+        @functools.wraps(fun)
+        def wrapper(x):
+            return fun(x, rng=jax.random.key(0))
+
+        return wrapper
+
+    scaled = tenfold(lambda x, scale=1: x * scale)
+    compiled = HELPER.sjit(scaled, in_shardings={'x': P('data')}, static_argnames='scale')
+    for args, kwargs in (((X,), {}), ((X,), {'scale': 2}), ((X, 2), {}), ((), {'x': X, 'scale': 3})):
+        np.testing.assert_array_equal(compiled(*args, **kwargs), scaled(*args, **kwargs))
+    assert compiled.shardings_for(X)[0][0].spec == P('data')
+    drawn = with_rng(lambda x, rng: x + jax.random.uniform(rng))
+    np.testing.assert_allclose(HELPER.sjit(drawn)(X), drawn(X))
+
+
+@pytest.mark.parametrize(
+    ('bindings', 'message'),
+    [
+        (P('data'), 'annotation_shardings is a dict of annotation name -> rule, got {kind}'),
+        ({1: P()}, 'annotation names are strings, got 1 in annotation_shardings'),
+        (
+            {'h': 'data'},
+            "the rules of annotation_shardings['h'] hold 'data' of type str, which is not a rule: give a "
+            "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
+        ),
+    ],
+)
+def test_bindings_are_checked(bindings, message):
+    for make in (
+        lambda: HELPER.get_context(bindings),
+        lambda: HELPER.sjit(lambda x: x, annotation_shardings=bindings),
+    ):
+        with pytest.raises(StructureError) as error:
+            make()
+        assert str(error.value) == message.format(kind=P.__name__)
+
+
+def test_a_jitted_function_for_other_arguments_says_so(snapshot):
+    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=0))
+    jitted = compiled.get_jitted_function_by_args(X)
+    with snapshot.raises(ArgumentError):
+        jitted(np.ones((4, 16), np.float32))
+
+
+def test_messages_of_jax_name_the_users_function():
+    def returns_text(x):
+        return 'text'
+
+    with pytest.raises(TypeError, match=r'returns_text at .*test_calls\.py'):
+        HELPER.sjit(returns_text)(X)
+
+
+def test_donated_names_among_extra_keywords():
+    compiled = HELPER.sjit(lambda **k: k['x'] + k['y'], {'x': P('data')}, donate_argnames='y')
+    y = HELPER.shard(X, P('data'))
+    np.testing.assert_array_equal(compiled(x=X, y=y), X + X)
+    assert y.is_deleted()
+
+
+def test_arguments_named_like_ours():
+    def f(self, row, call):
+        return self + row + call
+
+    compiled = HELPER.sjit(f, P('data'))
+    np.testing.assert_array_equal(compiled(self=X, row=X, call=X), 3 * X)
+    assert compiled.lower(self=X, row=X, call=X).compile() is not None
+    assert HELPER.sjit(lambda x, n: x * n, static_argnums=np.int64(1))(X, 2).shape == X.shape

@@ -29,6 +29,7 @@ TYPES = {
     'mixed': (EXPLICIT, AUTO),
     'mixed the other way': (AUTO, EXPLICIT),
 }
+HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 OTHER = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ('a', 'b'))
 
@@ -149,10 +150,8 @@ def test_transformations_of_a_compiled_function(helper):
     np.testing.assert_allclose(jax.checkpoint(square)(X), X**2)
 
 
-def test_inside_shard_map_bodies_run_inline(helper):
-    if EXPLICIT in helper.axis_types:
-        helper = MeshShardingHelper([4, 2], ['data', 'model'])
-    nested = helper.sjit(
+def test_inside_shard_map_bodies_run_inline():
+    nested = HELPER.sjit(
         lambda x: with_sharding_annotation(x * 2, 'h'),
         P('data', 'model'),
         annotation_shardings={'h': P('data', 'model')},
@@ -160,7 +159,7 @@ def test_inside_shard_map_bodies_run_inline(helper):
     np.testing.assert_array_equal(nested(X), X * 2)
     for names in (set(), {'data'}):
         spec = P('data', 'model') if not names else P('data')
-        mapped = jax.shard_map(nested, mesh=helper.mesh, in_specs=spec, out_specs=spec, axis_names=names)
+        mapped = jax.shard_map(nested, mesh=HELPER.mesh, in_specs=spec, out_specs=spec, axis_names=names)
         np.testing.assert_array_equal(jax.jit(mapped)(X), X * 2)
 
 
@@ -174,19 +173,6 @@ def test_shard_map_inside(helper):
         return jax.shard_map(local, mesh=helper.mesh, in_specs=spec, out_specs=spec)(x)
 
     np.testing.assert_array_equal(mapped(X), X * 2)
-
-
-def test_without_jit():
-    helper = MeshShardingHelper([4, 2], ['data', 'model'])
-    compiled = helper.sjit(
-        lambda x: with_sharding_annotation(x * 2, 'h'),
-        P('data'),
-        P('data'),
-        annotation_shardings={'h': P('data')},
-    )
-    with jax.disable_jit():
-        np.testing.assert_array_equal(compiled(X), X * 2)
-    np.testing.assert_array_equal(compiled(X), X * 2)
 
 
 def test_without_jit_the_function_runs_with_values_from_the_first_call(helper):
@@ -222,11 +208,10 @@ EAGER = {
 @pytest.mark.parametrize('transform', EAGER)
 @pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
 def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
-    helper = MeshShardingHelper([4, 2], ['data', 'model'])
     square, moving = (
-        helper.sjit(lambda x: x**2, P('data'), on_mismatch=policy) for policy in ('error', 'reshard')
+        HELPER.sjit(lambda x: x**2, P('data'), on_mismatch=policy) for policy in ('error', 'reshard')
     )
-    x = helper.shard(X, P(None, 'model'))
+    x = HELPER.shard(X, P(None, 'model'))
     if known:
         for each in (square, moving):
             EAGER[transform](each, jnp.asarray(X))
@@ -245,15 +230,13 @@ def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
 
 
 def test_an_error_of_the_user_under_a_transformation_stays_what_it_is():
-    helper = MeshShardingHelper([4, 2], ['data', 'model'])
-
-    @helper.sjit(in_shardings=P('data'))
+    @HELPER.sjit(in_shardings=P('data'))
     def failing(x):
         raise ValueError('mine')
 
     for _ in range(2):
         with pytest.raises(ValueError, match='mine') as error:
-            jax.grad(failing)(helper.shard(X, P(None, 'model')))
+            jax.grad(failing)(HELPER.shard(X, P(None, 'model')))
         assert type(error.value) is ValueError
 
 
@@ -277,12 +260,11 @@ def test_exported_functions_have_the_arguments_that_were_given(helper, args):
 
 def test_export():
     pytest.importorskip('flatbuffers', reason='jax.export serializes with it')
-    helper = MeshShardingHelper([4, 2], ['data', 'model'])
-    compiled = helper.sjit(lambda x: x * 2, P('data'), P('data'))
+    compiled = HELPER.sjit(lambda x: x * 2, P('data'), P('data'))
     jitted = compiled.get_jitted_function_by_args(X)
     exported = jax.export.export(jitted)(jax.ShapeDtypeStruct(X.shape, X.dtype))
     again = jax.export.deserialize(exported.serialize())
-    out = jax.jit(again.call, in_shardings=helper.match_sharding_rule(P('data'), X))(X)
+    out = jax.jit(again.call, in_shardings=HELPER.match_sharding_rule(P('data'), X))(X)
     np.testing.assert_array_equal(out, X * 2)
 
 
@@ -300,19 +282,19 @@ def test_debug_callbacks_run(capfd):
     assert capfd.readouterr().out.count('sum 224.0') == 3
 
 
-def test_an_abstract_mesh_lowers_and_does_not_run():
+def test_an_abstract_mesh_lowers_and_does_not_run(snapshot):
     mesh = AbstractMesh((4, 2), ('data', 'model'), axis_types=(AUTO, AUTO))
     compiled = MeshShardingHelper.from_mesh(mesh).sjit(lambda x: x * 2, P('data'), P('data'))
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
     assert compiled.eval_shape(struct).shape == X.shape
     assert compiled.shardings_for(struct)[1].spec == P('data')
+    assert compiled.shardings_for(jnp.asarray(X))[1].spec == P('data')
+    assert compiled.eval_shape(HELPER.shard(X, P())).shape == X.shape
     assert 'data' in compiled.trace(struct).lower(lowering_platforms=('tpu',)).as_text()
-    with pytest.raises(MeshError) as error:
+    with snapshot.raises(MeshError):
         compiled(X)
-    assert str(error.value) == (
-        'a call of <lambda> needs devices to run on, and this helper was made from an AbstractMesh, '
-        'which has none: use a helper over a Mesh'
-    )
+    with snapshot.raises(MeshError):
+        compiled.lower(struct)
 
 
 def test_a_part_of_the_devices():
@@ -352,3 +334,48 @@ def test_what_asks_for_the_mesh_in_force_finds_the_helpers(name, types, under):
         out = helper.sjit(WITH_A_MESH[name], in_shardings=P('a'))(x)
     np.testing.assert_array_equal(out, x)
     assert out.sharding.mesh == helper.mesh
+
+
+@pytest.mark.parametrize('placed', [False, True], ids=['host', 'placed'])
+def test_debug_nans_finds_the_line(placed):
+    log = HELPER.sjit(lambda x: jnp.log(x), P('data'))
+    log(np.ones(8, np.float32))
+    x = -np.ones(8, np.float32)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match='invalid value'):
+        log(HELPER.shard(x, P('data')) if placed else x)
+
+
+def test_shard_map_over_a_mesh_of_ones_own_inside():
+    own = Mesh(HELPER.mesh.devices.reshape(8), ('all',))
+    by_jax = jax.shard_map(lambda y: y * 2, mesh=own, in_specs=P('all'), out_specs=P('all'))
+    by_helper = MeshShardingHelper.from_mesh(own).shard_map(lambda y: y * 2, P('all'), P('all'))
+
+    def entered(x):
+        with jax.sharding.use_abstract_mesh(own.abstract_mesh):
+            return by_jax(x)
+
+    for mapped in (entered, by_helper):
+        np.testing.assert_array_equal(HELPER.sjit(mapped, in_shardings=P('data'))(X), X * 2)
+    with pytest.raises(ValueError, match='context mesh'):  # the mesh in force is the helper's
+        HELPER.sjit(by_jax, in_shardings=P('data'))(X)
+
+
+@pytest.mark.parametrize('in_specs', [P('data', 'model'), P()], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [{'in_shardings': P('data')}, {'out_shardings': P('data')}, {'args_sharding_constraint': P('data')}],
+    ids=str,
+)
+def test_what_runs_already_runs_inline_inside_shard_map(options, in_specs):
+    compiled = HELPER.sjit(lambda x: x * 2, **options)
+    compiled(X)
+    mapped = jax.shard_map(compiled, mesh=HELPER.mesh, in_specs=in_specs, out_specs=in_specs)
+    for call in (mapped, jax.jit(mapped), mapped):
+        np.testing.assert_array_equal(call(X), X * 2)
+
+
+def test_a_foreign_mesh_of_another_size(helper):
+    compiled = helper.sjit(lambda x: x * 2, P('data'))
+    other = jax.make_mesh((2,), ('a',), devices=jax.devices()[:2], axis_types=(AUTO,))
+    with jax.set_mesh(other), pytest.raises(MeshError, match='is compiled for a mesh of 8 devices'):
+        compiled(helper.shard(X, P('data')))

@@ -35,17 +35,9 @@ def test_tokens(helper, rules):
 
 
 @pytest.mark.parametrize('helper', HELPERS)
-def test_a_rule_for_a_token_is_an_error(helper):
-    with pytest.raises(ShardingError) as error:
+def test_a_rule_for_a_token_is_an_error(helper, snapshot):
+    with snapshot.raises(ShardingError):
         helper.sjit(lambda tree: tree, P())({'t': jax.lax.create_token(), 'x': X})
-    assert str(error.value) == (
-        "One leaf of the arguments of '<lambda>' (in_shardings) cannot be sharded as asked "
-        '(mesh: x=4, y=2):\n'
-        '  tree/t: AbstractToken\n'
-        '    AbstractToken is no type of arrays, and has no sharding\n'
-        '    asked for: P() from the spec given\n'
-        'What to do: give None for what is no array.'
-    )
     with pytest.raises(ShardingError, match=r"of the outputs of '<lambda>' \(out_shardings\)"):
         helper.sjit(lambda x: (x, jax.lax.create_token(x)), out_shardings=P())(X)
 

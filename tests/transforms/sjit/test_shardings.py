@@ -26,6 +26,7 @@ from scalax.sharding import (
     MeshShardingHelper,
     OptimizerStateShardingRule,
     PolicyShardingRule,
+    ShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
@@ -207,7 +208,7 @@ def test_donation_by_name():
     assert state.is_deleted()
 
 
-def test_deleted_arguments_are_named_before_the_call():
+def test_deleted_arguments_are_named_before_the_call(snapshot):
     @HELPER.sjit(in_shardings=(FSDP, P('data')), donate_argnums=0)
     def step(state, x):
         return jax.tree.map(lambda leaf: leaf + 1, state)
@@ -215,16 +216,8 @@ def test_deleted_arguments_are_named_before_the_call():
     state = HELPER.shard(STATE, FSDP)
     step(state, X)
     for _ in range(2):
-        with pytest.raises(ArgumentError) as error:
+        with snapshot.raises(ArgumentError):
             step(state, X)
-        assert str(error.value) == (
-            'step got arrays that are deleted:\n'
-            '  state/params/b: float32[4]\n'
-            '  state/params/w: float32[8, 4]\n'
-            '  state/step: int32[]\n'
-            'What to do: they were donated to an earlier call (donate_argnums), which reused their '
-            'buffers. Use the outputs of that call instead, or do not donate.'
-        )
 
 
 def test_a_failed_call_donates_nothing():
@@ -392,22 +385,13 @@ def test_large_init_is_never_whole_on_a_device():
     assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
 
 
-def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device():
+def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device(snapshot):
     init = optax.adam(1e-3).init
     params = HELPER.shard({'b': X[0], 'w': X}, FSDP)
     compiled = HELPER.sjit(init)
     with pytest.warns(UnshardedWarning) as record:
         state = compiled(params)
-    assert str(record[0].message) == (
-        'outputs of init_fn are on one device, although arguments are on several: they depend on no value of '
-        'those, and nothing says how they are sharded:\n'
-        '  0/mu/b: float32[8]\n'
-        '  0/mu/w: float32[8, 8]\n'
-        '  0/nu/b: float32[8]\n'
-        '  0/nu/w: float32[8, 8]\n'
-        'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state of '
-        'an optimizer, or PartitionSpec() for copies on all devices.'
-    )
+    snapshot(record[0].message)
     assert len(record) == 1
     compiled(params)  # said once
     state = HELPER.sjit(init, out_shardings=OptimizerStateShardingRule(FSDP, params))(params)
@@ -441,18 +425,13 @@ def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
 
 
 @pytest.mark.parametrize('donated', [True, False])
-def test_one_array_in_two_places_and_donated(donated):
+def test_one_array_in_two_places_and_donated(donated, snapshot):
     options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
     step = HELPER.sjit(lambda state, other: (state['w'] + 1, other + 2), P('data'), P('data'), **options)
     x = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
     for _ in range(2):
-        with pytest.raises(ArgumentError) as error:
+        with snapshot.raises(ArgumentError):
             step({'w': x}, x)
-        assert str(error.value) == (
-            '<lambda> got one array in several places, and donates it (donate_argnums):\n'
-            '  state/w and other: float32[8, 8]\n'
-            'What to do: give a copy in each place (jnp.copy), or do not donate.'
-        )
     assert not x.is_deleted()
 
 
@@ -505,3 +484,77 @@ def test_memory_layouts_are_for_a_jit_around_it():
     np.testing.assert_array_equal(out, 2 * X)
     assert (out.sharding, out.format.layout.major_to_minor) == (sharding, (0, 1))
     np.testing.assert_array_equal(HELPER.sjit(lambda x: x * 2, P('data'))(out), 4 * X)
+
+
+def test_structures_that_do_not_fit_name_every_argument(snapshot):
+    compiled = HELPER.sjit(
+        lambda state, batch: batch, ({'a': P()}, {'a': P(), 'b': P()}), args_sharding_constraint=None
+    )
+    with snapshot.raises(StructureError):
+        compiled({'b': X}, {'a': X, 'c': X})
+
+
+@jax.tree_util.register_pytree_node_class
+class Strict:
+    """A node that holds matrices only, as nodes of other libraries do."""
+
+    def __init__(self, w):
+        if not isinstance(w, np.ndarray | jax.Array) or w.ndim != 2:
+            raise TypeError(f'w must be a matrix, got {type(w).__name__}')
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_nodes_that_refuse_anything_but_arrays(snapshot):
+    node = Strict(X)
+    for options in (
+        {},
+        {'in_shardings': P('data')},
+        {'in_shardings': FSDPShardingRule('data', min_fsdp_size=0), 'donate_argnums': 0},
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
+            out = HELPER.sjit(lambda node: Strict(node.w * 2), **options)(node)
+        np.testing.assert_array_equal(out.w, X * 2)
+        with snapshot.raises(StructureError):
+            HELPER.sjit(lambda node: node, P('data')).shardings_for(node)
+    for rules in (P('data'), FSDPShardingRule('data', min_fsdp_size=0)):
+        out = HELPER.sjit(lambda node: Strict(node.w * 2), out_shardings=rules)(node)
+        np.testing.assert_array_equal(out.w, X * 2)
+        assert out.w.sharding.spec == P('data')
+    placed = HELPER.shard(node, P('data'))
+    assert placed.w.sharding.spec == P('data')
+    np.testing.assert_array_equal(HELPER.gather(placed).w, X)
+
+
+def test_questions_move_nothing(monkeypatch):
+    compiled = HELPER.sjit(
+        lambda x, y: x + y, (P('data'), P('data')), donate_argnums=0, on_mismatch='reshard'
+    )
+    elsewhere = HELPER.shard(X, P(None, 'model'))
+    rows = [(jnp.asarray(X), X), (X, elsewhere)]
+    monkeypatch.setattr(jax, 'device_put', lambda *_, **__: pytest.fail('moved'))
+    for row in rows:
+        compiled.shardings_for(*row)
+        compiled.eval_shape(*row)
+        compiled.trace(*row)
+        compiled.lower(*row)
+        compiled.get_jitted_function_by_args(*row)
+
+
+def test_rules_may_compute_while_jax_traces():
+    class Computes(ShardingRule):
+        def apply(self, pytree):
+            def spec(leaf):
+                return P('data') if jnp.prod(jnp.asarray(leaf.shape)) > 8 else P()
+
+            return jax.tree.map(spec, pytree)
+
+    nested = HELPER.sjit(lambda x: x * 2, Computes(), Computes())
+    np.testing.assert_array_equal(jax.jit(lambda x: nested(x))(X), X * 2)

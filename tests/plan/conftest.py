@@ -1,0 +1,18 @@
+"""Plans are of programs that the compiler has just made."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_cache_of_compilations() -> Iterator[None]:
+    """Of a program from a cache the compiler writes nothing down, and plans compile it again."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update('jax_compilation_cache_dir', before)
+    compilation_cache.reset_cache()
