@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree.paths import NamedTree, with_shape
 from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import RuleError
-from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each
+from scalax.rules._base import BuiltinRule, Rule, ShardingRule, answers_of_each
 from scalax.rules._decisions import Answer, AxisSizes, Decision, not_a_spec
 
-Policy = Callable[[str, Any], PartitionSpec | ShardingRule | NamedSharding | None]
+Policy = Callable[[str, Any], Rule]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import OnIndivisible, checked_policy, entries, no_axis, spec_axes
 from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
-from scalax.rules._base import BuiltinRule, ShardingRule, answers_of_each
+from scalax.rules._base import BuiltinRule, Rule, ShardingRule, answers_of_each, is_rule
 from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, short
-
-Value = PartitionSpec | ShardingRule | NamedSharding | None
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -44,7 +42,7 @@ class TreePathShardingRule(BuiltinRule):
         {'attention': {'q': {'kernel': P('fsdp', 'tp')}}, 'norm': P()}
     """
 
-    rules: tuple[tuple[str | re.Pattern[str], Value], ...]
+    rules: tuple[tuple[str | re.Pattern[str], Rule], ...]
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
     by_path: ClassVar[bool] = True
@@ -55,7 +53,7 @@ class TreePathShardingRule(BuiltinRule):
 
     def __init__(
         self,
-        *rules: tuple[str | re.Pattern[str], Value],
+        *rules: tuple[str | re.Pattern[str], Rule],
         strict: bool = True,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
@@ -175,7 +173,7 @@ def _axes(value: Any) -> tuple[Any, ...]:
 _SPREAD = 'pairs are arguments of their own: TreePathShardingRule(*pairs)'
 
 
-def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[str], Value]:
+def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[str], Rule]:
     """Returns *rule* if it is a pair of a regex and a value, else raises RuleError.
 
     Args:
@@ -190,7 +188,7 @@ def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[s
         raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}{hint}')
     pattern, value = rule
     checked_regex(where, pattern)
-    if value is not None and not isinstance(value, PartitionSpec | ShardingRule | NamedSharding):
+    if not is_rule(value):
         hint = f'; write PartitionSpec({", ".join(map(repr, _axes(value)))})' if _axes(value) else ''
         raise RuleError(
             f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}{hint}'
