@@ -168,6 +168,8 @@ def to_host(pytree: Any) -> Any:
     if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings):
         for i in (*here, *elsewhere):
             leaves[i] = resharding.reduced(leaves[i])
+    if len(here) == len(leaves):
+        return jax.tree.unflatten(treedef, jax.device_get(leaves))
     for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
         leaves[i] = value
     for i in elsewhere:

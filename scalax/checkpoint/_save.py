@@ -171,9 +171,8 @@ class SaveThread(threading.Thread):
             try:
                 return future.result(timeout=max(min(_POLL_SECONDS, left), 0))
             except TimeoutError:
-                if (
-                    left < _POLL_SECONDS or time.monotonic() - begun < _POLL_SECONDS / 2
-                ):  # too late, or one of Orbax's
+                # The time is up, or this is a TimeoutError of Orbax itself.
+                if left < _POLL_SECONDS or time.monotonic() - begun < _POLL_SECONDS / 2:
                     raise
             if not (self._staging / _METADATA).exists():
                 (self._root / _AWAITED).mkdir(parents=True, exist_ok=True)
