@@ -85,6 +85,7 @@ NOT_IN_CHECK = [
     'tests/rules/test_properties.py',
     'tests/search',
     'tests/test_distributed.py',
+    'tests/test_types.py',
     'tests/tools',
     'tests/trace/test_constraints.py',
     'tests/transforms/sjit/test_copied.py',
