@@ -69,7 +69,8 @@ class KeyState:
     which no single thread could trace either.
 
     Attributes:
-        arguments: the shardings of the arguments, by slot and leaf.
+        arguments: the shardings of the arguments, by slot and leaf; None is possible where types hold them.
+            Host data has a key of its own, whose shardings say where it moves.
         resolved: its program; None until the function was traced.
         tracing: whether it is traced now.
         lock: held meanwhile.
@@ -170,7 +171,7 @@ class Dispatcher:
             placed_args = self._placed(read, placement.moved)
             moves = dataclasses.replace(read.moves, mismatched=False)
             if read.typed is not call and (moves.unplaced or moves.foreign):
-                slots = placement.slots_to_place(flat_args, read.state.arguments, moves)
+                slots = placement.slots_to_place(flat_args, read.sharded.shardings, moves)
                 resolved.program.place_first(slots, moves)
             self._table.learn(flat_args, resolved.program)
             self.fast_call = self._table if len(self.programs.items()) > 1 else resolved.program.call
@@ -344,7 +345,7 @@ class Dispatcher:
         call = read.sharded.call
         if read.typed is call:
             return call.flat_args
-        return placement.place(call.flat_args, read.state.arguments, read.moves, move)
+        return placement.place(call.flat_args, read.sharded.shardings, read.moves, move)
 
     def _run(self, read: ReadCall, resolved: Resolved, placed_args: Sequence[Any]) -> Any:
         call = resolved.program.call
