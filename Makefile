@@ -70,10 +70,13 @@ test: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## format, lint, types, and 
 check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JAX: a look in between
 	@$(PY) -m scripts.run_checks check
 
-verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## types and all tests on the newest JAX, and each in between (VERIFY="0.10.0 0.10.2 0.11.2")
-	@$(PY) -m scripts.run_checks release || failed=" newest"; \
-	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed $$jax"; done; \
-	  test -z "$$failed" || { echo "FAILED on JAX$$failed" && exit 1; }
+verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, fuzz, faults (VERIFY="0.10.0 ...")
+	@failed=; $(PY) -m scripts.run_checks release || failed=" tests-newest"; \
+	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
+	JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py --check || failed="$$failed tutorial"; \
+	$(PY) scripts/fuzz.py || failed="$$failed fuzz"; \
+	$(PY) scripts/faults.py || failed="$$failed faults"; \
+	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }
 
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
