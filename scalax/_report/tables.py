@@ -88,7 +88,7 @@ def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) ->
             (column, text.rjust(widths[column]) if column == size else text.ljust(widths[column]))
             for column, text in enumerate(left)
         ]
-        rows.append([*above, padded])
+        rows.append([*above, padded] if any(left) else above)
     return rows
 
 

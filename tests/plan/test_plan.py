@@ -178,6 +178,8 @@ def test_text():
     ]
     assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  collective_programs.py:')
     assert all(len(line) <= 70 for line in lines[8:11])
+    narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(60).splitlines()
+    assert [not line for line in narrow[10:]] == [False, False, True, False]  # the row takes two lines
 
 
 def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
