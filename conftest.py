@@ -5,14 +5,10 @@ It lies at the top so that `pytest --doctest-modules scalax/_mesh/meshes.py` fin
 
 import os
 import signal
-from pathlib import Path
 
 # Before JAX is imported, and inherited by the processes that tests start. Whoever wants another
 # platform says so by setting the variable.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# What one test or run has compiled, the next need not; processes that tests start share it.
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).resolve().parent / '.jax_cache'))
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 
 import jax
 import pytest

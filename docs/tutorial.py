@@ -451,7 +451,7 @@ print('outside:', jax.typeof(y), y.sharding.spec)
 
 # %%
 for name, each in {'Explicit': explicit_x, 'Auto': auto_x, 'dp Explicit, mp Auto': mixed_x}.items():
-    print(f'{name:21} lies as {each.sharding.spec!s:17} has the type {jax.typeof(each).sharding.spec}')
+    print(f'{name:21} is sharded as {each.sharding.spec!s:17} has the type {jax.typeof(each).sharding.spec}')
 
 # %% [markdown]
 # ## FSDP in practice

@@ -4,13 +4,13 @@ Usage: python -m scripts.run_checks check
        python -m scripts.run_checks release
        python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python --between FOLDER
 
-*check* is for the minutes in between: format, lint, types, and the tests that are quick, in as many processes
-as there are cores. Its first line says what it leaves out.
+*check* is for the minutes in between: format, lint, types, and the tests that are quick. Its first line says
+what it leaves out. *release* is what depends on the release of JAX that this interpreter has: types,
+docstrings and all tests. *all* is everything but the tests that are marked as slow, on this JAX and on older
+ones: on the oldest, and those that are most likely to differ on the JAX that --between has, for the oldest's
+interpreter.
 
-*release* is what depends on the release of JAX that this interpreter has: types, docstrings and all tests.
-With *all*, without those that are marked as slow, tests run on older JAX beside everything else: on the
-oldest, and those that are most likely to differ on the JAX that --between has, for the oldest's interpreter.
-Their output is kept back until the end.
+As many steps run at a time as there are cores; the output of each is printed when it has ended.
 
 A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
 come to its end, they say which test was begun last. No process of a step outlives it.
@@ -29,9 +29,10 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from scripts import left_behind
 
@@ -46,6 +47,13 @@ _numbers = itertools.count()
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 QUICK = ['-m', 'not slow']
+
+# What was compiled for the quick tests is kept for their next run. Not for `make test`: writing it down makes
+# JAX 0.10.0 crash where a program takes tokens, and processes of one test may read what another is writing.
+CACHED = {
+    'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+}
 
 # These ask little of JAX that others do not ask; `make verify` runs them there, too.
 NOT_ON_OLDEST = [
@@ -115,36 +123,35 @@ class Step:
     name: str
     command: list[str]
     junit: Path | None = None
-    log: Path | None = None
-    path: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: f'SCALAX_CHECKS_{os.getpid()}_{next(_numbers)}')
     process: subprocess.Popen[bytes] | None = None
+    output: IO[bytes] | None = None
+    said: str = ''
     started: float = 0.0
     seconds: float = 0.0
     problem: str = ''
     counts: Counter[str] = field(default_factory=Counter)
 
     def start(self) -> None:
-        beside = ' (in the background)' if self.log else ''
         command = ' '.join(self.command[1:])
-        title(f'{self.name}{beside}: {command if len(command) < 400 else command[:400] + " ..."}')
+        title(f'{self.name}: {command if len(command) < 400 else command[:400] + " ..."}')
         self.started = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(self.log.open('wb')) if self.log else None
-            # A session of its own: a terminal's Ctrl-C comes here only.
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT if out else None,
-                start_new_session=True,
-            )
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _keep_output
+        # A session of its own: a terminal's Ctrl-C comes here only.
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=ROOT,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def environment(self) -> dict[str, str]:
         env = {**os.environ, self.mark: '1', 'SCALAX_RUNNING_TEST': str(self.running or '')}
-        return env if self.path is None else {**env, 'PYTHONPATH': str(self.path)}
+        return {**env, **self.variables}
 
     def finish(self) -> None:
         """Waits for the step, within what is left of its time, and records how it went."""
@@ -156,6 +163,7 @@ class Step:
             self.problem = f'ended after {TIMEOUT_S} s{self.at_test()}'
             self.end()
         self.seconds = time.monotonic() - self.started
+        self._keep_output()
         if processes := left_behind.end(self.mark):
             self.problem = self.problem or 'left processes behind'
             title(f'{self.name}: left behind, and ended now: {"; ".join(processes)}')
@@ -168,10 +176,16 @@ class Step:
         return self.process.poll() is not None or time.monotonic() - self.started > TIMEOUT_S
 
     def show(self) -> None:
-        """Prints the output that was kept back."""
-        if self.log:
-            title(f'{self.name}: its output')
-            print(self.log.read_text(encoding='utf-8', errors='replace'), flush=True)
+        """Prints the output of a step that has ended."""
+        title(f'{self.name}: its output')
+        print(self.said, flush=True)
+
+    def _keep_output(self) -> None:
+        if self.output:
+            with self.output as output:
+                output.seek(0)
+                self.said = output.read().decode('utf-8', errors='replace')
+            self.output = None
 
     def end(self) -> bool:
         """Ends the step, if it still runs, with all that it has started; returns whether it did."""
@@ -184,6 +198,7 @@ class Step:
         self.process.kill()
         self.process.wait()
         left_behind.end(self.mark)
+        self._keep_output()
         return True
 
     def at_test(self) -> str:
@@ -254,69 +269,71 @@ def static_steps(python: str) -> list[Step]:
     ]
 
 
-def test_steps(python: str, scratch: Path, jax: str, chosen: Sequence[str] = ()) -> list[Step]:
-    doctests, tests = scratch / 'doctests.xml', scratch / 'tests.xml'
-    return [
-        Step(
-            'docstrings',
-            [python, *PYTEST, f'--junit-xml={doctests}', '--doctest-modules', 'scalax'],
-            junit=doctests,
-        ),
-        Step(f'tests ({jax})', [python, *PYTEST, f'--junit-xml={tests}', *chosen, 'tests'], junit=tests),
-    ]
+def doctests(python: str, scratch: Path) -> Step:
+    report = scratch / 'doctests.xml'
+    command = [python, *PYTEST, f'--junit-xml={report}', '--doctest-modules', 'scalax']
+    return Step('docstrings', command, junit=report)
 
 
-def older_steps(oldest: str, between: Path | None, scratch: Path) -> list[Step]:
-    """The tests on the oldest JAX, and some of them on one in between, which stands in a folder."""
-    ignored = [f'--ignore={path}' for path in NOT_ON_OLDEST]
+def test_steps(
+    name: str,
+    python: str,
+    scratch: Path,
+    parts: int = 1,
+    options: Sequence[str] = QUICK,
+    left_out: Sequence[str] = (),
+    chosen: Sequence[str] = ('tests',),
+    variables: Mapping[str, str] | None = None,
+) -> list[Step]:
+    """The tests in so many processes, each of which gets every so many-th file.
+
+    Args:
+        name: for people.
+        python: the interpreter.
+        scratch: a folder for reports.
+        parts: the number of processes.
+        options: of pytest.
+        left_out: files and folders that do not run.
+        chosen: files and folders.
+        variables: of the environment.
+    """
+    files = sorted(file for one in chosen for file in _files(ROOT / one))
+    files = [file for file in files if not any(file.is_relative_to(ROOT / other) for other in left_out)]
     steps = []
-    for name, tests, path in (
-        ('oldest', [*QUICK, *ignored, 'tests'], None),
-        ('between', ON_ONE_BETWEEN, between),
-    ):
-        if path or name == 'oldest':
-            report, log = scratch / f'{name}.xml', scratch / f'{name}.log'
-            command = [oldest, *PYTEST, f'--junit-xml={report}', *tests]
-            steps.append(Step(f'tests (JAX {name})', command, junit=report, log=log, path=path))
+    for part in range(parts):
+        label = f'{name}, {part + 1} of {parts}' if parts > 1 else name
+        report = scratch / f'{label}.xml'
+        own = [str(file.relative_to(ROOT)) for file in files[part::parts]]
+        command = [python, *PYTEST, f'--junit-xml={report}', *options, *own]
+        steps.append(Step(label, command, junit=report, variables=variables or {}))
     return steps
 
 
-def quick_lanes(python: str, scratch: Path, count: int) -> list[list[Step]]:
-    """The quick tests in so many processes, which get every so many-th file each."""
-    left_out = [ROOT / path for path in NOT_IN_CHECK]
-    files = [
-        str(path.relative_to(ROOT))
-        for path in sorted((ROOT / 'tests').rglob('test_*.py'))
-        if not any(path.is_relative_to(other) for other in left_out)
-    ]
-    lanes = []
-    for lane in range(count):
-        report, log = scratch / f'quick{lane}.xml', scratch / f'quick{lane}.log' if lane else None
-        command = [python, *PYTEST, '-q', f'--junit-xml={report}', *QUICK, *files[lane::count]]
-        lanes.append([Step(f'quick tests {lane + 1}', command, junit=report, log=log)])
-    return lanes
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob('test_*.py'))
 
 
-def run(*lanes: list[Step]) -> None:
-    """Runs lanes beside one another, and the steps of each one after the other; leaves no process behind."""
-    left = [list(lane) for lane in lanes if lane]
+def run(steps: Sequence[Step], workers: int | None = None) -> None:
+    """Runs steps in their order, so many at a time; leaves no process behind."""
+    workers = workers or min(max(os.cpu_count() or 1, 2), 4)
+    waiting: list[Step] = list(steps)
+    running: list[Step] = []
     try:
-        for lane in left:
-            lane[0].start()
-        while any(left):
-            for lane in left:
-                if lane and lane[0].is_over():
-                    lane.pop(0).finish()
-                    if lane:
-                        lane[0].start()
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(waiting.pop(0))
+                running[-1].start()
+            for step in [step for step in running if step.is_over()]:
+                running.remove(step)
+                step.finish()
+                step.show()
             time.sleep(POLL_S)
     finally:
-        for step in itertools.chain(*lanes):
+        for step in steps:
             at_test = step.at_test()
             if step.end():
                 title(f'{step.name}: ended{at_test}')
-    for step in itertools.chain(*lanes):
-        step.show()
+                step.show()
 
 
 def summarise(steps: list[Step], seconds: float) -> bool:
@@ -325,7 +342,7 @@ def summarise(steps: list[Step], seconds: float) -> bool:
     for step in steps:
         verdict = f'FAILED ({step.problem})' if step.problem else 'passed'
         counts = f': {describe_counts(step.counts)}' if step.junit else ''
-        print(f'{step.name:<20} {verdict}{counts} in {step.seconds:.1f}s')
+        print(f'{step.name:<30} {verdict}{counts} in {step.seconds:.1f}s')
     failed = [step.name for step in steps if step.problem]
     if any(step.junit for step in steps):
         total = sum((step.counts for step in steps), Counter())
@@ -365,27 +382,33 @@ def main() -> None:
     begun = time.monotonic()
     python, oldest, between = sys.executable, args.oldest_python, args.between
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
-        steps, lanes = static_steps(python), []
+        scratch, steps = Path(folder), static_steps(python)
         if args.what == 'check':
             print(f'left out, for `make test`: {", ".join(NOT_IN_CHECK)}')
-            lanes = quick_lanes(python, Path(folder), min(os.cpu_count() or 1, 4))
+            steps += test_steps('quick tests', python, scratch, 2, left_out=NOT_IN_CHECK, variables=CACHED)
         elif args.what == 'release':
             print(describe_python(python))
-            steps = [steps[-1], *test_steps(python, Path(folder), 'this JAX')]
+            tests = test_steps('tests', python, scratch, 4, options=())
+            steps = [steps[-1], doctests(python, scratch), *tests]
         elif args.what == 'all':
             # Not resolved: that would lead out of the virtual environment.
             oldest = str(Path(oldest).absolute())
             newest_is, oldest_is = describe_python(python), describe_python(oldest)
             print(f'newest: {newest_is}\noldest: {oldest_is}')
+            steps += test_steps('tests (JAX newest)', python, scratch, 4)
+            steps += test_steps('tests (JAX oldest)', oldest, scratch, 2, left_out=NOT_ON_OLDEST)
             if between:
                 between = between.absolute()
                 print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
-                if between_is == newest_is:
-                    between = None  # all tests run on it
-            steps += test_steps(python, Path(folder), 'newest JAX', QUICK)
-            lanes = [older_steps(oldest, between, Path(folder))]
-        run(steps, *lanes)
-        passed = summarise([*steps, *itertools.chain(*lanes)], time.monotonic() - begun)
+                if between_is != newest_is:  # all tests run on it then
+                    name = 'tests (JAX between)'
+                    first = {'PYTHONPATH': str(between)}
+                    steps += test_steps(
+                        name, oldest, scratch, options=(), chosen=ON_ONE_BETWEEN, variables=first
+                    )
+            steps.append(doctests(python, scratch))
+        run(steps)
+        passed = summarise(steps, time.monotonic() - begun)
     sys.exit(0 if passed else 1)
 
 

@@ -60,11 +60,12 @@ def main() -> None:
     scale = np.linspace(0.5, 1.5, 32, dtype=np.float32)
     normed = rms_norm(helper.shard(x, P('data')), scale)
     expected = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * scale
-    print(f'the result lies as {spec_of(normed)}, and is right: {np.allclose(normed, expected, atol=1e-5)}')
+    right = np.allclose(normed, expected, atol=1e-5)
+    print(f'the result is sharded as {spec_of(normed)}, and is right: {right}')
     for name, fun in (('rms_norm', rms_norm), ('by_kernel', by_kernel)):
         step = helper.sjit(fun, in_shardings=(P('data'), P()))
         sent = sum(row.bytes for row in helper.plan(step, x, scale).collectives)
-        print(f'{name}: sends {sent:,} bytes, the result lies as {spec_of(step(x, scale))}')
+        print(f'{name}: sends {sent:,} bytes, the result is sharded as {spec_of(step(x, scale))}')
     helper = helper_of(2, 1, ('data', 'tp'))
     print(f'the same in all {rms_norm.check(x[:4], scale, mesh=helper)} placements')
 

@@ -36,12 +36,12 @@ def main() -> None:
     placed = helper.shard(x, P('data', 'tp'))
 
     scaled = by_scalar(placed, np.float32(3))
-    print(f'a scalar: each device has {shapes[-1]}, the result lies as {spec_of(scaled)}')
+    print(f'a scalar: each device has {shapes[-1]}, the result is sharded as {spec_of(scaled)}')
     np.testing.assert_array_equal(scaled, 3 * x)
 
     for spec in (P(), P('tp')):
         scaled = by_column(placed, helper.shard(columns, spec))
-        print(f'an array as {spec}: each device has {shapes[-1]}, the result lies as {spec_of(scaled)}')
+        print(f'an array as {spec}: each device has {shapes[-1]}, the result is sharded as {spec_of(scaled)}')
         np.testing.assert_array_equal(scaled, x * columns)
 
 

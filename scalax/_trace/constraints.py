@@ -183,7 +183,7 @@ def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractCon
         if devices[0] != devices[1]:
             raise MeshError(
                 f'{what} is for the devices {devices[0]}, under jax.set_mesh of the devices {devices[1]}: '
-                'leave that mesh for the call'
+                'exit that mesh before the call'
             )
     if ambient == own:
         return contextlib.nullcontext()

@@ -224,7 +224,7 @@ class SwitchedFunction(abc.ABC):
         memory = named_sharding(to, PartitionSpec()).memory_kind
         no_sharding = Fault(
             'no-sharding',
-            f'None leaves open how it lies along axes that are Explicit {side} ({axes})',
+            f'None does not say how it is sharded along axes that are Explicit {side} ({axes})',
             'give PartitionSpec() for what is replicated: along Explicit axes every value has a sharding.',
         )
 

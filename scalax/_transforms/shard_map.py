@@ -99,7 +99,7 @@ class _Mapped:
         if mapped or (self._mapped and not self._manual):
             axes = ', '.join(map(repr, mapped or self._mapped))
             raise MeshError(
-                f'shard_map of {signature.name} inside jax.vmap: a dimension that is mapped lies along '
+                f'shard_map of {signature.name} inside jax.vmap: a dimension that is mapped is sharded along '
                 f'{axes}, which cannot be manual too: name other axes (axis_names=...)'
             )
         if manual or not self._manual:
@@ -226,8 +226,8 @@ class _Mapped:
         if used := [axis for axis in specs.spec_axes(sharding.spec) if axis in self._mapped]:
             return Fault(
                 'mapped-axis',
-                f'a dimension that jax.vmap maps lies along {used[0]!r} already',
-                'name the axes of the other dimensions only, or map an array that does not lie along this '
+                f'a dimension that jax.vmap maps is sharded along {used[0]!r} already',
+                'name the axes of the other dimensions only, or map an array that is not sharded along this '
                 'one.',
             )
         if sharding.memory_kind != self._memory:

@@ -216,8 +216,8 @@ class Writer:
         return CheckpointError(
             f'{self.directory} has another writer now: process {visible(pid)} on host {host!r}, since '
             f'{visible(since)}. A directory has one writer, the one that came last, and this one writes '
-            'and deletes nothing there any more. If that one is to go on, end this job; if not, end that '
-            'one, and make a new Checkpointer here, which takes the directory with its first save'
+            'and deletes nothing there any more. To keep the other one, end this job; to keep this one, end '
+            'the other and make a new Checkpointer here, which takes the directory with its first save'
         )
 
     def _take(self) -> None:
@@ -239,8 +239,8 @@ class Writer:
     def _refuse(self, step: int, later: Sequence[int]) -> None:
         if later:
             raise CheckpointError(
-                f'step {step} cannot be saved: {self.directory} holds {_steps(later)} already, of another '
-                'run or of later in this one. Restore the latest step and go on from there, or save into '
+                f'step {step} cannot be saved: {self.directory} holds {_steps(later)} already, from another '
+                'run or from later in this one. Restore the latest step and go on from there, or save into '
                 'another directory'
             )
 

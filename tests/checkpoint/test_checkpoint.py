@@ -250,8 +250,8 @@ def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelp
         assert again.restored_step == 43
         assert not again.save(43, state)
         assert message(again.save, 41, state) == (
-            f'step 41 cannot be saved: {tmp_path} holds step 43 already, of another run or of later in this '
-            'one. Restore the latest step and go on from there, or save into another directory'
+            f'step 41 cannot be saved: {tmp_path} holds step 43 already, from another run or from '
+            'later in this one. Restore the latest step and go on from there, or save into another directory'
         )
         assert again.save(44, state)
     assert message(again.restore, helper, RULE, state, step=5) == (
@@ -341,8 +341,8 @@ def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
         assert first.save(5, small(helper))
         first.wait()
         assert message(second.save, 2, small(helper)) == (
-            f'step 2 cannot be saved: {tmp_path} holds step 5 already, of another run or of later in this '
-            'one. Restore the latest step and go on from there, or save into another directory'
+            f'step 2 cannot be saved: {tmp_path} holds step 5 already, from another run or from '
+            'later in this one. Restore the latest step and go on from there, or save into another directory'
         )
         assert first.save(6, small(helper))
 

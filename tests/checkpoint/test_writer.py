@@ -57,8 +57,8 @@ def assert_taken(text: str, folder: Path) -> None:
     assert text == (
         f'{folder} has another writer now: process {os.getpid()} on host {socket.gethostname()!r}, since '
         f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes and '
-        'deletes nothing there any more. If that one is to go on, end this job; if not, end that one, and '
-        'make a new Checkpointer here, which takes the directory with its first save'
+        'deletes nothing there any more. To keep the other one, end this job; to keep this one, end the '
+        'other and make a new Checkpointer here, which takes the directory with its first save'
     )
 
 

@@ -418,7 +418,7 @@ def test_only_sums_are_made() -> None:
 def test_an_unreduced_argument_is_no_other() -> None:
     step = EXPLICIT.sjit(lambda grads: grads, in_shardings=P('a'))
     with pytest.raises(
-        PlacementError, match=re.escape("grads: float32[8, 8] lies as P('a', None, unreduced={'b'}")
+        PlacementError, match=re.escape("grads: float32[8, 8] is sharded as P('a', None, unreduced={'b'}")
     ):
         step(unreduced())
 

@@ -25,9 +25,9 @@ PRINTED = {
         collectives of soften: 0
         """,
     'scalar_or_array': """
-        a scalar: each device has (), the result lies as P('data', 'tp')
-        an array as P(): each device has (4,), the result lies as P('data', 'tp')
-        an array as P('tp',): each device has (4,), the result lies as P('data', 'tp')
+        a scalar: each device has (), the result is sharded as P('data', 'tp')
+        an array as P(): each device has (4,), the result is sharded as P('data', 'tp')
+        an array as P('tp',): each device has (4,), the result is sharded as P('data', 'tp')
         """,
     'axis_index': """
         P('rows', 'columns')     each device adds [0, 100, 100, 200]
@@ -56,9 +56,9 @@ PRINTED = {
         by_the_compiler: holds 0.75 of that while it runs, sends 545 KiB
         """,
     'pallas_kernel': """
-        the result lies as P('data',), and is right: True
-        rms_norm: sends 0 bytes, the result lies as P('data',)
-        by_kernel: sends 8,192 bytes, the result lies as P()
+        the result is sharded as P('data',), and is right: True
+        rms_norm: sends 0 bytes, the result is sharded as P('data',)
+        by_kernel: sends 8,192 bytes, the result is sharded as P()
         the same in all 6 placements
         """,
 }

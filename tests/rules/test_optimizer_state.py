@@ -1,4 +1,4 @@
-"""A state lies as its parameters do: every kind of optimizer, on real shardings; messages; values."""
+"""A state is sharded as its parameters are: every kind of optimizer, on real shardings; messages; values."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ OPTIMIZERS = {
 
 
 def assert_mirrors(state: Any, params: Any, everywhere: list[str]) -> int:
-    """Every leaf at a parameter's path and of its shape lies as the parameter; returns how many."""
+    """Every leaf at a parameter's path and of its shape is sharded as the parameter; returns how many."""
     by_path, seen = path_to_leaf(params), 0
     leaves = path_to_leaf(state)
     for name, param in by_path.items():

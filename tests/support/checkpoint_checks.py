@@ -72,7 +72,7 @@ def rule(helper: MeshShardingHelper) -> PolicyShardingRule:
 
 
 def assert_same(found: dict[str, Any], helper: MeshShardingHelper) -> None:
-    """Every leaf is the one that was saved, bit by bit, and lies as the rules say."""
+    """Every leaf is the one that was saved, bit by bit, and is sharded as the rules say."""
     assert (found['step'], found['rate'], found['on']) == (7, 0.25, True)
     assert [type(found[name]) for name in ('step', 'rate', 'on')] == [int, float, bool]
     wanted = state(helper)

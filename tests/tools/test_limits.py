@@ -184,20 +184,18 @@ def step(folder: Path, code: str) -> run_checks.Step:
     (folder / 'test_made_up.py').write_text(HEAD + code)
     command = [sys.executable, '-m', 'pytest', '-p', 'scripts.limits', '-p', 'no:cacheprovider', '-q']
     report = folder / 'report.xml'
-    return run_checks.Step(
-        'tests', [*command, f'--junit-xml={report}', str(folder)], junit=report, log=folder / 'log'
-    )
+    return run_checks.Step('tests', [*command, f'--junit-xml={report}', str(folder)], junit=report)
 
 
 def test_a_step_says_what_was_counted(tmp_path: Path) -> None:
     passes = step(tmp_path, 'def test_it():\n    pass\n')
-    run_checks.run([passes], [])
+    run_checks.run([passes])
     assert (passes.problem, passes.counts) == ('', {'passed': 1})
 
 
 def test_a_step_whose_last_test_is_stuck_says_which(tmp_path: Path) -> None:
     stuck = step(tmp_path, STUCK)
-    run_checks.run([stuck], [])
+    run_checks.run([stuck])
     assert stuck.problem.startswith('exit status 1, in ')
     assert stuck.problem.endswith('test_made_up.py::test_is_stuck')
 
@@ -226,6 +224,6 @@ def test_a_step_that_leaves_a_process_fails(monkeypatch: pytest.MonkeyPatch) -> 
         'leaves',
         [sys.executable, '-c', f'import subprocess; subprocess.Popen({sleeps}, start_new_session=True)'],
     )
-    run_checks.run([leaves], [])
+    run_checks.run([leaves])
     assert leaves.problem == 'left processes behind'
     assert left_behind.find(leaves.mark) == []

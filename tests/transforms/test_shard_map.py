@@ -410,5 +410,7 @@ def test_a_mapped_dimension_that_lies_along_an_explicit_axis(snapshot):
             assert out.sharding.is_equivalent_to(placed.sharding, 2)
     with snapshot.raises(errors.MeshError):
         mapped(P('a'), axis_names='a')(placed)
-    with pytest.raises(errors.ShardingError, match=r"a dimension that jax.vmap maps lies along 'a' already"):
+    with pytest.raises(
+        errors.ShardingError, match=r"a dimension that jax.vmap maps is sharded along 'a' already"
+    ):
         mapped(P('a'))(placed)

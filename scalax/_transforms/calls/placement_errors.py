@@ -70,7 +70,7 @@ class ShardedCall:
         """The leaves that are wrong, with a *text* about each; empty without any."""
         wanted = (sharding for shardings in self.shardings.values() for sharding in shardings)
         return shown(
-            f'{self.call.describe(*leaf)} lies as {text(leaf[-1], sharding)}'
+            f'{self.call.describe(*leaf)} is sharded as {text(leaf[-1], sharding)}'
             for leaf, sharding in zip(self.call.leaves(), wanted, strict=True)
             if wrong(leaf[-1], sharding)
         )
@@ -194,7 +194,7 @@ def _other_devices(sharded: ShardedCall) -> MeshError | None:
     own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
     return MeshError(
         f'{sharded.call.signature.name} is compiled for the devices {own}, and is called under jax.set_mesh '
-        f'of the devices {theirs}: leave that mesh for the call'
+        f'of the devices {theirs}: exit that mesh before the call'
     )
 
 
@@ -209,7 +209,7 @@ def _elsewhere(sharded: ShardedCall) -> PlacementError | None:
 
 def _off_the_mesh(call: Call, listed: str) -> PlacementError:
     return PlacementError(
-        f'{call.signature.name} got arrays that do not lie on its mesh, and in_shardings does not say where '
+        f'{call.signature.name} got arrays that are not on its mesh, and in_shardings does not say where '
         f'they belong:\n{listed}\n'
         'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
         "on_mismatch='reshard' to sjit to have them moved at every such call."
@@ -228,7 +228,7 @@ def _mismatched(sharded: ShardedCall) -> PlacementError | None:
         f'{name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
-        'them moved at every such call, or use None in in_shardings to take arguments as they lie.'
+        'them moved at every such call, or use None in in_shardings to leave arguments where they are.'
         + (_OF_OUTPUTS.format(name=name) if sharded.may_be_returned else '')
     )
 

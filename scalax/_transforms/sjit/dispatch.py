@@ -65,12 +65,12 @@ class KeyState:
     """What is known of a call key.
 
     The thread that traces the key holds the lock. It is re-entrant, so that a function that calls itself gets
-    an error. Two threads wait for one another only if what they trace calls itself by way of the other's,
-    which no single thread could trace either.
+    an error. Two threads wait for each other for ever only if two functions call each other with the same
+    keys, which no single thread could trace either.
 
     Attributes:
-        arguments: the shardings of the arguments, by slot and leaf; None is possible where types hold them.
-            Host data has a key of its own, whose shardings say where it moves.
+        arguments: the shardings of the arguments, by slot and leaf. In the key of placed arrays they may be
+            None: their types hold the sharding. Host data has a separate key, whose shardings are the target.
         resolved: its program; None until the function was traced.
         tracing: whether it is traced now.
         lock: held meanwhile.
@@ -89,7 +89,7 @@ class ReadCall:
     Attributes:
         sharded: the call with the shardings of its arguments.
         moves: which arguments are moved.
-        typed: the call with its arguments as they will be: structs for what moves; the same if nothing does.
+        typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
         key: the key of `typed`.
         state: what is known of the key.
     """
@@ -128,7 +128,7 @@ class Dispatcher:
         self.mesh = self.rules.mesh
         self._function = TracedFunction(fun, self.rules)
         self._source = _source_of(fun)
-        # Inside another function JAX ignores shardings over types of another mesh with Explicit axes.
+        # In an outer trace JAX ignores in_shardings for values typed by another mesh with Explicit axes.
         self._refuses_foreign = (
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
         )
@@ -193,7 +193,8 @@ class Dispatcher:
         program = fast_call.program(flat_args) if isinstance(fast_call, ProgramTable) else None
         used, right = program.call if program else fast_call, read.state.resolved
         if right is None or right.program.call is not used:
-            return not isinstance(error, jax.errors.JaxRuntimeError)  # JAX refused the call before tracing it
+            # A runtime error comes from a run, which is not repeated; others were raised before tracing.
+            return not isinstance(error, jax.errors.JaxRuntimeError)
         sharded = read.sharded
         if sharded.moves and (
             sharded.any(placement.is_mismatched)
@@ -335,7 +336,7 @@ class Dispatcher:
         if key.paths is not None:
             this = self._weak
             program.check_paths(key.paths, lambda: this._wrong_program())
-        # This one serves, whatever another thread has cleared since: a new one may not be compiled.
+        # Kept even if another thread has cleared meanwhile: looked up again, it might be one not built yet.
         program.shardings.put(key, shardings)
         return program
 
@@ -378,9 +379,9 @@ class Dispatcher:
         return bool(ambient.manual_axes) or constraints.mesh_in_force(self.mesh) is not self.mesh
 
     def _retyped_at_once(self) -> bool:
-        """Whether JAX's own auto_axes or explicit_axes, which nothing compiles, runs this.
+        """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
 
-        Then axes have other types than those of a ``jax.set_mesh``.
+        The types of axes in force then differ from those of ``jax.set_mesh``.
         """
         ambient = jax.sharding.get_abstract_mesh()
         return (
@@ -486,7 +487,7 @@ def _unknown() -> None:
 
 
 class _Placing(threading.local):
-    """True in a thread while a program is called with its arguments placed.
+    """True in a thread that traces or runs a program whose arguments are placed, or are typed as placed.
 
     A leaf without a sharding in its type is then one that only JAX can place, such as data of other
     processes.

@@ -272,11 +272,11 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
     """The cache key of the state of one function; None if it cannot be shared."""
     kind: Any = type(fun)
     if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
-        return None  # an equal function is another one, and may be gone when this one is called
+        return None  # found by equality, and an equal function may close over other data and be freed first
     bindings = options.annotation_shardings
     rules = (options.in_shardings, options.out_shardings, options.args_sharding_constraint, bindings)
     if not are_pure(rules):
-        return None  # each asks its own: their answers may change
+        return None  # rules that are not pure are asked anew by each sjit
     key = (
         signature.key,
         hashable(key_of(rules)),
@@ -293,7 +293,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
 def _trace_as_called(
     signature: CallSignature, resolved: Resolved, flat_args: Sequence[Any], count: int, names: Sequence[str]
 ) -> jax.stages.Traced:
-    """Traces a program for the user's form of a call, which JAX's stages then have.
+    """Traces a program so that JAX's stages take arguments and keywords as the user writes them.
 
     A program takes flat arguments. JAX takes no ``in_shardings`` where there are keywords, so its arguments
     have shardings themselves.

@@ -46,13 +46,12 @@ class WrongProgram(ArgumentError):
     def __init__(self, owner: Any, name: str, other_types: bool) -> None:
         super().__init__(
             f'this compiled program of {name} was asked for where mesh axes have the types of its mesh, and '
-            'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): leave '
-            f'that for the call, or call {name} itself'
+            'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): exit '
+            f'that context before the call, or call {name} itself'
             if other_types
             else f'this compiled program of {name} was asked for with other arguments (another tree, other '
-            f'shapes, dtypes or static values; on Explicit axes also other shardings, and a '
-            f'ShapeDtypeStruct has one from helper.abstract): call {name} itself, which has a program for '
-            'each'
+            f'shapes, dtypes or static values; on Explicit axes also other shardings, which '
+            f'helper.abstract gives to ShapeDtypeStructs): call {name} itself, which has a program for each'
         )
         self.owner = owner
 
@@ -222,7 +221,8 @@ class Program:
     def place_first(self, slots: frozenset[int], moves: Moves) -> None:
         """Makes calls place host data in these slots before JAX sees it.
 
-        Where types hold shardings, those of host data would be wrong, and every call would be traced in vain.
+        Where types hold shardings, host data would be typed as unsharded: each call would trace, be refused
+        and be dispatched.
         For calls of another key the shardings may be wrong, which the check inside the trace finds.
         """
         direct, layout = self._direct, self.layout

@@ -147,7 +147,7 @@ class TracedFunction:
         if not ambient.empty and ambient.size != mesh.size:
             raise MeshError(
                 f'{call.signature.name} is compiled for a mesh of {mesh.size} devices, and is called '
-                f'under jax.set_mesh of one of {ambient.size}: leave that mesh for the call'
+                f'under jax.set_mesh of one of {ambient.size}: exit that mesh before the call'
             )
         reject_foreign_types(call, mesh)
         return jax.sharding.use_abstract_mesh(abstract(mesh))

@@ -281,9 +281,9 @@ def test_an_array_off_the_mesh_that_no_rule_places():
         with pytest.raises(PlacementError) as error:
             EXPLICIT.sjit(lambda k: k * 2)(elsewhere)
         assert str(error.value) == (
-            '<lambda> got arrays that do not lie on its mesh, and in_shardings does not say where they '
+            '<lambda> got arrays that are not on its mesh, and in_shardings does not say where they '
             'belong:\n'
-            f'  k: float32[8] lies as {elsewhere.sharding}, asked: P() on (x=4, y=2)\n'
+            f'  k: float32[8] is sharded as {elsewhere.sharding}, asked: P() on (x=4, y=2)\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         )
@@ -326,7 +326,7 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
 def test_host_data_beside_arrays_that_lie_wrong():
     step = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC))
     step(X, X)
-    with pytest.raises(PlacementError, match=r'b: float32\[8, 8\] lies as P\(\)'):
+    with pytest.raises(PlacementError, match=r'b: float32\[8, 8\] is sharded as P\(\)'):
         step(X, EXPLICIT.shard(X, P()))
     resharding = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC), on_mismatch='reshard')
     for _ in range(2):

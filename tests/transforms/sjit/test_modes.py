@@ -98,7 +98,7 @@ def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
         compiled(X)
     assert str(error.value) == (
         f'<lambda> is compiled for the devices {ids}, and is called under jax.set_mesh of the devices '
-        f'{others}: leave that mesh for the call'
+        f'{others}: exit that mesh before the call'
     )
     np.testing.assert_array_equal(compiled(X), X * 2)
 
@@ -223,7 +223,8 @@ def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
     assert str(error.value) == (
         '<lambda> got, inside a transformation such as jax.grad or jax.vmap, values of arrays that are '
         'committed to another sharding than in_shardings says:\n'
-        f'  x: float32[8, 8] lies as {lies} on (data=4, model=2), asked: {P("data")} on (data=4, model=2)\n'
+        f'  x: float32[8, 8] is sharded as {lies} on (data=4, model=2), '
+        f'asked: {P("data")} on (data=4, model=2)\n'
         'What to do: move the arrays before the transformation (helper.shard), compile the transformation '
         "too (sjit around it), or pass on_mismatch='reshard' to sjit to have them moved at every such call."
     )

@@ -60,10 +60,10 @@ def test_references(helper, rules):
 @pytest.mark.parametrize('helper', HELPERS)
 def test_references_are_not_moved(helper):
     ref = jax.new_ref(helper.shard(np.zeros(8, np.float32), P('x')))
-    with pytest.raises(PlacementError, match=r"ref: float32\[8\] lies as P\('x',\) on"):
+    with pytest.raises(PlacementError, match=r"ref: float32\[8\] is sharded as P\('x',\) on"):
         helper.sjit(count, (P('y'), None))(ref, X)
     alone = jax.new_ref(np.zeros(8, np.float32))
-    with pytest.raises(PlacementError, match=r'ref: float32\[8\] lies as SingleDeviceSharding'):
+    with pytest.raises(PlacementError, match=r'ref: float32\[8\] is sharded as SingleDeviceSharding'):
         helper.sjit(count, (None, P('x')))(alone, X)
 
 

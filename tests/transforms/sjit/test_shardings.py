@@ -248,13 +248,13 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
             step(placed, X)
         assert str(error.value).startswith(
             'step got arrays that are committed to another sharding than in_shardings says:\n'
-            "  state/w: float32[8, 8] lies as P(None, 'model') on (data=4, model=2), asked: "
+            "  state/w: float32[8, 8] is sharded as P(None, 'model') on (data=4, model=2), asked: "
             "P('data',) on (data=4, model=2)\n"
             'What to do: move them first (helper.shard), pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call, or use None in "
-            f'in_shardings to take arguments as they lie.{said}'
+            f'in_shardings to leave arguments where they are.{said}'
         )
-        assert str(error.value).endswith('they lie.') == (not said)
+        assert str(error.value).endswith('they are.') == (not said)
         step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
 
 
@@ -294,9 +294,9 @@ def test_an_argument_of_other_devices_that_no_rule_speaks_about(known, on_mismat
         with pytest.raises(PlacementError) as error:
             add(X, {'b': y})
         assert str(error.value) == (
-            '<lambda> got arrays that do not lie on its mesh, and in_shardings does not say where they '
+            '<lambda> got arrays that are not on its mesh, and in_shardings does not say where they '
             'belong:\n'
-            f'  y/b: float32[8, 8] lies as {lies}\n'
+            f'  y/b: float32[8, 8] is sharded as {lies}\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         )
@@ -413,15 +413,15 @@ def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
     with pytest.raises(PlacementError) as error:
         compiled(state, x)
     assert str(error.value).endswith(
-        'to take arguments as they lie. Of outputs of an earlier call of step the compiler has chosen the '
-        'shardings: give out_shardings, or donate the argument that they are to replace (donate_argnums), '
-        'and they have those of the arguments.'
+        'to leave arguments where they are. Of outputs of an earlier call of step the compiler has chosen '
+        'the shardings: give out_shardings, or donate the argument that they are to replace '
+        '(donate_argnums), and they have those of the arguments.'
     )
     donating = HELPER.sjit(step, rules, donate_argnames='state')
     donating(donating(X, x), x)
     with pytest.raises(PlacementError) as error:
         HELPER.sjit(lambda state, x: state, rules)(state, x)
-    assert str(error.value).endswith('to take arguments as they lie.')
+    assert str(error.value).endswith('to leave arguments where they are.')
 
 
 @pytest.mark.parametrize('donated', [True, False])
