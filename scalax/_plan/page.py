@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scalax._plan.figures import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
+from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
 from scalax._plan.text import HEADS, MOST_BUFFERS, PlanView, cells_of, head, rest_of_collectives, verdict
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scalax._plan.figures import NO_DEVICE, AxisOnTorus, axes_on_torus, memory_bars, time_bars
+from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, axes_on_torus, memory_bars, time_bars
 from scalax._plan.text import PlanView, head, verdict
 from scalax._report.pages import visible
 from scalax._report.svg import told_apart

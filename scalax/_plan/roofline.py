@@ -2,46 +2,24 @@
 
 Every time has a *bound*, the least time if everything overlaps, and an *estimate*, the time if nothing
 overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
-
-The time of a collective: V is the bytes of the whole (gathered) array of one group, N its devices, w the
-one-way bandwidth of a link, and hop the least time from one chip to the next
-(https://jax-ml.github.io/scaling-book/sharding).
-
-- all-gather and reduce-scatter: V / (w * ways), where *ways* is 2 for each ring and 1 for each line, at least
-  hop * (half of each ring + the whole of each line). Where nothing is a ring, a chip receives only what it
-  lacks: V (N - 1) / N. See the book's problems "AllGather time" and "AllGather latency".
-- all-reduce: twice that.
-- all-to-all: a quarter of V crosses the middle of the longest axis each way. On one ring that takes a quarter
-  of an all-gather.
-- collective-permute: each device sends its part to a neighbour, over one link.
-
-Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
-Between slices each device has its share of the bandwidth of its host, and receives what it lacks; the
-members of a group that are in one slice share that work, and exchange it there
-(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). Devices joined by a switch
-(``torus_axes=0``) receive what they lack (https://jax-ml.github.io/scaling-book/gpus).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from scalax._plan.collectives import Collective, Kind
+from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds
+from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import Hardware, numbers_of
+from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
 from scalax.errors import PlanError
-
-_TWICE: tuple[Kind, ...] = ('all-reduce',)
-_EXCHANGES: tuple[Kind, ...] = ('all-to-all', 'ragged-all-to-all')
-_FOR = 'a roofline of communication'
 
 
 class Seconds(NamedTuple):
@@ -209,7 +187,7 @@ def communication_of(
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
-    hardware.need('torus_axes', for_=_FOR)
+    hardware.need('torus_axes', for_=COMMUNICATION)
     if not places or (hardware.torus_axes and not all(place.coords for place in places)):
         raise PlanError(
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
@@ -242,86 +220,3 @@ def _slowest(
         seconds, lines = max((time[place], route.lines if network == 'ici' else ()) for time, route in times)
         if seconds:
             yield network, lines, seconds
-
-
-class NetworkSeconds(NamedTuple):
-    """The seconds of one collective on each network."""
-
-    ici: float = 0.0
-    dcn: float = 0.0
-    chip: float = 0.0
-
-
-def collective_seconds(
-    kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int
-) -> NetworkSeconds:
-    """The time of one collective.
-
-    Args:
-        kind: the kind of the collective.
-        whole: the bytes of the whole array of one group.
-        route: the links that join the devices of the group.
-        hardware: the hardware that has these links.
-        per_chip: how many devices share a chip.
-
-    Raises:
-        PlanError: a number of the hardware is unknown.
-
-    Example:
-        >>> from scalax._plan.hardware import HARDWARE
-        >>> from scalax._plan.torus import Line
-        >>> ring = Route(1, 4, 4, (Line(0, 4, True),))
-        >>> round(1e6 * collective_seconds('all-gather', 2 * 1024 * 4096 / 4, ring, HARDWARE['v4'], 1).ici, 1)
-        23.3
-    """
-    times = 2 if kind in _TWICE else 1
-    inside = whole / route.slices if kind in _EXCHANGES else whole
-    ici = chip = dcn = 0.0
-    if route.chips > 1:
-        join = _on_torus if route.lines else _on_switch
-        ici = times * join(kind, inside, route, hardware)
-    elif route.devices > 1:
-        [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=_FOR)
-        chip = times * inside / hbm_rate
-    if route.slices > 1:
-        dcn = times * _between_slices(kind, whole, route, hardware, per_chip)
-    return NetworkSeconds(ici, dcn, chip)
-
-
-def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
-    link = link_rate / route.crowd
-    hop = hardware.hop_seconds
-    if kind == 'collective-permute':
-        way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
-        return max(hop * min(line.stride for line in route.lines), whole / route.size / (link * way))
-    least = hop * sum(line.hops for line in route.lines)
-    if kind in _EXCHANGES:
-        box = math.prod(line.length for line in route.lines)
-        middles = (link * line.ways * box / line.length for line in route.lines)
-        return max(least, max(whole / 4 / middle for middle in middles))
-    ring = any(line.ring for line in route.lines)
-    lacking = whole if ring else whole * (route.chips - 1) / route.chips
-    return max(least, lacking / (link * sum(line.ways for line in route.lines)))
-
-
-def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
-    [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=_FOR)
-    return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
-
-
-def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int) -> float:
-    host_rate, chips = numbers_of(
-        hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{_FOR} between slices'
-    )
-    share = host_rate / (chips * per_chip)
-    part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
-    return _lacking(kind, part, route.slices, route.size) / share
-
-
-def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:
-    """The bytes that one device has to receive of *whole* bytes that are spread over *parts* places."""
-    if kind == 'collective-permute':
-        return whole / devices
-    lacking = whole * (parts - 1) / parts
-    return lacking / devices if kind in _EXCHANGES else lacking

@@ -36,7 +36,7 @@ from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
-from scalax.rules._merge import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
+from scalax.rules._merge_decisions import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
 
 
 class ShardingRule(abc.ABC):

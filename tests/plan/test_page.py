@@ -10,7 +10,7 @@ import jax
 import pytest
 from selenium.webdriver.common.by import By
 
-from scalax._plan.figures import axes_on_torus
+from scalax._plan.figure_data import axes_on_torus
 from scalax.errors import MissingDependencyError
 from scalax.plan import HARDWARE, Buffer, Place, Source
 from scalax.sharding import MeshShardingHelper

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalax._plan.collective_seconds import collective_seconds
 from scalax._plan.collectives import collectives
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
-from scalax._plan.roofline import collective_seconds
 from scalax._plan.torus import Place, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work

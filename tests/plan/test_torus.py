@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from scalax._plan.roofline import collective_seconds
+from scalax._plan.collective_seconds import collective_seconds
 from scalax._plan.torus import Place, Route, Torus, places_of, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware, Line

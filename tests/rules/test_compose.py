@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, RuleError, ShardingError
 from scalax.rules._base import ConstantRule, FirstAnswer
-from scalax.rules._merge import fill
+from scalax.rules._merge_decisions import fill
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

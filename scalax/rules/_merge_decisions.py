@@ -1,4 +1,4 @@
-"""``a & b``: two decisions about one leaf merged into one."""
+"""Merging two decisions about one leaf into one, as ``a & b`` does (`Overlay` in `_base`)."""
 
 from __future__ import annotations
 
