@@ -189,8 +189,8 @@ def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractCon
         return contextlib.nullcontext()
     if ambient.size != own.size:
         raise MeshError(
-            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: leave '
-            'that mesh for the call'
+            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: exit '
+            'that mesh before the call'
         )
     if AxisType.Explicit in (*ambient.axis_types, *own.axis_types) and is_compiled():
         ours, theirs = specs.axis_sizes_text(own.shape), specs.axis_sizes_text(ambient.shape)

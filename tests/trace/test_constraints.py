@@ -467,8 +467,8 @@ def test_under_a_mesh_of_other_devices_nothing_runs(helper, call):
             OUTSIDE[call](helper)(np.zeros((8, 8), np.float32), P('a'))
         own, theirs = ([device.id for device in each] for each in (jax.devices(), devices))
         assert str(error.value).endswith(
-            f' is for the devices {own}, under jax.set_mesh of the devices {theirs}: leave that mesh for '
-            'the call'
+            f' is for the devices {own}, under jax.set_mesh of the devices {theirs}: exit that mesh '
+            'before the call'
         )
 
 
