@@ -103,6 +103,7 @@ class ShardedOp(Generic[Given, Result]):
         self._name = getattr(fun, '__name__', type(fun).__name__)
         self._fun, self._rule, self._check_vma = fun, rule, check_vma
         self._labels = _operand_names(self._name, fun, rule)
+        self._static_names = _static_names(fun)
         self.rule = rule.text
         self.depends_on_placement = depends_on_placement
         self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
@@ -124,11 +125,11 @@ class ShardedOp(Generic[Given, Result]):
         """
         if not static:
             return self._jitted((), *operands)
+        self._check_static(static)  # before jax.jit, which keeps the static arguments of refused calls too
         key = _key(static)
         try:
             hash(key)
         except TypeError as error:
-            self._check_static(static)
             raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
         return self._jitted(key, *operands)
 
@@ -224,7 +225,7 @@ class ShardedOp(Generic[Given, Result]):
         return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
 
     def _check_static(self, static: dict[str, Any]) -> None:
-        allowed = _static_names(self._fun)
+        allowed = self._static_names
         unknown = [name for name in static if allowed is not None and name not in allowed]
         if unknown:
             known = f'static are {", ".join(map(repr, allowed or []))}' if allowed else 'none is static'
@@ -238,7 +239,6 @@ class ShardedOp(Generic[Given, Result]):
 
         def call(key: tuple[Any, ...], *operands: Any) -> Any:
             static = {name: value for name, _, value in key}
-            self._check_static(static)
             operation = self._operation(operands, static)
             results = self._gradient.attach(operation, static)(*operands)
             return results if len(operation.fit.results) > 1 else results[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax.custom_op import FactorContext, sharded_op
+from scalax.errors import ArgumentError
 from scalax.sharding import MeshShardingHelper
 from scalax.testing import assert_collectives, assert_no_recompile
 
@@ -273,6 +276,19 @@ def test_it_is_compiled_once_for_each_static_argument() -> None:
         largest(x, k=2)
     assert largest(x, k=1)[0].shape == (4, 1)
     assert largest(x, k=2)[0].shape == (4, 2)
+
+
+def test_a_refused_call_keeps_nothing() -> None:
+    class Value:
+        pass
+
+    value = Value()
+    kept = weakref.ref(value)
+    with pytest.raises(ArgumentError, match="'unknown' is no keyword-only argument"):
+        largest(NUMBERS, unknown=value)
+    del value
+    gc.collect()
+    assert kept() is None
 
 
 def test_static_arguments_that_are_equal_and_not_the_same() -> None:
