@@ -51,8 +51,8 @@ class WrongProgram(ArgumentError):
             if other_types
             else f'this compiled program of {name} was asked for with other arguments (another tree, other '
             f'shapes, dtypes or static values; on Explicit axes also other shardings: helper.shard places '
-            f'host data, and helper.abstract gives them to ShapeDtypeStructs): call {name} itself, which has a '
-            'program for each'
+            'host data, and helper.abstract gives them to ShapeDtypeStructs): '
+            f'call {name} itself, which has a program for each'
         )
         self.owner = owner
 
