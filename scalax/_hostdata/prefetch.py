@@ -26,7 +26,7 @@ _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """A batch, or an error; neither at the end of the data."""
+    """A batch or an error; an empty one marks the end of the data."""
 
     part: to_global.ProcessBatch | None = None
     finish: to_global.Finish | None = None
@@ -74,7 +74,7 @@ class Prefetch(Iterator[Any]):
     garbage-collected.
 
     Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
-    An error is raised in one of them, and is the end for the others.
+    One of them gets an error; for the others iteration ends.
 
     The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
     (``get_state``, as Grain's have), `get_state` is the state after the last batch that the loop was given:
@@ -220,7 +220,7 @@ def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shar
             shared.items.put(_Item())
             return
         part = to_global.read(options, tree)
-        # Loaders fill the same memory again and again.
+        # Copied: a loader may fill the same memory with its next batch.
         shared.items.put(_Item(part, to_global.place(part, keep=False), state=_state_of(iterator)))
         del tree, part  # the consumer's alone now
 

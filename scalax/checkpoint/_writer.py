@@ -50,7 +50,7 @@ class Writer:
         self.directory = directory
         self.token = secrets.token_hex(TOKEN // 2)
         self.taken = False
-        # The steps that this writer's own will replace; None until it has looked for them.
+        # Steps of the writer before, set aside when a step of this one is complete; None until looked for.
         self._replaced: list[int] | None = None
         self._saves = 0
 

@@ -56,9 +56,9 @@ class ShardingRule(abc.ABC):
     """
 
     by_path: ClassVar[bool] = False
-    """Whether answers depend on paths and ranks only, apart from those of its parts."""
+    """Whether answers depend on paths and ranks only; its parts are asked separately."""
     by_shape: ClassVar[bool] = False
-    """Whether answers depend on shapes, and on what is occupied of them, only."""
+    """Whether answers depend only on shapes and the dimensions and axes already occupied."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:

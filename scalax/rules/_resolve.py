@@ -130,7 +130,9 @@ class _Task:
     where: str
     on_indivisible: OnIndivisible
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    passed: list[str] = dataclasses.field(default_factory=list)  # dimensions that do not divide and may
+    passed: list[str] = dataclasses.field(
+        default_factory=list
+    )  # dimensions that do not divide, allowed by the policy
 
     def __post_init__(self) -> None:
         self.axes = MeshAxes.of(self.mesh)
@@ -265,7 +267,7 @@ def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
 def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
     """The entries of *spec*, and for UNCONSTRAINED ones the Explicit axes that the leaf's type has there.
 
-    Axes that the spec uses for another dimension go there.
+    An axis that the spec names for another dimension is left out here.
     """
     now = [*specs.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
     used = specs.spec_axes(spec)
@@ -374,7 +376,7 @@ class ResolutionCache:
     ) -> tuple[list[NamedSharding | None], Any]:
         """The shardings and the structure of a tree; from memory where rules, shapes and dtypes are known."""
         rules_key = key_of(rules)
-        # What is no rule may not compare; `resolve` raises about it.
+        # Objects that are not rules may have no usable ==; `resolve` raises about them.
         comparable = all(map(is_rule, jax.tree.leaves(rules, is_leaf=is_rule)))
         entries = [entry for entry in self._entries if comparable and entry.rules == rules_key]
         if entries:

@@ -294,7 +294,7 @@ class ProgramTable:
             self._programs.clear()
         self._layouts[len(flat_args)] = program.layout
         look = _look(program.layout, flat_args)
-        if self._programs.setdefault(look, program) is not program:  # for good: None is no program
+        if self._programs.setdefault(look, program) is not program:  # None marks it as ambiguous for ever
             self._programs[look] = None
 
     def program(self, flat_args: Sequence[Any]) -> Program | None:
