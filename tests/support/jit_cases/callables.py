@@ -175,7 +175,7 @@ def callable_object(jit):
 @case(meant={'error': 'takes-more'}, raises=True)
 def callable_object_that_cannot_be_hashed(jit):
     class Unhashable(Model):
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None  # type: ignore[assignment]  # as Python itself does beside __eq__
 
         def __eq__(self, other):
             return False
