@@ -1,6 +1,7 @@
 """Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
 
-from scalax._plan.collectives import KINDS, Collective
+from scalax._plan.collective_runs import KINDS
+from scalax._plan.collectives import Collective
 from scalax._plan.flops import Flops, count_flops
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware

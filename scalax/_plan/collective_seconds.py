@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from scalax._plan.collectives import Kind
+from scalax._plan.collective_runs import Kind
 from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.torus import Route
 

@@ -1,27 +1,34 @@
-"""The collectives of a program, counted over a whole step.
+"""The collectives of a program, counted over a whole step, each with the reason why it is there.
 
-They are read from the program as the SPMD partitioner leaves it. Later passes rewrite collectives (an
-all-gather becomes an all-reduce, or a loop of permutes), and split or join them; the bytes that have to move,
-and the mesh axes that they move along, are clearest here.
+Compilers for accelerators rewrite what the SPMD partitioner left: partial results are added before they are
+reduced, an all-gather becomes an all-reduce, small collectives are combined. So kinds, counts and bytes are
+read from the program after all optimizations, which is the one that runs. It has lost much of what explains a
+collective. That is read from the partitioner's program of the same compilation.
+
+XLA for CPUs stands in for other hardware, and its own rewriting says nothing about that. There the
+partitioner's program is counted, too.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from scalax._plan.collective_runs import Kind, Run, runs
 from scalax._plan.formulas import Counted
-from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_loops import visits
-from scalax._plan.provenance import Source, source_of
+from scalax._plan.hlo import Module
+from scalax._plan.partitioned import Partitioned
+from scalax._plan.provenance import Source, is_of_the_partitioner, source_of
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
     devices_along,
+    groups_between_slices,
     replica_groups,
     source_target_pairs,
     written_groups,
@@ -30,20 +37,7 @@ from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
 
-Kind = Literal[
-    'all-gather',
-    'all-reduce',
-    'reduce-scatter',
-    'all-to-all',
-    'collective-permute',
-    'collective-broadcast',
-    'ragged-all-to-all',
-]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# The result is one device's part of the array: the whole is larger by the size of the group.
-_PARTIAL_RESULTS = {'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all'}
-# Attributes of instructions that send something to other devices.
-_BETWEEN_DEVICES = ('replica_groups=', 'source_target_pairs=')
+Cause = Literal['program', 'sharding', 'halo', 'ring', 'padding', 'compiler']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +57,18 @@ class Collective:
         part: one of the groups, as positions in ``mesh.devices.flat``, if groups are a part of their axes.
             Empty for groups of all devices along the axes.
         scattered: whether it is an all-reduce of which each device keeps only its own part: the partitioner
-            writes a reduce-scatter so, and compilers for accelerators turn it into one.
+            writes a reduce-scatter so, and compilers for accelerators turn it into one. Only on CPUs, for
+            which the partitioner's program is counted.
         networks: the networks that carry it: ``'ici'`` between the chips of a slice, ``'dcn'`` between
             slices, ``'chip'`` between the devices of a chip; several if groups need several. Empty for
             devices that are not in a torus, such as CPUs.
+        cause: why it is there. ``'program'``: the user's program asks for it, as `jax.lax.psum` does.
+            ``'sharding'``: the shardings of an operation's operands and result need it. ``'halo'``: devices
+            exchange the edges of their blocks. ``'ring'``: an all-gather or a reduce-scatter that runs piece
+            by piece beside a product, as permutes in a loop. ``'padding'``: the compiler padded the parts
+            of a collective, and moves what is then on the wrong device. ``'compiler'``: another optimization
+            added it, and the partitioner's program has none like it.
+        partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
     """
 
     kind: Kind
@@ -79,86 +81,145 @@ class Collective:
     part: tuple[int, ...] = ()
     scattered: bool = False
     networks: tuple[Network, ...] = ()
+    cause: Cause = 'sharding'
+    partitioned_as: str = ''
 
 
 def collectives(
-    module: Module, mesh: Mapping[str, int], places: Sequence[Place] = ()
+    module: Module,
+    mesh: Mapping[str, int],
+    places: Sequence[Place] = (),
+    partitioned: Module | None = None,
+    device_ids: Sequence[int] = (),
 ) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
 
     Args:
-        module: the program after SPMD partitioning.
+        module: the program to count.
         mesh: mesh axis name -> size, in the order of the mesh.
         places: the positions of the devices of the mesh, in the order of the mesh.
+        partitioned: the program after SPMD partitioning in the same compilation; None if that is *module*.
+        device_ids: the ids of the devices of the mesh.
 
     Raises:
         PlanError: a collective is written in an unknown form.
     """
+    devices = Devices(mesh, places, device_ids)
+    before = (
+        None
+        if partitioned is None
+        else Partitioned(partitioned, lambda run: _groups_on_mesh(run, partitioned.partitions, devices).axes)
+    )
     counts: collections.Counter[Collective] = collections.Counter()
-    for visit in visits(module):
-        for instruction in distinct(visit.computation, module.partitions):
-            kind = _kind(instruction)
-            if kind is None:
-                continue
-            found = _groups_on_mesh(instruction, kind, module.partitions, mesh, places)
-            if found.group > 1:
-                whole = instruction.bytes * (found.group if kind in _PARTIAL_RESULTS else 1)
-                row = Collective(
-                    kind=kind,
-                    axes=found.axes,
-                    group=found.group,
-                    count=0,
-                    counted=visit.counted,
-                    bytes=whole,
-                    source=source_of(module, visit.computation, instruction),
-                    part=found.part,
-                    scattered=kind == 'all-reduce'
-                    and is_reduce_scatter(visit.computation, instruction, found.groups),
-                    networks=found.networks,
-                )
-                counts[row] += visit.count
+    for run in runs(module):
+        found = _groups_on_mesh(run, module.partitions, devices)
+        if found.group > 1:
+            row = Collective(
+                kind=run.kind,
+                axes=found.axes,
+                group=found.group,
+                count=0,
+                counted=run.visit.counted,
+                bytes=run.whole_bytes(found.group),
+                source=Source(),
+                part=found.part,
+                networks=found.networks,
+            )
+            counts[_explained(row, run, module, before, found.groups)] += run.visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 
 
-def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
-    """The instructions of a computation, without repeated all-gathers.
-
-    The partitioner for TPUs writes one for each use of a value, sometimes with groups in another notation;
-    a later pass, common-subexpression elimination, leaves only the first.
-
-    Args:
-        computation: the computation.
-        devices: the number of devices that the program runs on.
-    """
-    seen = set()
-    for instruction in computation.instructions.values():
-        if instruction.opcode == 'all-gather':
-            text, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
-            groups = None if text is None else replica_groups(text, devices).tobytes()
-            same = instruction.arrays, instruction.operands, groups, dims
-            if same in seen:
-                continue
-            seen.add(same)
-        yield instruction
-
-
-def _kind(instruction: Instruction) -> Kind | None:
-    opcode, attributes = instruction.opcode, instruction.attributes
-    for kind in KINDS:
-        if opcode == kind:
-            return kind
-        if opcode == f'{kind}-start':
-            raise PlanError(
-                f'the program holds {opcode!r}: it is not the one that the partitioner left, but a '
-                'later one, in which collectives are rewritten'
-            )
-    between_devices = opcode == 'send' and 'is_host_transfer=true' not in attributes
-    if between_devices or any(name in attributes for name in _BETWEEN_DEVICES):
-        raise PlanError(
-            f'the program holds {opcode!r}: devices send something to one another in an unknown way'
+def _explained(
+    row: Collective, run: Run, module: Module, before: Partitioned | None, groups: Groups
+) -> Collective:
+    """The row with its source and cause."""
+    if before is None:
+        own = run.computation, run.instruction
+        scattered = row.kind == 'all-reduce' and is_reduce_scatter(*own, groups)
+        return dataclasses.replace(
+            row, source=source_of(module, *own), scattered=scattered, cause=_cause(run)
         )
-    return None
+    origin = before.origin(run, module, row.axes, row.group)
+    if origin is None:
+        return dataclasses.replace(row, source=source_of(module, *run.holder), cause='compiler')
+    padded = row.kind == 'collective-permute' != origin.kind
+    return dataclasses.replace(
+        row,
+        source=source_of(before.module, origin.computation, origin.instruction),
+        cause='padding' if padded else _cause(origin),
+        partitioned_as='' if origin.kind == row.kind else origin.kind,
+    )
+
+
+def _cause(run: Run) -> Cause:
+    """Why the partitioner's program has a collective."""
+    instruction = run.instruction
+    if not is_of_the_partitioner(instruction):
+        return 'program'
+    if run.kind != 'collective-permute':
+        return 'sharding'
+    if instruction.op_name.endswith('dot_general'):
+        return 'ring'
+    moved = run.computation.instructions.get(instruction.operands[0])
+    return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
+
+
+class Devices(NamedTuple):
+    """The devices of a mesh, in its order, and which of them run a program.
+
+    Attributes:
+        mesh: mesh axis name -> size.
+        places: their positions; none if they are not known.
+        ids: their ids; none if the program does not name them.
+    """
+
+    mesh: Mapping[str, int]
+    places: Sequence[Place] = ()
+    ids: Sequence[int] = ()
+
+    def groups_in(self, run: Run, partitions: int) -> Groups:
+        """The groups of a collective, one a row, of positions in the mesh.
+
+        Args:
+            run: the collective.
+            partitions: the number of devices of the program.
+
+        Raises:
+            PlanError: they do not fit the devices.
+        """
+        instruction = run.instruction
+        if instruction.opcode == 'recv':
+            return groups_between_slices(instruction.attribute('_xla_megascale_target') or '', self.ids)
+        if run.kind == 'collective-permute':
+            text = instruction.attribute('source_target_pairs') or ''
+            groups = source_target_pairs(text)
+            groups = groups[groups[:, 0] != groups[:, 1]]  # pairs of a device with itself send nothing
+            fit = not groups.size or groups.max() < partitions
+        else:
+            text = written_groups(instruction.attributes) or ''
+            if not text:
+                raise PlanError(
+                    f'a collective without groups: {instruction.name} {instruction.attributes[:200]}'
+                )
+            groups = replica_groups(text, partitions)
+            # Groups that leave devices out are of replicas of the program; but a broadcast may do so.
+            fit = np.unique(groups).size == groups.size and groups.max() < partitions
+            fit = fit and (groups.size == partitions or run.kind == 'collective-broadcast')
+        if not fit:
+            raise PlanError(f'the groups of a collective do not fit {partitions} devices: {text}')
+        return np.concatenate([slice_[groups] for slice_ in self._programs(partitions)])
+
+    def _programs(self, partitions: int) -> list[Groups]:
+        """The positions of the devices of each program: all of them, or those of one slice each."""
+        size = math.prod(self.mesh.values())
+        if partitions == size:
+            return [np.arange(size)]
+        numbers = np.array([place.slice for place in self.places])
+        slices = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
+        if not slices or {len(places) for places in slices} != {partitions}:
+            raise PlanError(f'a program of {partitions} devices is not that of a slice of the mesh')
+        return slices
 
 
 class _GroupsOnMesh(NamedTuple):
@@ -171,28 +232,13 @@ class _GroupsOnMesh(NamedTuple):
     networks: tuple[Network, ...]
 
 
-def _groups_on_mesh(
-    instruction: Instruction, kind: Kind, devices: int, mesh: Mapping[str, int], places: Sequence[Place]
-) -> _GroupsOnMesh:
-    if kind == 'collective-permute':
-        text = instruction.attribute('source_target_pairs') or ''
-        groups = source_target_pairs(text)
-        groups = groups[groups[:, 0] != groups[:, 1]]  # pairs of a device with itself send nothing
-        fit = not groups.size or groups.max() < devices
-    else:
-        text = written_groups(instruction.attributes) or ''
-        if not text:
-            raise PlanError(f'a collective without groups: {instruction.name} {instruction.attributes[:200]}')
-        groups = replica_groups(text, devices)
-        # Groups that leave devices out are of replicas of the program; but a broadcast may leave some out.
-        fit = np.unique(groups).size == groups.size and groups.max() < devices
-        fit = fit and (groups.size == devices or kind == 'collective-broadcast')
-    if not fit:
-        raise PlanError(f'the groups of a collective do not fit {devices} devices: {text}')
-    axes = axes_of_groups(groups, mesh)
-    along = devices_along(axes, mesh)
-    if kind == 'collective-permute':
-        return _GroupsOnMesh(groups, axes, along, (), networks_of(groups, places))
+def _groups_on_mesh(run: Run, partitions: int, devices: Devices) -> _GroupsOnMesh:
+    groups = devices.groups_in(run, partitions)
+    axes = axes_of_groups(groups, devices.mesh)
+    along = devices_along(axes, devices.mesh)
+    networks = networks_of(groups, devices.places)
+    if run.kind == 'collective-permute':
+        return _GroupsOnMesh(groups, axes, along, (), networks)
     whole = groups.shape[1] == along
     part = () if whole else tuple(map(int, groups[0]))
-    return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks_of(groups, places))
+    return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks)

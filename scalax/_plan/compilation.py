@@ -1,4 +1,4 @@
-"""Compilation of a lowered function: its program after SPMD partitioning, its memory and its shardings."""
+"""Compilation of a lowered function: its programs, its memory and its shardings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ _PASS = 'spmd-partitioning'
 _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
 # The compiler for TPUs has another name for the pass.
 _AFTER_PASS = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
-# Otherwise the partitioner for TPUs cuts products that wait for a collective into rounds of a loop.
-_NO_WINDOWED_EINSUM = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-# A device without memory: the program is partitioned and laid out, and refused before code is made.
-_NO_CODE = {'xla_tpu_max_hbm_size_mib': '1'}
-# Skips optimizations, which take long.
-_NO_EFFORT = {'xla_optimization_level': 'EFFORT_O0'}
 # The memory that instructions may hold while the compiler schedules or rematerializes them, in percent of
 # the memory that it believes there is.
 _SHARES = (
@@ -37,7 +31,6 @@ _SHARES = (
 )
 _MIB = 2**20
 _PLENTY = 2**40
-_LARGE = 2**29
 _NO_TABLES = MemoryTables('', '', '')
 _SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?>')
 _DIMENSION = re.compile(r'\{([^}]*)\}')
@@ -50,7 +43,9 @@ class Compiled:
     """A compiled program.
 
     Attributes:
-        text: the HLO after SPMD partitioning; empty for one device.
+        partitioned: the HLO after SPMD partitioning; empty for one device.
+        optimized: the HLO after all optimizations, of the same compilation. That of XLA for CPUs, which stand
+            in for other hardware, is left out: empty.
         devices: the number of devices that it runs on: one, if neither arguments nor outputs have shardings.
         memory: see `Memory`.
         executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
@@ -58,7 +53,8 @@ class Compiled:
         buffers: the largest arrays in memory at its peak; empty if the compiler does not report them.
     """
 
-    text: str
+    partitioned: str
+    optimized: str
     devices: int
     memory: Memory
     executable: Any
@@ -72,43 +68,47 @@ class _Dump:
 
     executable: Any
     refusal: str = ''
-    text: str = ''
+    partitioned: str = ''
     optimized: str = ''
     tables: MemoryTables = _NO_TABLES
 
 
 def compile_lowered(
-    lowered: Any, platform: str, *, quick: bool = False, limit: int | None = None
+    lowered: Any, platform: str, *, limit: int | None = None, layout_for: int | None = None
 ) -> Compiled:
-    """Compiles a lowered function, and keeps the program as the partitioner left it.
+    """Compiles a lowered function, and keeps what the compiler wrote about its program.
 
     Args:
         lowered: a ``jax.stages.Lowered``.
         platform: the kind of the devices, such as ``'cpu'``.
-        quick: have the compiler for TPUs only lay the program out, without making code. Other compilers are
-            quick anyway.
         limit: the bytes that a program can use of a device, if known.
+        layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only lays
+            the program out, and makes no code. Other compilers are quick anyway.
 
     Raises:
         PlanError: the compiler did not write the partitioned program.
         jax.errors.JaxRuntimeError: the compiler failed.
     """
-    if platform == 'tpu':
-        # Collectives are read from a program with whole products, memory from the program as it will run.
-        text = _compile(lowered, {**_NO_EFFORT, **_NO_WINDOWED_EINSUM, **_NO_CODE}).text
-        dump = _compile_layout(lowered, limit or _PLENTY) if quick else _compile(lowered, {})
-        dump = dataclasses.replace(dump, text=text)
-    else:
-        dump = _compile(lowered, {})
+    quick = platform == 'tpu' and layout_for is not None
+    small = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
+    dump = _compile(lowered, small)
     if dump.executable is None:  # too large, or quick
-        devices = _partitions(dump.text or dump.optimized)
-        refusal = '' if quick else dump.refusal
-        return Compiled(dump.text, devices, assigned_memory(dump.tables), None, refusal, _buffers(dump))
-    devices = _partitions(dump.text or dump.executable.as_text())
-    if not dump.text and devices > 1:
+        return Compiled(
+            dump.partitioned,
+            dump.optimized,
+            _partitions(dump.partitioned or dump.optimized),
+            assigned_memory(dump.tables),
+            executable=None,
+            refusal='' if quick else dump.refusal,
+            buffers=_buffers(dump),
+        )
+    devices = _partitions(dump.partitioned or dump.executable.as_text())
+    if not dump.partitioned and devices > 1:
         # The program came from a persistent compilation cache. This option changes only its key.
-        dump = _compile(lowered, {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16})
-    if not dump.text and devices > 1:
+        dump = _compile(
+            lowered, {**small, 'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
+        )
+    if not dump.partitioned and devices > 1:
         raise PlanError(
             'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
@@ -123,25 +123,19 @@ def compile_lowered(
         # That of XLA for CPUs says nothing about other hardware.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
+    optimized = '' if platform == 'cpu' else dump.optimized
     buffers = _buffers(dump) if platform == 'tpu' else ()
-    return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
-
-
-def _compile_layout(lowered: Any, limit: int) -> _Dump:
-    """The layout of a program in memory, scheduled for *limit* bytes; the compiler refuses to make code.
-
-    A compiler spends most of its time on code, which it makes after the layout. So it is told of a device
-    with too little memory, and of shares of it, in percent, that equal the memory of the real device. The
-    closer that pretended memory is to the needs of the program, the closer the layout is to the real one;
-    half of them is close enough.
-    """
-    first = _compile(lowered, _small_device(_MIB, limit))
-    peak = 0 if first.executable else assigned_memory(first.tables).peak
-    # A program not much larger than the vector memory of a chip might be put there, and fit after all.
-    return _compile(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
+    return Compiled(dump.partitioned, optimized, devices, memory, dump.executable, buffers=buffers)
 
 
 def _small_device(size: int, limit: int) -> dict[str, str]:
+    """Options with which the compiler lays out a program for *limit* bytes, and refuses to make code.
+
+    A compiler spends most of its time on code, which it makes after the layout. So it is told of a device of
+    only *size* bytes, and of shares of it, in percent, that equal the memory of the real device. The closer
+    that size is to the needs of the program, the closer is the layout to the real one. The arguments alone
+    are close enough. A program that fits nevertheless is compiled as a whole.
+    """
     size = max(_MIB, size - size % _MIB)
     return {
         'xla_tpu_max_hbm_size_mib': str(size // _MIB),

@@ -26,6 +26,7 @@ _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CLOSING = {'(': ')', '{': '}', '[': ']'}
 
 
@@ -109,6 +110,14 @@ class Computation:
                 users.setdefault(operand.partition('#')[0], []).append(instruction)
         return users
 
+    def operands_of(self, instruction: Instruction) -> list[Array]:
+        """The types of the operands of an instruction."""
+        arrays = []
+        for operand in instruction.operands:
+            name, _, element = operand.partition('#')
+            arrays.append(self.instructions[name].arrays[int(element or 0)])
+        return arrays
+
 
 class Frame(NamedTuple):
     """A place in a Python program."""
@@ -126,12 +135,15 @@ class Module:
         computations: by name.
         entry: the name of the one that runs first.
         partitions: the number of devices that it runs on.
+        scheduled: whether its instructions are in the order in which they run: it is the last program, after
+            all optimizations.
         frames: stack frame number -> the frame, and the number of its parent.
     """
 
     computations: Mapping[str, Computation]
     entry: str
     partitions: int
+    scheduled: bool
     frames: Mapping[int, tuple[Frame, int]]
 
     def stack(self, number: int) -> Iterator[Frame]:
@@ -167,7 +179,7 @@ def parse(text: str) -> Module:
     if not entry:
         raise PlanError('the HLO module has no entry computation')
     counts = [int(n) for n in re.findall(r'num_(?:partitions|replicas)=(\d+)', head)]
-    return Module(computations, entry, math.prod(counts), _frames(tables))
+    return Module(computations, entry, math.prod(counts), 'is_scheduled=true' in head, _frames(tables))
 
 
 def _computation(name: str, lines: Iterator[str]) -> Computation:
@@ -179,6 +191,9 @@ def _computation(name: str, lines: Iterator[str]) -> Computation:
         found = _INSTRUCTION.match(line)
         if not found:
             raise PlanError(f'this line of an HLO module is not an instruction: {line.strip()[:200]!r}')
+        # The metadata of a Pallas kernel is printed over several lines.
+        while line.count('{') != line.count('}') and _is_open(line):
+            line += next(lines, '}')
         instruction = _instruction(found[2], _COMMENT.sub('', line[found.end() :]))
         instructions[instruction.name] = instruction
         root = instruction.name if found[1] else root
@@ -232,6 +247,12 @@ def _closing(text: str, start: int) -> int:
                 return place
         place += 1
     raise PlanError(f'an instruction of an HLO module does not close its brackets: {text[:200]!r}')
+
+
+def _is_open(text: str) -> bool:
+    """Whether a bracket of a text is not closed in it."""
+    depth = sum((char in _CLOSING) - (char in _CLOSING.values()) for char in _QUOTED.sub('', text))
+    return depth > 0
 
 
 def _split(text: str) -> list[str]:

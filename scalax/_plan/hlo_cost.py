@@ -16,9 +16,9 @@ import math
 import re
 from collections.abc import Callable
 
-from scalax._plan.collectives import KINDS, distinct
+from scalax._plan.collective_runs import KINDS, distinct
 from scalax._plan.formulas import Counted, fft_flops, product_flops, window_overlaps
-from scalax._plan.hlo import Array, Computation, Instruction, Module
+from scalax._plan.hlo import Array, Instruction, Module
 from scalax._plan.hlo_loops import visits
 
 _DIGITS = re.compile(r'\d+')
@@ -48,20 +48,12 @@ def work_of(module: Module) -> Work:
             count = _COUNTS.get(instruction.opcode)
             if count is None and instruction.opcode not in KINDS:
                 continue
-            operands = _operands(visit.computation, instruction)
+            operands = visit.computation.operands_of(instruction)
             flops += visit.count * (count(instruction, operands) if count else 0)
             moved += visit.count * (instruction.bytes + sum(array.bytes for array in operands))
             if visit.counted is not Counted.EXACTLY:
                 counted = counted.along(visit.counted)
     return Work(flops, moved, counted)
-
-
-def _operands(computation: Computation, instruction: Instruction) -> list[Array]:
-    arrays = []
-    for operand in instruction.operands:
-        name, _, element = operand.partition('#')
-        arrays.append(computation.instructions[name].arrays[int(element or 0)])
-    return arrays
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:

@@ -11,11 +11,23 @@ from scalax._plan.hlo import Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One computation at one place of the call tree, and how often it runs there."""
+    """One computation at one place of the call tree, and how often it runs there.
+
+    Attributes:
+        computation: the computation.
+        count: how often it runs.
+        counted: how well that is known.
+        caller: the instruction that calls it; None for the entry.
+        outside: the computation of that instruction.
+        scope: the `op_name` of the calls that it is inside of, to which its own op names are relative.
+    """
 
     computation: Computation
     count: int
     counted: Counted
+    caller: Instruction | None = None
+    outside: Computation | None = None
+    scope: str = ''
 
 
 def visits(module: Module) -> Iterator[Visit]:
@@ -28,8 +40,22 @@ def visits(module: Module) -> Iterator[Visit]:
             for name, count, counted in _calls(module, visit.computation, instruction):
                 if count and name in module.computations:
                     todo.append(
-                        Visit(module.computations[name], visit.count * count, visit.counted.along(counted))
+                        Visit(
+                            module.computations[name],
+                            visit.count * count,
+                            visit.counted.along(counted),
+                            instruction,
+                            visit.computation,
+                            within(visit.scope, instruction.op_name)
+                            if instruction.opcode == 'call'
+                            else visit.scope,
+                        )
                     )
+
+
+def within(scope: str, op_name: str) -> str:
+    """The whole op name of an instruction in a computation that is called from some scope."""
+    return '/'.join(part for part in (scope, op_name) if part)
 
 
 def _calls(

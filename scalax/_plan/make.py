@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,19 +78,22 @@ def make_plan(
     device = mesh.devices.flat[0]
     hardware = hardware_of(device.device_kind)
     limit = hardware.hbm_bytes if hardware else None
-    compiled = _compile(lowered, mesh, name, quick, limit)
+    asked = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
+    layout_for = _bytes_of_arguments(lowered, asked[0], mesh) if quick else None
+    compiled = _compile(lowered, mesh, name, limit, layout_for)
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
-    module = parse(compiled.text or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
+    program = parse(compiled.optimized) if compiled.optimized else partitioned
     memory = dataclasses.replace(compiled.memory, limit=limit)
     if memory.estimated:
         # XLA for CPUs keeps constants with its code, and does not count them.
-        baked = constant_bytes(module)
+        baked = constant_bytes(partitioned)
         memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
-    given, returned = _shardings(compiled, lowered, traced, mesh)
+    given, returned = _shardings(compiled, lowered, asked)
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args)
     if names is None:
@@ -104,10 +108,18 @@ def make_plan(
             _report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]
         ),
         outputs=_report(lowered.out_info, returned, mesh),
-        collectives=collectives(module, sizes, places) if compiled.text else (),
+        collectives=collectives(
+            program,
+            sizes,
+            places,
+            None if program is partitioned else partitioned,
+            [device.id for device in mesh.devices.flat],
+        )
+        if compiled.partitioned
+        else (),
         flops=flops.count,
         flops_counted=flops.counted,
-        work=work_of(module),
+        work=work_of(partitioned),
         device_kind=device.device_kind,
         places=places,
         quick=quick and device.platform == 'tpu',
@@ -116,11 +128,11 @@ def make_plan(
     )
 
 
-def _compile(lowered: Any, mesh: Mesh, name: str, quick: bool, limit: int | None) -> Compiled:
+def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for: int | None) -> Compiled:
     """Compiles for the devices of a mesh; *name* is that of the function, for messages."""
     device = mesh.devices.flat[0]
     try:
-        return compile_lowered(lowered, device.platform, quick=quick, limit=limit)
+        return compile_lowered(lowered, device.platform, limit=limit, layout_for=layout_for)
     except jax.errors.JaxRuntimeError as error:
         # JAX asked the compiler of the local devices, which does not know the options of the other one.
         if device.platform == 'tpu' and 'No such compile option' in str(error):
@@ -144,7 +156,17 @@ def reject_own_argument(fun: Any, name: str) -> None:
         )
 
 
-def _shardings(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tuple[Any, Any]:
+def _bytes_of_arguments(lowered: Any, shardings: Sequence[NamedSharding | None], mesh: Mesh) -> int:
+    """The bytes of the arguments on each device; those without a sharding are taken to be divided evenly."""
+    total = 0
+    for leaf, sharding in zip(jax.tree.leaves(lowered.args_info), shardings, strict=False):
+        own = None if sharding is None else _sharding_of_leaf(sharding, leaf)
+        size = math.prod(own.shard_shape(leaf.shape) if own else leaf.shape) * leaf.dtype.itemsize
+        total += size if own else size // mesh.size
+    return total
+
+
+def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tuple[Any, Any]:
     """The shardings of arguments and outputs; those that were asked for if the program was refused."""
     if compiled.executable is not None:
         positional, by_name = compiled.executable.input_shardings
@@ -152,7 +174,7 @@ def _shardings(compiled: Compiled, lowered: Any, traced: Any, mesh: Mesh) -> tup
         outputs: Any = jax.tree.structure(lowered.out_info)
         given = inputs.flatten_up_to((tuple(positional), by_name))
         return given, outputs.flatten_up_to(compiled.executable.output_shardings)
-    given, returned = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
+    given, returned = asked
     return given[: len(jax.tree.leaves(lowered.args_info))], returned
 
 

@@ -46,6 +46,11 @@ class Source(NamedTuple):
         return ', '.join(part for part in (named, place or moved) if part) or 'not known'
 
 
+def is_of_the_partitioner(instruction: Instruction) -> bool:
+    """Whether the partitioner added an instruction, which the user's program does not have."""
+    return _MOVED in instruction.attributes
+
+
 def source_of(module: Module, computation: Computation, instruction: Instruction) -> Source:
     """The place in the user's program that an instruction comes from.
 
@@ -53,10 +58,7 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     either. The line is that of the instruction itself, or of the first user if the partitioner moves a value
     for its users; otherwise that of the nearest instruction with a line.
     """
-    users = list(_users(computation, instruction))
-    near = [instruction, *users, *_operands(computation, instruction)]
-    if _MOVED in instruction.attributes and instruction.opcode not in _COMPUTES:
-        near = [*users, instruction, *near]
+    near = [*neighbourhood(computation, instruction)]
     annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:
         frame = _users_own(module.stack(item.frame))
@@ -65,6 +67,19 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     # An argument has no line; its op_name is its name.
     given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
     return Source(annotation, operand=given.replace("\\'", "'"))
+
+
+def neighbourhood(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """An instruction, its users and its operands, the nearest first.
+
+    Users come before an instruction that the partitioner added to move a value for them.
+    """
+    users = [*_users(computation, instruction)]
+    if is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES:
+        yield from users
+    yield instruction
+    yield from users
+    yield from _operands(computation, instruction)
 
 
 def _users_own(stack: Iterable[Frame]) -> Frame | None:

@@ -7,6 +7,10 @@ devices, which is that of ``mesh.devices.flat``. The notations:
 - ``[2,4]<=[4,2]T(1,0)``: two rows of four, of ``arange(8).reshape(4, 2).transpose(1, 0)``;
 - ``mesh['a'=4,'b'=2] {'a'}``: along axes of a mesh. Its devices may be in another order
   (``mesh[...], device_ids=([4,2]T(1,0)) {'a'}``), and an axis may be a part of one (``'a':(2)2``).
+
+The program of several TPU slices is that of one slice; its numbers are positions in a slice. Between slices
+devices are named by their ids: ``{{100000,200000},...}``, in pairs ``{{100000->200000},...}``, or
+``"{1,2}x{0:7}"``, the devices at the same position of some slices.
 """
 
 from __future__ import annotations
@@ -32,6 +36,9 @@ _MESH = re.compile(
 )
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?$')
+_SLICES = re.compile(r'"\{([\d,]+)\}x\{\d+(?::\d+)?\}"$')
+_DEVICES = re.compile(r'\{(\{\d+(?:(?:,|->)\d+)*\}(?:,\{\d+(?:(?:,|->)\d+)*\})*)\}$')
+_IDS_OF_A_SLICE = 100_000
 _WRITTEN = re.compile(
     r'(?:^|[ ,])replica_groups=('
     r'mesh\[[^\]]*\](?:, device_ids=\([^ ]*\))? \{[^}]*\}'
@@ -113,6 +120,35 @@ def source_target_pairs(text: str) -> npt.NDArray[np.int64]:
     if not _PAIRS.match(text):
         raise PlanError(f'the pairs of a collective-permute are written in an unknown notation: {text}')
     return np.array(_integers(text), np.int64).reshape(-1, 2)
+
+
+def groups_between_slices(text: str, ids: Sequence[int]) -> Groups:
+    """The groups of a transfer between slices.
+
+    Args:
+        text: the attribute ``_xla_megascale_target``.
+        ids: the ids of the devices of the mesh, in the order of the mesh.
+
+    Raises:
+        PlanError: the notation is unknown, or names other devices.
+
+    Example:
+        >>> groups_between_slices('"{1,2}x{0:1}"', [100000, 100001, 200000, 200001]).tolist()
+        [[0, 2], [1, 3]]
+    """
+    if found := _SLICES.match(text):
+        slices = [
+            [place for place, number in enumerate(ids) if number // _IDS_OF_A_SLICE == wanted]
+            for wanted in _integers(found[1])
+        ]
+        if slices[0] and len({len(places) for places in slices}) == 1:
+            return np.array(slices, np.int64).T
+    if found := _DEVICES.match(text):
+        places = {number: place for place, number in enumerate(ids)}
+        rows = [_integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1])]
+        with contextlib.suppress(KeyError, ValueError):  # another device; groups of different sizes
+            return np.array([[places[number] for number in row] for row in rows], np.int64)
+    raise PlanError(f'the slices of a transfer are written in an unknown notation: {text[:200]}')
 
 
 def _order(shape: list[int], transposed: str | None) -> Groups:
