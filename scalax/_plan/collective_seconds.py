@@ -10,7 +10,8 @@ one-way bandwidth of a link, and hop the least time from one chip to the next
 - all-reduce: twice that.
 - all-to-all: a quarter of V crosses the middle of the longest axis each way. On one ring that takes a quarter
   of an all-gather.
-- collective-permute: each device sends its part to a neighbour, over one link.
+- collective-permute: each device sends its part to a neighbour, over one link. Several permutes at a time may
+  use the others: in a lower bound they are spread over all links of the group.
 
 Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
 Between slices each device has its share of the bandwidth of its host, and receives what it lacks; the
@@ -78,12 +79,30 @@ def collective_seconds(
     return NetworkSeconds(ici, dcn, chip)
 
 
+def part_of_links(kind: Kind, route: Route) -> float:
+    """The part of the links of a group that one collective uses inside a slice: less than 1 for a permute.
+
+    Example:
+        >>> from scalax._plan.torus import Line
+        >>> part_of_links('collective-permute', Route(1, 4, 4, (Line(0, 4, True),)))
+        0.5
+    """
+    if kind != 'collective-permute' or not route.lines:
+        return 1.0
+    return _ways_of_permute(route) / sum(line.ways for line in route.lines)
+
+
+def _ways_of_permute(route: Route) -> float:
+    """The links over which a device sends to its neighbour."""
+    return max(line.ways / (2 if line.ring else 1) for line in route.lines)
+
+
 def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
     [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=COMMUNICATION)
     link = link_rate / route.crowd
     hop = hardware.hop_seconds
     if kind == 'collective-permute':
-        way = max(line.ways / (2 if line.ring else 1) for line in route.lines)
+        way = _ways_of_permute(route)
         return max(hop * min(line.stride for line in route.lines), whole / route.size / (link * way))
     least = hop * sum(line.hops for line in route.lines)
     if kind in _EXCHANGES:

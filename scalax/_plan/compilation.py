@@ -29,6 +29,9 @@ _SHARES = (
     'xla_tpu_scheduler_percent_shared_memory_limit',
     'xla_jf_rematerialization_percent_shared_memory_limit',
 )
+_SIZE = 'xla_tpu_max_hbm_size_mib'
+OPTIONS = (_SIZE, *_SHARES)
+"""Options for quick plans, which only the compiler for TPUs knows."""
 _MIB = 2**20
 _PLENTY = 2**40
 _NO_TABLES = MemoryTables('', '', '')
@@ -60,6 +63,14 @@ class Compiled:
     executable: Any
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
+
+    @property
+    def runs_on(self) -> set[Any]:
+        """The devices of the arguments and outputs of the executable; none without an executable."""
+        if self.executable is None:
+            return set()
+        placed = jax.tree.leaves((self.executable.input_shardings, self.executable.output_shardings))
+        return {device for sharding in placed for device in sharding.device_set}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +149,7 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
     """
     size = max(_MIB, size - size % _MIB)
     return {
-        'xla_tpu_max_hbm_size_mib': str(size // _MIB),
+        _SIZE: str(size // _MIB),
         **dict.fromkeys(_SHARES, str(-(-100 * limit // size))),
     }
 

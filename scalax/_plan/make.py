@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._mesh.meshes import require_devices
 from scalax._plan.collectives import collectives
-from scalax._plan.compilation import Compiled, compile_lowered, lowered_shardings
+from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops
 from scalax._plan.hardware import hardware_of
 from scalax._plan.hlo import parse
@@ -29,6 +30,8 @@ from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
 from scalax.rules._resolve import ResolveMode, resolve
+
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
 
 
 def make_plan(
@@ -81,6 +84,8 @@ def make_plan(
     asked = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
     layout_for = _bytes_of_arguments(lowered, asked[0], mesh) if quick else None
     compiled = _compile(lowered, mesh, name, limit, layout_for)
+    if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
+        raise _not_on_mesh(name)
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
@@ -134,17 +139,26 @@ def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for:
     try:
         return compile_lowered(lowered, device.platform, limit=limit, layout_for=layout_for)
     except jax.errors.JaxRuntimeError as error:
-        # JAX asked the compiler of the local devices, which does not know the options of the other one.
-        if device.platform == 'tpu' and 'No such compile option' in str(error):
+        unknown = _UNKNOWN_OPTION.search(str(error))
+        if unknown and unknown[1] in OPTIONS:
+            # JAX asked the compiler of the local devices, which does not know the options of the other one.
+            raise _not_on_mesh(name) from error
+        if unknown:
             raise ArgumentError(
-                f'nothing says that {name!r} runs on this mesh, whose devices are not here: give '
-                'its arguments or outputs shardings: helper.sjit(fun, in_shardings=...), or '
-                'helper.abstract(tree, rules)'
+                f'the compiler for {device.device_kind!r} has no option {unknown[1]!r}, which the '
+                f'compiler_options of {name!r} set'
             ) from error
         raise PlanError(
             f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
             f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
         ) from error
+
+
+def _not_on_mesh(name: str) -> ArgumentError:
+    return ArgumentError(
+        f'nothing says that {name!r} runs on this mesh, whose devices are not here: give its arguments or '
+        'outputs shardings: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
+    )
 
 
 def reject_own_argument(fun: Any, name: str) -> None:

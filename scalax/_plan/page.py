@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
-from scalax._plan.text import HEADS, MOST_BUFFERS, PlanView, cells_of, head, rest_of_collectives, verdict
+from scalax._plan.text import MOST_BUFFERS, PlanView, collective_cells, head, rest_of_collectives, verdict
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes
@@ -112,7 +112,8 @@ def _time_row(bar: Bar, longest: float) -> str:
 def _collectives(plan: PlanView) -> str:
     if not plan.collectives:
         return _texts(['none'])
-    shown = table(HEADS, map(cells_of, plan.collectives[:MOST_ROWS]), right=[2, 3])
+    heads, rows = collective_cells(plan, MOST_ROWS)
+    shown = table(heads, rows, right=range(2, len(heads) - 1))
     more = rest_of_collectives(plan, MOST_ROWS)
     return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *more])
 

@@ -17,7 +17,7 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.roofline import Roofline, Seconds, communication_of
+from scalax._plan.roofline import Roofline, Seconds, time_collectives
 from scalax._plan.text import render
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
 from scalax._report import saved
@@ -142,6 +142,16 @@ class Plan:
             used.setdefault(row.axes, set()).update(row.networks)
         return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
 
+    @property
+    def explained(self) -> float:
+        """The part of the bytes of `collectives` whose origin in the user's program was found.
+
+        The other rows have the cause ``'compiler'``.
+        """
+        moved = sum(row.count * row.bytes for row in self.collectives)
+        found = sum(row.count * row.bytes for row in self.collectives if row.cause != 'compiler')
+        return found / moved if moved else 1.0
+
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind run in one call.
 
@@ -216,18 +226,17 @@ class Plan:
         flops = max(self.flops / self.devices, self.work.flops)
         memory = self.memory
         moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
-        communication, counted = communication_of(
-            self.collectives, self.mesh, places, self.device_kind, hardware
-        )
+        timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
         return Roofline(
             hardware=hardware,
             devices=self.devices,
             peak=self.devices * flops_rate / per_chip,
             compute=flops * per_chip / flops_rate,
             hbm=moved * per_chip / hbm_rate,
-            communication=communication,
+            communication=timed.communication,
+            collectives=timed.collectives,
             model_flops=self.model_flops,
-            counted=self.flops_counted.along(self.work.counted).along(counted),
+            counted=self.flops_counted.along(self.work.counted).along(timed.counted),
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds
+from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds, part_of_links
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
@@ -42,13 +42,15 @@ class Communication:
         network: ``'ici'`` inside a slice, ``'dcn'`` between slices, ``'chip'`` between the devices of a chip.
         axes: the mesh axes.
         lines: the axes of the torus that they run along.
-        seconds: the total time.
+        seconds: the total time, one collective after the other.
+        busy: the time for which the links are in use, if permutes run at the same time over different ones.
     """
 
     network: Network
     axes: tuple[str, ...]
     lines: tuple[Line, ...]
     seconds: float
+    busy: float
 
     @property
     def name(self) -> str:
@@ -67,6 +69,8 @@ class Roofline:
         compute: seconds of computing.
         hbm: seconds of moving bytes between the memory and the cores of each device.
         communication: seconds of each network along each set of mesh axes, the longest first.
+        collectives: the collectives of the plan, each with the seconds of all its executions, one after the
+            other.
         model_flops: the operations that the model needs; None if unknown.
         counted: how well the counts behind these numbers are known.
     """
@@ -77,6 +81,7 @@ class Roofline:
     compute: float
     hbm: float
     communication: tuple[Communication, ...]
+    collectives: tuple[tuple[Collective, float], ...] = ()
     model_flops: int | None = None
     counted: Counted = Counted.EXACTLY
 
@@ -116,7 +121,7 @@ class Roofline:
         for row in self.communication:  # the longest first
             for link in [line.axis for line in row.lines] or [0]:
                 users[row.network, link].append(row)
-        links = [(rows[0].name, sum(row.seconds for row in rows)) for rows in users.values()]
+        links = [(rows[0].name, sum(row.busy for row in rows)) for rows in users.values()]
         return [('compute', self.compute), ('hbm', self.hbm), *links]
 
     def __str__(self) -> str:
@@ -147,14 +152,22 @@ def _line_text(line: Line) -> str:
     return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
-def communication_of(
+class Timed(NamedTuple):
+    """The fields of a `Roofline` that are about communication."""
+
+    communication: tuple[Communication, ...] = ()
+    collectives: tuple[tuple[Collective, float], ...] = ()
+    counted: Counted = Counted.EXACTLY
+
+
+def time_collectives(
     collectives: Sequence[Collective],
     mesh: Mapping[str, int],
     places: Sequence[Place],
     device_kind: str,
     hardware: Hardware,
-) -> tuple[tuple[Communication, ...], Counted]:
-    """The communication of a step, the longest first, and how well its collectives are counted.
+) -> Timed:
+    """The seconds of the collectives of a step.
 
     Args:
         collectives: those of the step.
@@ -167,23 +180,28 @@ def communication_of(
         PlanError: a number of the hardware is unknown, or the devices are not in a torus.
     """
     if not collectives:
-        return (), Counted.EXACTLY
+        return Timed()
     _require_torus(hardware, places, device_kind)
     torus = torus_of(places, hardware)
     routes: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
-    total: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = {}
-    counted = Counted.EXACTLY
+    alone: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = collections.defaultdict(float)
+    busy = alone.copy()
+    timed, counted = [], Counted.EXACTLY
     for row in collectives:
         counted = counted.along(row.counted)
         if (row.axes, row.part) not in routes:
             routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
-        for network, lines, seconds in _slowest(
+        spent = 0.0
+        for network, route, seconds in _slowest(
             row, routes[row.axes, row.part], hardware, torus.devices_per_chip
         ):
-            key = network, row.axes, lines
-            total[key] = total.get(key, 0.0) + row.count * seconds
-    rows = (Communication(network, axes, lines, seconds) for (network, axes, lines), seconds in total.items())
-    return tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), counted
+            lines, part = (route.lines, part_of_links(row.kind, route)) if network == 'ici' else ((), 1.0)
+            alone[network, row.axes, lines] += row.count * seconds
+            busy[network, row.axes, lines] += row.count * seconds * part
+            spent += row.count * seconds
+        timed.append((row, spent))
+    rows = (Communication(*key, seconds, busy[key]) for key, seconds in alone.items())
+    return Timed(tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), tuple(timed), counted)
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
@@ -212,11 +230,11 @@ def _routes(
 
 def _slowest(
     row: Collective, routes: Iterable[Route], hardware: Hardware, per_chip: int
-) -> Iterable[tuple[Network, tuple[Line, ...], float]]:
+) -> Iterable[tuple[Network, Route, float]]:
     """The time of the slowest group on each network."""
     kind = 'reduce-scatter' if row.scattered else row.kind
     times = [(collective_seconds(kind, row.bytes, route, hardware, per_chip), route) for route in routes]
     for place, network in enumerate(NETWORKS):
-        seconds, lines = max((time[place], route.lines if network == 'ici' else ()) for time, route in times)
-        if seconds:
-            yield network, lines, seconds
+        time, route = max(times, key=lambda timed: (timed[0][place], timed[1].lines))
+        if time[place]:
+            yield network, route, time[place]

@@ -16,10 +16,14 @@ from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
-HEADS = ('collective', 'axes', 'times', 'bytes', 'because of')
 _SHOWN = 15
 MOST_BUFFERS = 8
-_BECAUSE = 4  # the column of sources
+_WHY = {
+    'halo': 'halo exchange',
+    'ring': 'ring beside a product',
+    'padding': 'padding',
+    'compiler': 'added by the compiler',
+}
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
@@ -135,9 +139,10 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
     if not plan.collectives:
         yield 'collectives in one call: none'
         return
-    yield 'collectives in one call (bytes: the whole array of one group, each time):'
-    cells = [HEADS, *map(cells_of, plan.collectives[:_SHOWN])]
-    yield from table(cells, width, _BECAUSE, 3)
+    ms = '' if plan.known_roofline is None else '; ms: all of them, one after the other'
+    yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
+    heads, rows = collective_cells(plan, _SHOWN)
+    yield from table([heads, *rows], width, len(heads) - 1, 3)
     yield from rest_of_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
@@ -153,15 +158,34 @@ def rest_of_collectives(plan: PlanView, shown: int) -> list[str]:
     return [f'... and {len(rest)} more, {moved} together'] if rest else []
 
 
-def cells_of(row: Collective) -> tuple[str, ...]:
-    """The row of a collective in a table."""
-    return (
+def collective_cells(plan: PlanView, shown: int) -> tuple[list[str], list[list[str]]]:
+    """The heads and the rows of a table of the first collectives; with seconds where these are known."""
+    heads, rows = ['collective', 'axes', 'times', 'bytes'], [_cells(row) for row in plan.collectives[:shown]]
+    roofline = plan.known_roofline
+    if roofline is not None:
+        heads.append('ms')
+        for cells, (_, seconds) in zip(rows, roofline.collectives, strict=False):
+            cells.append(f'{1e3 * seconds:.3g}')
+    for cells, row in zip(rows, plan.collectives, strict=False):
+        cells.append(_because(row))
+    return [*heads, 'because of'], rows
+
+
+def _cells(row: Collective) -> list[str]:
+    return [
         f'{row.kind}, scattered' if row.scattered else row.kind,
         _along(row.axes, row.networks),
         f'{_SIGNS[row.counted]}{row.count}',
         human_bytes(row.bytes),
-        str(row.source),
-    )
+    ]
+
+
+def _because(row: Collective) -> str:
+    """``'halo exchange: model.py:12 forward'``."""
+    why = _WHY.get(row.cause, '')
+    if not why and row.partitioned_as and row.kind != 'reduce-scatter':
+        why = f'for an {row.partitioned_as}'
+    return f'{why}: {row.source}' if why else str(row.source)
 
 
 def _along(axes: Sequence[str], networks: Sequence[str]) -> str:
