@@ -10,8 +10,8 @@ How the TPU compiler writes things:
   with ``AsyncCollectiveStart``, in the fusions beside which it runs, and in one with ``AsyncCollectiveDone``.
   Each later one takes what the one before it made. All of them are one execution, counted at the first.
 - An all-reduce and a slice of its result in one fusion are a reduce-scatter, and counted as that.
-- A collective across slices is a ``send`` and a ``recv`` whose attributes name its kind and its slices. Groups
-  of other collectives are those of one slice, whose devices are numbered from 0.
+- A collective across slices is a ``send`` and a ``recv`` whose attributes name its kind and its slices. The
+  groups of other collectives are those of one slice, whose devices are numbered from 0.
 - A type with ``S(5)`` in its layout is in the memory of the host.
 """
 
@@ -54,14 +54,36 @@ COMPUTED = {
 }
 SAME = ('copy', 'convert', 'bitcast', 'reshape', 'opt-barrier')
 # Operations on the arrays of one device: nothing of them is counted.
-LOCAL = set(
-    'abs add-dependency after-all atan2 bitcast-convert broadcast cbrt ceil compare concatenate cosine divide '
-    'dynamic-slice dynamic-update-slice exponential exponential-minus-one floor gather iota is-finite log '
-    'log-plus-one map negate not pad partition-id popcnt power reduce reduce-precision reduce-window remainder '
-    'replica-id reverse rng-bit-generator round-nearest-afz round-nearest-even rsqrt scatter '
-    'select-and-scatter shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt tan '
-    'tanh transpose xor'.split()
-) | set(COMPUTED)
+LOCAL = {
+    *(
+        'abs',
+        'add-dependency',
+        'after-all',
+        'atan2',
+        'bitcast-convert',
+        'broadcast',
+        'cbrt',
+        'ceil',
+        'compare',
+    ),
+    *('concatenate', 'cosine', 'divide', 'dynamic-slice', 'dynamic-update-slice', 'erf', 'exponential'),
+    *(
+        'exponential-minus-one',
+        'floor',
+        'gather',
+        'iota',
+        'is-finite',
+        'log',
+        'log-plus-one',
+        'map',
+        'negate',
+    ),
+    *('not', 'pad', 'partition-id', 'power', 'reduce', 'reduce-precision', 'reduce-window', 'remainder'),
+    *('replica-id', 'reverse', 'rng-bit-generator', 'round-nearest-afz', 'round-nearest-even', 'rsqrt'),
+    *('scatter', 'select-and-scatter', 'shift-left', 'shift-right-arithmetic', 'shift-right-logical', 'sign'),
+    *('sine', 'slice', 'sort', 'sqrt', 'tan', 'tanh', 'transpose', 'xor'),
+    *COMPUTED,
+}
 # Fusions, loops, branches and asynchronous operations run another computation, which these name.
 CALLED = ('calls', 'to_apply', 'body', 'condition')
 CUSTOM = (
@@ -85,8 +107,8 @@ class Counts:
     """What one device does in one step.
 
     Attributes:
-        collectives: (kind, mesh axes) -> (how often, bytes of all executions). The bytes are those of the whole
-            array of one group: of the gathered one for an all-gather, of the one that is cut for an all-to-all.
+        collectives: (kind, mesh axes) -> (how often, bytes of all executions). The bytes are those of the
+            whole array of one group: the gathered one of an all-gather, the one that a reduce-scatter cuts.
         flops: the floating point operations of its products (``convolution`` and ``dot``), two for each
             multiplication that is not by padding.
         to_host: the bytes that are written into the memory of the host.
@@ -133,7 +155,7 @@ class _Reader:
         self.module, self.mesh, self.slices, self.counts = module, mesh, slices, Counts()
 
     def run(self, name: str, arguments: list[Any]) -> Any:
-        """Runs a computation: the value of its root. Values of arrays are None, those of tuples are tuples."""
+        """Runs a computation: the value of its root. That of an array is None, that of a tuple a tuple."""
         values: dict[str, Any] = {}
         result = None
         for line in self.module.bodies[name]:
@@ -259,7 +281,7 @@ class _Reader:
         self.counts.add(Counts({('reduce-scatter' if scattered else kind, axes): (1, moved)}))
         return underway
 
-    @functools.cache  # noqa: B019: a reader lives as long as its test
+    @functools.cache  # noqa: B019
     def across(self, kind: str, line: _Line) -> tuple[tuple[str, ...], int]:
         """The mesh axes along which a collective runs, and the devices of a group."""
         if kind == 'collective-permute':
@@ -272,7 +294,9 @@ class _Reader:
         return axes, size if kind == 'collective-permute' else max(map(len, groups))
 
     def between_slices(self, line: _Line) -> None:
-        words = dict(re.findall(r'(_xla_\w+)=((?:"[^"]*")|\{\{.*?\}\})', line.attributes['frontend_attributes']))
+        words = dict(
+            re.findall(r'(_xla_\w+)=((?:"[^"]*")|\{\{.*?\}\})', line.attributes['frontend_attributes'])
+        )
         assert words['_xla_host_transfer_handler_name'] == '"xla_megascale_runtime"', 'a transfer to the host'
         if line.opcode == 'send':
             return
@@ -291,11 +315,15 @@ class _Reader:
     def scattered(self, line: _Line) -> bool:
         """Whether an all-reduce stands in a fusion in which nothing but slices of it are used."""
         [name] = [name for name, body in self.module.bodies.items() if line in body]
-        users = [
-            user for user in self.module.bodies[name] if line.name in [word for word, _ in user.operands]
-        ]
-        found = bool(users) and name in self.module.fused
-        found = found and all(user.opcode == 'dynamic-slice' for user in users)
+        body = self.module.bodies[name]
+        parts = {line.name} | {
+            user.name
+            for user in body
+            if user.opcode == 'get-tuple-element' and user.operands[0][0] == line.name
+        }
+        users = [user for user in body if any(word in parts for word, _ in user.operands)]
+        opcodes = {user.opcode for user in users if user.name not in parts}
+        found = name in self.module.fused and opcodes == {'dynamic-slice'}
         assert found == name.startswith('all-reduce-scatter'), name
         return found
 
@@ -319,9 +347,7 @@ class _Reader:
             return
         assert kind in ('copy', 'slice', 'dynamic-slice', 'dynamic-update-slice', 'bitcast'), line.opcode
         # What is written is the array itself, or the part of another that changes.
-        source, moved = (
-            (sources[1], sources[1]) if kind == 'dynamic-update-slice' else (sources[0], shape)
-        )
+        source, moved = (sources[1], sources[1]) if kind == 'dynamic-update-slice' else (sources[0], shape)
         if source.space != HOST and shape.space == HOST:
             self.counts.to_host += _bytes(moved)
         elif source.space == HOST and shape.space != HOST:
@@ -366,7 +392,7 @@ def _result(line: _Line) -> Any:
 
 
 def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
-    """Those of a convolution: along each dimension the pairs of a place of the window and one of the array."""
+    """Those of a convolution: along each dimension the places of the window that lie in the array."""
     inputs, kernel, outputs = re.fullmatch(r'(\w+)_(\w+)->(\w+)', line.attributes['dim_labels']).groups()
     result = right.dims[kernel.index('i')]
     result *= line.shape.dims[outputs.index('b')] * line.shape.dims[outputs.index('f')]
@@ -374,9 +400,7 @@ def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
     for number, label in enumerate(label for label in sorted(outputs) if label.isdigit()):
         along = {key: text.split('x')[number] for key, text in window.items()}
         low = int(along.get('pad', '0_0').split('_')[0])
-        stride, apart, spread = (
-            int(along.get(key, 1)) for key in ('stride', 'rhs_dilate', 'lhs_dilate')
-        )
+        stride, apart, spread = (int(along.get(key, 1)) for key in ('stride', 'rhs_dilate', 'lhs_dilate'))
         size = left.dims[inputs.index(label)]
         places = [
             out * stride + tap * apart - low
@@ -410,7 +434,7 @@ def replica_groups(text: str) -> list[list[int]]:
         order = in_order(ids)
         assert len(order) == int(rows) * int(each)
         return [order[start : start + int(each)] for start in range(0, len(order), int(each))]
-    form = r"mesh\[([^\]]+)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}"
+    form = r'mesh\[([^\]]+)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}'
     [(sizes, ids, axes)] = re.findall(rf'^{form}$', text)
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     order = in_order(ids) if ids else list(range(math.prod(mesh.values())))
@@ -452,7 +476,9 @@ def slice_groups(text: str) -> list[list[int]]:
     if found := re.fullmatch(r'"\{([\d,]+)\}x\{[\d:]+\}"', text):
         return [[int(number) for number in found[1].split(',')]]
     groups = [list(group) for group in _listed(text.replace('->', ','))]
-    assert all(len({device % 100_000 for device in group}) == 1 for group in groups), 'places in slices differ'
+    assert all(len({device % 100_000 for device in group}) == 1 for group in groups), (
+        'places in slices differ'
+    )
     return [[device // 100_000 for device in group] for group in groups]
 
 
@@ -545,9 +571,7 @@ def _module(text: str) -> _Module:
     bodies: dict[str, list[_Line]] = {}
     entry, fused = '', set()
     # A computation ends with a line of nothing but a brace. Lines within quotes may look like anything else.
-    for found in re.finditer(
-        r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S
-    ):
+    for found in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
         start, name, body = found.groups()
         pieces = re.split(r'^  (?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
         bodies[name] = [_instruction(piece) for piece in pieces if piece.strip()]
