@@ -14,7 +14,7 @@ tests/support/tpu_programs.py, whose lines the programs name.
 no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings.
 --dumps keeps what the compiler writes in a folder, and does not compile again what is there.
 
-Needs the TPU compiler: pip install "jax[tpu]". All default compilations take about @SECONDS@ CPU seconds and
+Needs the TPU compiler: pip install "jax[tpu]". All default compilations take about 1,100 CPU seconds and
 up to 3 GiB of memory.
 """
 

@@ -267,11 +267,12 @@ class _Reader:
 
     def collective(self, line: _Line, kind: str, operands: list[Any]) -> Any:
         underway = None
-        if 'async_collective_fusion_config' in line.config():
+        if place := line.config().get('async_collective_fusion_config'):
             chain = line.attributes.get('frontend_attributes', '')
             underway = _Underway(kind, line.attributes['channel_id'], chain)
             if underway in operands:
                 return underway
+            assert place['flag_start'] == '-1', f'not the first of its fusions: {line.name}'
         assert not any(isinstance(value, _Underway) for value in operands), line.name
         scattered = kind == 'all-reduce' and self.scattered(line)
         axes, size = self.across(kind, line)
@@ -573,7 +574,7 @@ def _module(text: str) -> _Module:
     # A computation ends with a line of nothing but a brace. Lines within quotes may look like anything else.
     for found in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
         start, name, body = found.groups()
-        pieces = re.split(r'^  (?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
+        pieces = re.split(r'^ +(?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
         bodies[name] = [_instruction(piece) for piece in pieces if piece.strip()]
         entry = name if start else entry
         fused |= {line.attributes['calls'] for line in bodies[name] if line.opcode == 'fusion'}

@@ -394,6 +394,25 @@ def llama_70b(helper: MeshShardingHelper) -> Step:
     return decoder(helper, plan_llama.LLAMA_70B)
 
 
+# --- In the memory of the host ------------------------------------------------------------------------
+
+
+def parked(helper: MeshShardingHelper) -> Step:
+    """The state of the optimizer stays in the memory of the host between steps."""
+    spec = P('fsdp', 'tp')
+    host = jax.sharding.NamedSharding(helper.mesh, spec, memory_kind='pinned_host')
+
+    def step(w: jax.Array, momentum: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        grad = jax.grad(lambda w: jnp.square((x @ w).astype('float32')).mean())(w)
+        momentum = 0.9 * jax.device_put(momentum, jax.memory.Space.Device) + grad
+        return w - 0.1 * momentum, jax.device_put(momentum, jax.memory.Space.Host)
+
+    fun = helper.sjit(
+        step, in_shardings=(spec, host, P('fsdp')), out_shardings=(spec, host), donate_argnums=(0, 1)
+    )
+    return fun, (array(4096, 8192), array(4096, 8192), _rows(helper, ('fsdp',), 4096, 2048))
+
+
 TWO = {'fsdp': 4, 'tp': 2}
 FOUR = {'fsdp': 4, 'tp': 4}
 CUBE = {'fsdp': 16, 'tp': 4}
@@ -408,6 +427,7 @@ PROGRAMS: dict[str, Program] = {
     },
     'two_products v5e': Program(two_products, 'v5e:2x4', {'fsdp': 2, 'tp': 4}),
     'pallas_with_metadata v5e': Program(pallas_with_metadata, 'v5e:2x4', TWO),
+    'parked v5e': Program(parked, 'v5e:2x4', TWO),
     'rings v5e': Program(rings, 'v5e:2x4', {'sp': 8}),
     'rings v6e': Program(rings, 'v6e:2x4', {'sp': 8}),
     'experts v5e': Program(experts, 'v5e:4x4', {'dp': 2, 'expert': 8}),
