@@ -513,7 +513,7 @@ def test_recordings_are_whole(name):
     assert all(one.tables)
     assert one.memory['peak_memory_in_bytes'] > 0
     assert not one.refusal
-    assert bool(found.to_host) == bool(found.from_host) == name.startswith('offloaded')
+    assert bool(found.to_host) == bool(found.from_host) == name.startswith(('offloaded', 'parked'))
 
 
 # Counts that follow from the programs.
@@ -549,9 +549,10 @@ def test_flops_that_follow_from_the_program():
 
 
 def test_what_waits_in_the_host():
-    """The input of each of 8 layers: 4,096 rows of 2,048."""
-    found = read('offloaded v5e')
-    assert found.to_host == found.from_host == 8 * 4096 * 2048 * 2
+    """The input of each of 8 layers, 4,096 rows of 2,048; a state of 4,096 x 8,192 on 8 devices."""
+    offloaded, parked = read('offloaded v5e'), read('parked v5e')
+    assert offloaded.to_host == offloaded.from_host == 8 * 4096 * 2048 * 2
+    assert parked.to_host == parked.from_host == 4096 * 8192 * 2 / 8
 
 
 def test_recordings_name_no_folder_of_the_machine_that_made_them():
