@@ -70,10 +70,11 @@ test: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## format, lint, types, and 
 check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JAX: a look in between
 	@$(PY) -m scripts.run_checks check
 
-verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, fuzz, faults (VERIFY="0.10.0 ...")
+verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, recordings, fuzz, faults (VERIFY="0.10.0 ...")
 	@failed=; $(PY) -m scripts.run_checks release || failed=" tests-newest"; \
 	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
 	JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py --check || failed="$$failed tutorial"; \
+	$(PY) -m scripts.record_programs --check || failed="$$failed recordings"; \
 	$(PY) scripts/fuzz.py || failed="$$failed fuzz"; \
 	$(PY) scripts/faults.py || failed="$$failed faults"; \
 	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }

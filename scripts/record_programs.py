@@ -1,0 +1,166 @@
+"""Compiles the programs of tests/support/tpu_programs.py for TPUs that are not here, and records them.
+
+Usage: python -m scripts.record_programs [--quick] [--dumps FOLDER] [NAME ...]
+       python -m scripts.record_programs --check [NAME ...]
+
+A recording is a file in tests/recorded, which tests/support/recorded.py reads: the program as the partitioner
+leaves it, the program after all optimizations, the compiler's tables of memory and its figures. The tests of
+plans read these and need no compiler. Record anew with a new release of JAX, or after a change of
+tests/support/tpu_programs.py, whose lines the programs name.
+
+--quick records what quick plans are made of, in files of their own; otherwise it is the default compilation.
+
+--check compiles the programs anew and counts what their executables send and compute, by a reader that shares
+no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings.
+--dumps keeps what the compiler writes in a folder, and does not compile again what is there.
+
+Needs the TPU compiler: pip install "jax[tpu]". All default compilations take about 1,100 CPU seconds and
+up to 3 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import jax
+
+from scalax._plan import compilation
+from scalax.plan import HARDWARE
+from tests.support import executable_reader
+from tests.support.executable_reader import Counts
+from tests.support.recorded import TABLES, Recorded, recorded, write
+from tests.support.tpu_programs import PROGRAMS
+
+DUMP = {'xla_dump_hlo_as_text': True, 'xla_dump_hlo_pass_re': '.*spmd-partitioning'}
+
+
+def main() -> int:
+    arguments = _arguments()
+    wrong = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.names or list(PROGRAMS):
+            folder = Path(arguments.dumps or temporary) / name.replace(' ', '_') / 'full'
+            if arguments.quick:
+                print(f'{name}: {write(quickly(name), quick=True):,} bytes', flush=True)
+            elif arguments.check:
+                message = compared(name, folder)
+                wrong += [name] if message else []
+                print(f'{name}: {message or "as recorded"}', flush=True)
+            else:
+                print(f'{name}: {write(fully(name, folder)):,} bytes', flush=True)
+    if wrong:
+        print(f'not as recorded: {", ".join(wrong)}', file=sys.stderr)
+    return int(bool(wrong))
+
+
+def compile_fully(name: str, folder: Path) -> None:
+    """Compiles a program as a user does, and leaves the executable and the dumps in *folder*."""
+    if (folder / 'memory.json').exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    lowered = _lowered(name)
+    before = time.process_time()
+    executable = lowered.compile(compiler_options={'xla_dump_to': str(folder), **DUMP})
+    stats = executable.memory_analysis()
+    figures = {field: getattr(stats, field) for field in dir(stats) if field.endswith('bytes')}
+    (folder / 'executable.txt').write_text(executable.as_text(), encoding='utf-8')
+    content = {**figures, 'seconds': time.process_time() - before}
+    (folder / 'memory.json').write_text(json.dumps(content), encoding='utf-8')
+
+
+def fully(name: str, folder: Path) -> Recorded:
+    """The default compilation."""
+    compile_fully(name, folder)
+    memory = json.loads((folder / 'memory.json').read_text(encoding='utf-8'))
+    executable, optimized = _dump(folder, 'executable'), _dump(folder, 'after_optimizations')
+    report, assignment, live = (_dump(folder, table) for table in TABLES)
+    return Recorded(
+        **_program(name),
+        partitioned=_dump(folder, 'after_*spmd-partitioning*'),
+        optimized=optimized,
+        tables=(report, assignment, live),
+        memory={key: size for key, size in memory.items() if key.endswith('bytes')},
+        executable=optimized if _counts(name, executable) == _counts(name, optimized) else executable,
+        seconds=round(memory['seconds'], 1),
+    )
+
+
+def quickly(name: str) -> Recorded:
+    """The compilation of a quick plan: what plans are made of."""
+    lowered = _lowered(name)
+    generation = PROGRAMS[name].topology.partition(':')[0]
+    before = time.process_time()
+    compiled = compilation.compile_lowered(lowered, 'tpu', quick=True, limit=HARDWARE[generation].hbm_bytes)
+    return Recorded(
+        **_program(name),
+        partitioned=compiled.text,
+        optimized=getattr(compiled, 'optimized', ''),
+        tables=tuple(getattr(compiled, 'tables', ('', '', ''))),
+        memory={},
+        executable='',
+        seconds=round(time.process_time() - before, 1),
+        refusal=compiled.refusal,
+    )
+
+
+def compared(name: str, folder: Path) -> str:
+    """What differs between an executable and the recording; empty if nothing does."""
+    compile_fully(name, folder)
+    then = recorded(name)
+    here, before = _counts(name, _dump(folder, 'executable')), _counts(name, then.executable)
+    return '' if here == before else f'{here}, but recorded with {then.versions} is {before}'
+
+
+def _counts(name: str, text: str) -> Counts:
+    return executable_reader.read(text, PROGRAMS[name].mesh, PROGRAMS[name].slices)
+
+
+def _lowered(name: str) -> Any:
+    fun, arguments = PROGRAMS[name].make(PROGRAMS[name].helper())
+    return fun.lower(*arguments)
+
+
+def _program(name: str) -> dict[str, Any]:
+    program = PROGRAMS[name]
+    return {
+        'name': name,
+        'topology': program.topology,
+        'mesh': program.mesh,
+        'slices': program.slices,
+        'versions': {what: importlib.metadata.version(what) for what in ('jax', 'libtpu')},
+    }
+
+
+def _dump(folder: Path, what: str) -> str:
+    [file] = folder.glob(f'*{what}.txt')
+    return file.read_text(encoding='utf-8')
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
+    parser.add_argument('names', nargs='*', metavar='NAME', help='programs; all, without any')
+    parser.add_argument('--quick', action='store_true', help='record what quick plans are made of')
+    parser.add_argument('--check', action='store_true', help='compare with the recordings')
+    parser.add_argument('--dumps', metavar='FOLDER', help='keep what the compiler writes')
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(PROGRAMS):
+        parser.error(f'no such program: {", ".join(sorted(unknown))}; there are {", ".join(PROGRAMS)}')
+    return arguments
+
+
+if __name__ == '__main__':
+    jax.config.update('jax_platforms', 'cpu')
+    sys.exit(main())

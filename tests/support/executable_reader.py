@@ -1,0 +1,653 @@
+"""A second reader of executables of the TPU compiler, written another way than that of `scalax.plan`.
+
+It *runs* a program instead of reading trip counts: whole numbers are computed, arrays are nothing but their
+types, and each collective, each product and each transfer to the host is counted when it is met. What it does
+not know is an assertion. It reads both ``Compiled.as_text()`` and the dump ``after_optimizations``.
+
+How the TPU compiler writes things:
+
+- An asynchronous collective that overlaps with other work stands in the program several times: in a fusion
+  with ``AsyncCollectiveStart``, in the fusions beside which it runs, and in one with ``AsyncCollectiveDone``.
+  Each later one takes what the one before it made. All of them are one execution, counted at the first.
+- An all-reduce and a slice of its result in one fusion are a reduce-scatter, and counted as that.
+- A collective across slices is a ``send`` and a ``recv`` whose attributes name its kind and its slices. The
+  groups of other collectives are those of one slice, whose devices are numbered from 0.
+- A type with ``S(5)`` in its layout is in the memory of the host.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import operator
+import re
+from typing import Any, NamedTuple
+
+BYTES = {
+    **dict.fromkeys(('pred', 's8', 'u8', 'f8e4m3fn', 'f8e5m2'), 1),
+    **dict.fromkeys(('s16', 'u16', 'bf16', 'f16'), 2),
+    **dict.fromkeys(('s32', 'u32', 'f32'), 4),
+    **dict.fromkeys(('s64', 'u64', 'f64', 'c64'), 8),
+}
+# Those whose result is a part of the whole array of a group.
+PARTS = ('reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+KINDS = ('all-gather', 'all-reduce', 'collective-broadcast', *PARTS)
+HOST = 5
+
+WHOLE_NUMBERS = ('s32', 'u32', 's64', 'u64', 's8', 'u8', 'pred')
+COMPARED = {'LT': operator.lt, 'LE': operator.le, 'GT': operator.gt, 'GE': operator.ge}
+COMPARED |= {'EQ': operator.eq, 'NE': operator.ne}
+COMPUTED = {
+    'add': operator.add,
+    'subtract': operator.sub,
+    'multiply': operator.mul,
+    'maximum': max,
+    'minimum': min,
+    'and': operator.and_,
+    'or': operator.or_,
+    'clamp': lambda low, x, high: min(max(low, x), high),
+    'select': lambda condition, yes, no: yes if condition else no,
+}
+SAME = ('copy', 'convert', 'bitcast', 'reshape', 'opt-barrier')
+# Operations on the arrays of one device: nothing of them is counted.
+LOCAL = {
+    *(
+        'abs',
+        'add-dependency',
+        'after-all',
+        'atan2',
+        'bitcast-convert',
+        'broadcast',
+        'cbrt',
+        'ceil',
+        'compare',
+    ),
+    *('concatenate', 'cosine', 'divide', 'dynamic-slice', 'dynamic-update-slice', 'erf', 'exponential'),
+    *(
+        'exponential-minus-one',
+        'floor',
+        'gather',
+        'iota',
+        'is-finite',
+        'log',
+        'log-plus-one',
+        'map',
+        'negate',
+    ),
+    *('not', 'pad', 'partition-id', 'power', 'reduce', 'reduce-precision', 'reduce-window', 'remainder'),
+    *('replica-id', 'reverse', 'rng-bit-generator', 'round-nearest-afz', 'round-nearest-even', 'rsqrt'),
+    *('scatter', 'select-and-scatter', 'shift-left', 'shift-right-arithmetic', 'shift-right-logical', 'sign'),
+    *('sine', 'slice', 'sort', 'sqrt', 'tan', 'tanh', 'transpose', 'xor'),
+    *COMPUTED,
+}
+# Fusions, loops, branches and asynchronous operations run another computation, which these name.
+CALLED = ('calls', 'to_apply', 'body', 'condition')
+CUSTOM = (
+    *('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'GatherScatterIndicesBitpacked'),
+    *('tpu_custom_call', 'AsyncCollectiveStart', 'AsyncCollectiveDone', 'SliceId', 'ZeroCrop'),
+)
+# What is sent between slices, and of which kind of collective it is.
+ACROSS_SLICES = {
+    'ALL_GATHER': 'all-gather',
+    'ALL_REDUCE': 'all-reduce',
+    'REDUCE_SCATTER': 'reduce-scatter',
+    'ALL_TO_ALL': 'all-to-all',
+    'ONE_TO_ONE': 'collective-permute',
+}
+
+Key = tuple[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What one device does in one step.
+
+    Attributes:
+        collectives: (kind, mesh axes) -> (how often, bytes of all executions). The bytes are those of the
+            whole array of one group: the gathered one of an all-gather, the one that a reduce-scatter cuts.
+        flops: the floating point operations of its products (``convolution`` and ``dot``), two for each
+            multiplication that is not by padding.
+        to_host: the bytes that are written into the memory of the host.
+        from_host: the bytes that are read from the memory of the host.
+    """
+
+    collectives: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    flops: int = 0
+    to_host: int = 0
+    from_host: int = 0
+
+    def add(self, other: Counts) -> None:
+        for key, (count, moved) in other.collectives.items():
+            before = self.collectives.get(key, (0, 0))
+            self.collectives[key] = before[0] + count, before[1] + moved
+        self.flops += other.flops
+        self.to_host += other.to_host
+        self.from_host += other.from_host
+
+
+def read(text: str, mesh: dict[str, int], slices: int = 1) -> Counts:
+    """The counts of the program in *text*, on a mesh given as name -> size.
+
+    Slices are parts of the first mesh axis.
+    """
+    reader = _Reader(_module(text), mesh, slices)
+    reader.run(reader.module.entry, [None] * 100_000)
+    return reader.counts
+
+
+# --- Running -----------------------------------------------------------------------------------------
+
+
+class _Underway(NamedTuple):
+    """The value of what an asynchronous collective hands from one of its fusions to the next."""
+
+    kind: str
+    channel: str
+    chain: str
+
+
+class _Reader:
+    def __init__(self, module: _Module, mesh: dict[str, int], slices: int) -> None:
+        self.module, self.mesh, self.slices, self.counts = module, mesh, slices, Counts()
+
+    def run(self, name: str, arguments: list[Any]) -> Any:
+        """Runs a computation: the value of its root. That of an array is None, that of a tuple a tuple."""
+        values: dict[str, Any] = {}
+        result = None
+        for line in self.module.bodies[name]:
+            if line.opcode == 'parameter':
+                value = arguments[int(line.inside)]
+            elif line.opcode == 'constant':
+                value = _constant(line)
+            else:
+                operands = [_element(values[word], path) for word, path in line.operands]
+                value = self.value(line, operands)
+            values[line.name] = value
+            if line.root:
+                result = value
+        return result
+
+    def value(self, line: _Line, operands: list[Any]) -> Any:
+        opcode = line.opcode
+        if opcode == 'tuple':
+            return tuple(operands)
+        if opcode == 'get-tuple-element':
+            return _element(operands[0], (int(line.attributes['index']),))
+        if opcode == 'fusion':
+            called = line.attributes['calls']
+            return self.run(called, operands) if self.matters(called) else None
+        if opcode == 'while':
+            return self.loop(line, operands[0])
+        if opcode == 'conditional':
+            return self.branch(line, operands)
+        if opcode in ('call', 'async-start', 'call-start'):
+            # An operation of another core may get its operands later, by an update.
+            later = [None] * 100
+            return self.run(line.attributes.get('calls') or line.attributes['to_apply'], [*operands, *later])
+        if opcode == 'custom-call':
+            return self.custom(line, operands)
+        if opcode in ('convolution', 'dot'):
+            self.counts.flops += self.flops(line)
+            return None
+        kind = opcode.removesuffix('-start')
+        if kind in KINDS:
+            return self.collective(line, kind, operands)
+        if opcode in ('send', 'recv'):
+            return self.between_slices(line)
+        if opcode.endswith(('-done', '-update')):
+            started = opcode.rpartition('-')[0]
+            assert started in (*KINDS, *LOCAL, *SAME, 'async', 'call', 'send', 'recv'), opcode
+            return None
+        self.transfer(line, kind)
+        if kind in SAME:
+            return operands[0]
+        assert kind in LOCAL, opcode
+        if opcode != kind or None in operands or not operands or line.shape.dtype not in WHOLE_NUMBERS:
+            return None
+        if opcode == 'compare':
+            return int(COMPARED[line.attributes['direction']](*operands))
+        if opcode in COMPUTED:
+            bits = 1 if line.shape.dtype == 'pred' else 8 * BYTES[line.shape.dtype]
+            value = COMPUTED[opcode](*operands) % 2**bits
+            return value - 2**bits if line.shape.dtype[0] == 's' and value >= 2 ** (bits - 1) else value
+        return None
+
+    def loop(self, line: _Line, state: Any) -> Any:
+        condition, body = line.attributes['condition'], line.attributes['body']
+        rounds = 0
+        while again := self.run(condition, [state]):
+            state = self.run(body, [state])
+            rounds += 1
+        if again is None:
+            known = line.config().get('known_trip_count')
+            assert known, f'a loop whose length depends on data: {line.name}'
+            for _ in range(rounds, int(known['n'])):
+                state = self.run(body, [state])
+        return state
+
+    def branch(self, line: _Line, operands: list[Any]) -> None:
+        """Runs all branches; the one that sends the most counts, and likewise for products and the host."""
+        if 'branch_computations' in line.attributes:
+            branches = re.findall(r'%([\w.\-]+)', line.attributes['branch_computations'])
+        else:
+            branches = [line.attributes[f'{way}_computation'].lstrip('%') for way in ('true', 'false')]
+        before, counts = self.counts, []
+        for branch, operand in zip(branches, operands[1:], strict=True):
+            self.counts = Counts()
+            self.run(branch, [operand])
+            counts.append(self.counts)
+        self.counts = before
+        self.counts.add(
+            Counts(
+                max(
+                    (one.collectives for one in counts),
+                    key=lambda found: sum(moved for _, moved in found.values()),
+                ),
+                max(one.flops for one in counts),
+                max(one.to_host for one in counts),
+                max(one.from_host for one in counts),
+            )
+        )
+
+    def custom(self, line: _Line, operands: list[Any]) -> Any:
+        target = line.attributes['custom_call_target'].strip('"')
+        assert target in CUSTOM, target
+        if target == 'AsyncCollectiveStart':
+            [underway] = operands
+            assert isinstance(underway, _Underway), line.name
+            return (underway,) * len(line.shape)
+        assert target != 'AsyncCollectiveDone' or any(isinstance(value, _Underway) for value in operands)
+        return None
+
+    # --- What is counted --------------------------------------------------------------------------
+
+    def collective(self, line: _Line, kind: str, operands: list[Any]) -> Any:
+        underway = None
+        if place := line.config().get('async_collective_fusion_config'):
+            chain = line.attributes.get('frontend_attributes', '')
+            underway = _Underway(kind, line.attributes['channel_id'], chain)
+            if underway in operands:
+                return underway
+            assert place['flag_start'] == '-1', f'not the first of its fusions: {line.name}'
+        assert not any(isinstance(value, _Underway) for value in operands), line.name
+        scattered = kind == 'all-reduce' and self.scattered(line)
+        axes, size = self.across(kind, line)
+        if not axes:
+            return underway
+        moved = _bytes(_result(line)) * (size if kind in PARTS else 1)
+        self.counts.add(Counts({('reduce-scatter' if scattered else kind, axes): (1, moved)}))
+        return underway
+
+    @functools.cache  # noqa: B019
+    def across(self, kind: str, line: _Line) -> tuple[tuple[str, ...], int]:
+        """The mesh axes along which a collective runs, and the devices of a group."""
+        if kind == 'collective-permute':
+            groups = [list(pair) for pair in _listed(line.attributes['source_target_pairs'])]
+        else:
+            groups = replica_groups(line.attributes['replica_groups'])
+            assert sum(map(len, groups)) == math.prod(self.mesh.values()) // self.slices
+        axes = axes_of(groups, self.mesh)
+        size = math.prod(self.mesh[axis] for axis in axes)
+        return axes, size if kind == 'collective-permute' else max(map(len, groups))
+
+    def between_slices(self, line: _Line) -> None:
+        words = dict(
+            re.findall(r'(_xla_\w+)=((?:"[^"]*")|\{\{.*?\}\})', line.attributes['frontend_attributes'])
+        )
+        assert words['_xla_host_transfer_handler_name'] == '"xla_megascale_runtime"', 'a transfer to the host'
+        if line.opcode == 'send':
+            return
+        kind = ACROSS_SLICES[words['_xla_megascale_transfer_type'].strip('"')]
+        groups = slice_groups(words['_xla_megascale_target'])
+        # The first device of each slice stands for the others.
+        each = math.prod(self.mesh.values()) // self.slices
+        axes = axes_of([[(number - 1) * each for number in group] for group in groups], self.mesh)
+        size = max(map(len, groups))
+        if kind == 'collective-permute':
+            size = math.prod(self.mesh[axis] for axis in axes)
+        moved = _bytes(line.shape[0]) * (size if kind in PARTS else 1)
+        self.counts.add(Counts({(kind, axes): (1, moved)}))
+
+    @functools.cache  # noqa: B019
+    def scattered(self, line: _Line) -> bool:
+        """Whether an all-reduce stands in a fusion in which nothing but slices of it are used."""
+        [name] = [name for name, body in self.module.bodies.items() if line in body]
+        body = self.module.bodies[name]
+        parts = {line.name} | {
+            user.name
+            for user in body
+            if user.opcode == 'get-tuple-element' and user.operands[0][0] == line.name
+        }
+        users = [user for user in body if any(word in parts for word, _ in user.operands)]
+        opcodes = {user.opcode for user in users if user.name not in parts}
+        found = name in self.module.fused and opcodes == {'dynamic-slice'}
+        assert found == name.startswith('all-reduce-scatter'), name
+        return found
+
+    @functools.cache  # noqa: B019
+    def flops(self, line: _Line) -> int:
+        left, right = (self.module.shape(line, place) for place in (0, 1))
+        if line.opcode == 'dot':
+            over = [int(place) for place in re.findall(r'\d+', line.attributes['lhs_contracting_dims'])]
+            return 2 * math.prod(line.shape.dims) * math.prod(left.dims[place] for place in over)
+        return 2 * _multiplications(line, left, right)
+
+    def transfer(self, line: _Line, kind: str) -> None:
+        """Counts what a copy or a slice moves between the device and the host."""
+        shape = line.shape
+        if line.opcode == 'copy-start':
+            shape = shape[0]
+        elif line.opcode != kind:
+            shape = shape[1]
+        sources = [self.module.shape(line, place) for place in range(len(line.operands))]
+        if all(one.space != HOST for one in _arrays((shape, *sources))):
+            return
+        assert kind in ('copy', 'slice', 'dynamic-slice', 'dynamic-update-slice', 'bitcast'), line.opcode
+        # What is written is the array itself, or the part of another that changes.
+        source, moved = (sources[1], sources[1]) if kind == 'dynamic-update-slice' else (sources[0], shape)
+        if source.space != HOST and shape.space == HOST:
+            self.counts.to_host += _bytes(moved)
+        elif source.space == HOST and shape.space != HOST:
+            self.counts.from_host += _bytes(moved)
+
+    @functools.cache  # noqa: B019
+    def matters(self, name: str) -> bool:
+        """Whether a fusion holds anything that counts: only those need to run."""
+        for line in self.module.bodies[name]:
+            if any(kind in line.opcode for kind in (*KINDS, 'convolution', 'dot', 'custom-call', '-start')):
+                return True
+            shapes = _arrays(line.shape)
+            if any(one.space == HOST for one in shapes):
+                return True
+            if line.root and any(one.dtype in WHOLE_NUMBERS and not one.dims for one in shapes):
+                return True
+            if any(self.matters(line.attributes[key]) for key in CALLED if key in line.attributes):
+                return True
+        return False
+
+
+def _element(value: Any, path: tuple[int, ...]) -> Any:
+    """What ``%name#2`` stands for: an element of a tuple; the value itself without a number."""
+    for place in path:
+        value = None if value is None else value[place]
+    return value
+
+
+def _constant(line: _Line) -> int | None:
+    if line.inside in ('true', 'false'):
+        return int(line.inside == 'true')
+    whole = isinstance(line.shape, _Array) and line.shape.dtype in WHOLE_NUMBERS and not line.shape.dims
+    return int(line.inside) if whole else None
+
+
+def _result(line: _Line) -> Any:
+    """The shape of the result of a collective; that of an asynchronous one also holds its operands."""
+    if line.opcode in ('all-gather-start', 'collective-permute-start', 'all-to-all-start'):
+        return line.shape[1]
+    assert not line.opcode.endswith('-start') or line.opcode == 'all-reduce-start', line.opcode
+    return line.shape
+
+
+def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
+    """Those of a convolution: along each dimension the places of the window that lie in the array."""
+    inputs, kernel, outputs = re.fullmatch(r'(\w+)_(\w+)->(\w+)', line.attributes['dim_labels']).groups()
+    result = right.dims[kernel.index('i')]
+    result *= line.shape.dims[outputs.index('b')] * line.shape.dims[outputs.index('f')]
+    window = dict(re.findall(r'(\w+)=([\w\-]+)', line.attributes.get('window', '')))
+    for number, label in enumerate(label for label in sorted(outputs) if label.isdigit()):
+        along = {key: text.split('x')[number] for key, text in window.items()}
+        low = int(along.get('pad', '0_0').split('_')[0])
+        stride, apart, spread = (int(along.get(key, 1)) for key in ('stride', 'rhs_dilate', 'lhs_dilate'))
+        size = left.dims[inputs.index(label)]
+        places = [
+            out * stride + tap * apart - low
+            for out in range(line.shape.dims[outputs.index(label)])
+            for tap in range(right.dims[kernel.index(label)])
+        ]
+        result *= sum(place % spread == 0 and 0 <= place // spread < size for place in places)
+    return result
+
+
+# --- Groups ------------------------------------------------------------------------------------------
+
+
+def replica_groups(text: str) -> list[list[int]]:
+    """Groups of devices in any of the notations of HLO.
+
+    Example:
+        >>> replica_groups('{{0,1},{2,3}}')
+        [[0, 1], [2, 3]]
+        >>> replica_groups('[2,4]<=[4,2]T(1,0)')
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> replica_groups("mesh['a'=4,'b'=2] {'a'}")
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> replica_groups("mesh['a'=4] {'a':(2)2}")
+        [[0, 1], [2, 3]]
+    """
+    if text.startswith('{'):
+        return [list(group) for group in _listed(text)]
+    if text.startswith('['):
+        [(rows, each, ids)] = re.findall(r'^\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)$', text)
+        order = in_order(ids)
+        assert len(order) == int(rows) * int(each)
+        return [order[start : start + int(each)] for start in range(0, len(order), int(each))]
+    form = r'mesh\[([^\]]+)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}'
+    [(sizes, ids, axes)] = re.findall(rf'^{form}$', text)
+    mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    order = in_order(ids) if ids else list(range(math.prod(mesh.values())))
+    # An axis of which a part is used is split into three; the part in the middle is that of size *size*,
+    # and those before it make *before* together: 'a':(before)size.
+    split: dict[str, int] = {}
+    named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    for name, size in mesh.items():
+        cuts = {1, size}
+        for other, before, part in named:
+            cuts |= {int(before), int(before) * int(part)} if other == name and part else set()
+        for low, high in itertools.pairwise(sorted(cuts)):
+            assert high % low == 0
+            split[f'{name} {low}'] = high // low
+        if size == 1:
+            split[f'{name} 1'] = 1
+    used = []
+    for name, before, part in named:
+        low, high = (int(before), int(before) * int(part)) if part else (1, mesh[name])
+        used += [
+            piece
+            for piece in split
+            if piece.rpartition(' ')[0] == name and low <= int(piece.rpartition(' ')[2]) < max(high, low + 1)
+        ]
+    return [[order[place] for place in group] for group in _along(split, used)]
+
+
+def slice_groups(text: str) -> list[list[int]]:
+    """Groups of slices, numbered from 1, in the notations of transfers between slices.
+
+    Example:
+        >>> slice_groups('"{1,2}x{0:7}"')  # each of the devices 0 to 7 of slice 1 with its like in slice 2
+        [[1, 2]]
+        >>> slice_groups('{{100000,200000},{100001,200001}}')  # 100,000 for a slice, and a device
+        [[1, 2], [1, 2]]
+        >>> slice_groups('{{100000->200000},{200000->100000}}')
+        [[1, 2], [2, 1]]
+    """
+    if found := re.fullmatch(r'"\{([\d,]+)\}x\{[\d:]+\}"', text):
+        return [[int(number) for number in found[1].split(',')]]
+    groups = [list(group) for group in _listed(text.replace('->', ','))]
+    assert all(len({device % 100_000 for device in group}) == 1 for group in groups), (
+        'places in slices differ'
+    )
+    return [[device // 100_000 for device in group] for group in groups]
+
+
+def in_order(text: str) -> list[int]:
+    """``[4,2]T(1,0)``: the numbers of a 4 x 2 table, read by columns."""
+    [(shape, turned)] = re.findall(r'^\[([\d,]+)\](?:T\(([\d,]+)\))?$', text)
+    sizes = [int(size) for size in shape.split(',')]
+    order = [int(place) for place in turned.split(',')] if turned else list(range(len(sizes)))
+    strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    return [
+        sum(index * strides[place] for index, place in zip(indices, order, strict=True))
+        for indices in itertools.product(*(range(sizes[place]) for place in order))
+    ]
+
+
+def axes_of(groups: list[list[int]], mesh: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of any group differ; devices are places in the mesh, by rows."""
+    different = set()
+    for group in groups:
+        for number, axis in enumerate(mesh):
+            inner = math.prod(list(mesh.values())[number + 1 :])
+            if len({device // inner % mesh[axis] for device in group}) > 1:
+                different.add(axis)
+    return tuple(axis for axis in mesh if axis in different)
+
+
+def _along(mesh: dict[str, int], axes: list[str]) -> list[list[int]]:
+    """The devices in groups: those of a group differ in their places along *axes* alone."""
+    groups = collections.defaultdict(list)
+    for device, indices in enumerate(itertools.product(*map(range, mesh.values()))):
+        groups[tuple(i for name, i in zip(mesh, indices, strict=True) if name not in axes)].append(device)
+    return list(groups.values())
+
+
+def _listed(text: str) -> list[tuple[int, ...]]:
+    assert re.fullmatch(r'\{(\{[\d,]+\},?)+\}', text), text[:100]
+    return [tuple(map(int, group.split(','))) for group in re.findall(r'\{([\d,]+)\}', text)]
+
+
+# --- Parsing -----------------------------------------------------------------------------------------
+
+
+class _Array(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Line:
+    """One instruction. The shape of an array is an `_Array`, that of a tuple a tuple of shapes."""
+
+    root: bool
+    name: str
+    shape: Any
+    opcode: str
+    inside: str
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    attributes: dict[str, str]
+
+    def config(self) -> dict[str, Any]:
+        text = self.attributes.get('backend_config', '')
+        return json.loads(text) if 'async_collective' in text or 'known_trip' in text else {}
+
+
+@dataclasses.dataclass
+class _Module:
+    """The computations of a program by name, the one that is run, and those that are fused."""
+
+    bodies: dict[str, list[_Line]]
+    entry: str
+    fused: set[str]
+    shapes: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for body in self.bodies.values():
+            known = {line.name: line.shape for line in body}
+            self.shapes |= {id(line): known for line in body}
+
+    def shape(self, line: _Line, place: int) -> Any:
+        """The shape of an operand."""
+        name, path = line.operands[place]
+        shape = self.shapes[id(line)][name]
+        for number in path:
+            shape = shape[number]
+        return shape
+
+
+def _module(text: str) -> _Module:
+    bodies: dict[str, list[_Line]] = {}
+    entry, fused = '', set()
+    # A computation ends with a line of nothing but a brace. Lines within quotes may look like anything else.
+    for found in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
+        start, name, body = found.groups()
+        pieces = re.split(r'^ +(?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
+        bodies[name] = [_instruction(piece) for piece in pieces if piece.strip()]
+        entry = name if start else entry
+        fused |= {line.attributes['calls'] for line in bodies[name] if line.opcode == 'fusion'}
+    assert entry, 'no program'
+    return _Module(bodies, entry, fused)
+
+
+def _instruction(text: str) -> _Line:
+    text = re.sub(r'/\*index=\d+\*/', '', text)
+    root, name, rest = re.match(r'(ROOT )?%?([\w.\-]+) = (.*)', text.rstrip(), re.S).groups()
+    shape, end = _shape(rest, 0)
+    opcode = re.match(r' ([\w\-]+)\(', rest[end:])[1]
+    start = end + len(opcode) + 2
+    inside, attributes = _split(rest[start:])
+    operands = ()
+    if opcode not in ('parameter', 'constant'):
+        words = re.findall(r'%([\w.\-]+)((?:#\d+)*)(?=,|$)', inside)
+        assert len(words) == inside.count('%'), text[:300]
+        operands = tuple((word, tuple(map(int, path.split('#')[1:]))) for word, path in words)
+    return _Line(bool(root), name, shape, opcode, inside, operands, attributes)
+
+
+def _split(text: str) -> tuple[str, dict[str, str]]:
+    """What is in the brackets that were opened before, and the attributes that follow."""
+    depth, start, parts = 1, 0, []
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|, ', text):
+        mark = found[0]
+        if mark[0] in '([{':
+            depth += 1
+        elif mark[0] in ')]}':
+            depth -= 1
+            if depth == 0 and not parts:
+                parts.append(text[: found.start()])
+                start = found.end()
+        elif mark == ', ' and depth == 0:
+            parts.append(text[start : found.start()])
+            start = found.end()
+    parts.append(text[start:])
+    attributes: dict[str, str] = {}
+    for part in parts[1:]:
+        key, _, value = part.partition('=')
+        if key == 'device_ids':  # a part of the groups before it
+            attributes['replica_groups'] += f', {part}'
+        elif key:
+            attributes[key] = value.lstrip('%') if key in CALLED else value
+    return parts[0], attributes
+
+
+def _shape(text: str, start: int) -> tuple[Any, int]:
+    """The shape that begins there, and where it ends."""
+    if text[start] == '(':
+        parts, end = [], start + 1
+        while text[end] != ')':
+            part, end = _shape(text, end)
+            parts.append(part)
+            end += 2 if text.startswith(', ', end) else 0
+        return tuple(parts), end + 1
+    found = re.compile(r'(\w+)\[([\d,<=]*)\](\{[^}]*\})?').match(text, start)
+    if found is None:
+        end = re.compile(r'token(\[\])?(\{\})?').match(text, start).end()
+        return _Array('token', (), 0), end
+    dtype, dims, layout = found.groups()
+    space = re.search(r'S\((\d+)\)', layout or '')
+    return _Array(
+        dtype, tuple(int(dim.lstrip('<=')) for dim in dims.split(',') if dim), int(space[1]) if space else 0
+    ), found.end()
+
+
+def _arrays(shape: Any) -> list[_Array]:
+    if isinstance(shape, _Array):
+        return [shape]
+    return [array for part in shape for array in _arrays(part)]
+
+
+def _bytes(shape: Any) -> int:
+    return sum(BYTES[array.dtype] * math.prod(array.dims) for array in _arrays(shape))

@@ -1,0 +1,102 @@
+"""Compilations for TPUs that `scripts/record_programs.py` has recorded, for tests without a compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import jax
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / 'tests' / 'recorded'
+# The tables of memory that the compiler writes.
+TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
+# In a recording these stand for folders of the machine that made it.
+PLACES = {'{packages}': str(Path(jax.__file__).resolve().parents[1]), '{repository}': str(REPOSITORY)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """One compilation of one program.
+
+    Attributes:
+        name: the name of the program in `tests.support.tpu_programs.PROGRAMS`.
+        topology: the hardware, such as ``'v5e:2x4'``; of each slice.
+        mesh: mesh axis name -> size. Slices are parts of the first axis.
+        slices: how many there are.
+        versions: of ``jax`` and ``libtpu``.
+        partitioned: the program as the partitioner leaves it.
+        optimized: the program after all optimizations.
+        tables: the texts of `TABLES`.
+        memory: ``memory_analysis()``, name -> bytes; empty for a quick compilation, which has none.
+        executable: what ``Compiled.as_text()`` printed; *optimized* where a second reader found the same in
+            both.
+        seconds: CPU seconds of the compilation.
+        refusal: what the compiler said instead of making an executable.
+    """
+
+    name: str
+    topology: str
+    mesh: dict[str, int]
+    slices: int
+    versions: dict[str, str]
+    partitioned: str
+    optimized: str
+    tables: tuple[str, str, str]
+    memory: dict[str, int]
+    executable: str
+    seconds: float
+    refusal: str = ''
+
+
+def names(*, quick: bool = False) -> list[str]:
+    """The programs that are recorded."""
+    files = (path.name.partition('.') for path in FOLDER.glob('*.json.xz'))
+    return sorted(name.replace('-', ' ') for name, _, ending in files if ending.startswith('quick') == quick)
+
+
+def file_of(name: str, *, quick: bool = False) -> Path:
+    return FOLDER / f'{name.replace(" ", "-")}{".quick" * quick}.json.xz'
+
+
+@functools.lru_cache(maxsize=4)
+def recorded(name: str, *, quick: bool = False) -> Recorded:
+    """The recorded compilation of a program: the default one, or that of a quick plan."""
+    packed = file_of(name, quick=quick).read_bytes()
+    content = {key: here(value) for key, value in json.loads(lzma.decompress(packed)).items()}
+    content['executable'] = content['executable'] or content['optimized']
+    return Recorded(name, **content)
+
+
+def write(recording: Recorded, *, quick: bool = False) -> int:
+    """Writes a recording, and returns its size in bytes."""
+    content = {key: anywhere(value) for key, value in dataclasses.asdict(recording).items() if key != 'name'}
+    if content['executable'] == content['optimized']:
+        content['executable'] = ''
+    packed = lzma.compress(json.dumps(content).encode(), preset=9 | lzma.PRESET_EXTREME)
+    FOLDER.mkdir(exist_ok=True)
+    file_of(recording.name, quick=quick).write_bytes(packed)
+    return len(packed)
+
+
+def here(value: Any) -> Any:
+    """With the folders of this machine."""
+    return _replaced(value, PLACES)
+
+
+def anywhere(value: Any) -> Any:
+    """Without folders of this machine."""
+    return _replaced(value, {folder: place for place, folder in PLACES.items()})
+
+
+def _replaced(value: Any, words: dict[str, str]) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_replaced(part, words) for part in value)
+    if isinstance(value, str):
+        for old, new in words.items():
+            value = value.replace(old, new)
+    return value
