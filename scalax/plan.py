@@ -8,7 +8,8 @@ from scalax._plan.hardware import HARDWARE, Hardware
 from scalax._plan.hlo_cost import Work
 from scalax._plan.make import make_plan
 from scalax._plan.memory import Buffer, Memory
-from scalax._plan.plan import Plan, PlanDiff
+from scalax._plan.plan import Plan
+from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Roofline, Seconds
 from scalax._plan.torus import Line, Place

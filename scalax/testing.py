@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._plan.collectives import KINDS
+from scalax._plan.collective_runs import KINDS
 from scalax._plan.formulas import Counted
 from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner

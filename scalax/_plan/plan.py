@@ -1,4 +1,4 @@
-"""Plans: memory, communication and time of a compiled step; and the difference of two plans."""
+"""Plans: memory, communication and time of a compiled step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,19 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.memory import Buffer, Memory
+from scalax._plan.plan_check import check_plan
+from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.roofline import Roofline, Seconds, time_collectives
 from scalax._plan.text import render
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
 from scalax._report import saved
-from scalax._report.pages import visible
-from scalax._report.tables import human_bytes
-from scalax._tree.specs import axis_sizes_text
 from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
-from scalax.explain import ReportDiff, ShardingReport
+from scalax.explain import ShardingReport
 
 _NO_WORK = Work()
 _MOST_DEVICES = 1 << 24
 _MOST_AXES = 32
-_CollectiveKey = tuple[str, tuple[str, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,83 +330,36 @@ class Plan:
             raise ArgumentError(f'diff takes another plan, got {type(other).__name__}: Plan.load reads one')
         return PlanDiff(self, other)
 
+    def check(
+        self,
+        *,
+        fits: bool | None = None,
+        peak: float | None = None,
+        bytes: Mapping[str | tuple[str, ...], float] | None = None,
+        seconds: float | None = None,
+        before: Plan | None = None,
+    ) -> None:
+        """Asserts that the plan keeps within limits: for tests of a training step.
 
-@dataclasses.dataclass(frozen=True)
-class PlanDiff:
-    """The difference of two plans: false when nothing changed; ``str()`` of it lists the changes.
+        Args:
+            fits: whether it has to fit (or not to fit) into the memory of a device.
+            peak: the most bytes of memory that a device may need.
+            bytes: mesh axes (or one axis) -> the most bytes that may move along exactly these, as in
+                `totals`, of all kinds together.
+            seconds: the longest that a step may take at least (`Roofline.step_seconds`, the bound).
+            before: an earlier plan that kept the limits; the message then shows what changed since.
 
-    Attributes:
-        before: the first plan.
-        after: the second one.
-    """
+        Raises:
+            AssertionError: a limit is exceeded; the message gives all that are.
+            ArgumentError: the mesh has no such axis, or a limit is not a number.
+            PlanError: *seconds* are given, and the time of a step is not known.
 
-    before: Plan
-    after: Plan
-
-    @property
-    def collectives(self) -> dict[_CollectiveKey, tuple[int, int]]:
-        """The collectives that changed: (kind, mesh axes, bytes) -> how often before, and after.
-
-        Their lines in the program are not compared, because lines move.
+        Example:
+            >>> import jax
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> total = helper.sjit(lambda x: x.sum(), in_shardings=PartitionSpec('fsdp'))
+            >>> plan = helper.plan(total, jax.ShapeDtypeStruct((64,), 'float32'))
+            >>> plan.check(peak=1e6, bytes={'fsdp': 4, 'tp': 0})
         """
-        before, after = _counts(self.before), _counts(self.after)
-        return {
-            key: (before[key], after[key])
-            for key in sorted({*before, *after}, key=lambda key: (-key[2], key))
-            if before[key] != after[key]
-        }
-
-    @property
-    def inputs(self) -> ReportDiff:
-        """The arguments whose shardings changed."""
-        return self.before.inputs.diff(self.after.inputs)
-
-    @property
-    def outputs(self) -> ReportDiff:
-        """The outputs whose shardings changed."""
-        return self.before.outputs.diff(self.after.outputs)
-
-    def __bool__(self) -> bool:
-        return bool(self._changed_numbers() or self.collectives or self.inputs or self.outputs)
-
-    def __str__(self) -> str:
-        if not self:
-            return visible(f'{self.after.name}: nothing changed')
-        meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
-        lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
-        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_numbers()]
-        if self.collectives:
-            lines += ['', 'collectives (times before -> after):']
-            lines += [
-                f'  {kind}  {" x ".join(axes)}  {human_bytes(size)}  {old} -> {new}'
-                for (kind, axes, size), (old, new) in self.collectives.items()
-            ]
-        lines = [visible(line) for line in lines]
-        for name, report in (('arguments', self.inputs), ('outputs', self.outputs)):
-            lines += ['', f'{name}:', str(report)] if report else []
-        return '\n'.join(lines)
-
-    def _changed_numbers(self) -> list[tuple[str, str, str]]:
-        """The numbers that changed, as text."""
-        pairs = zip(_numbers(self.before), _numbers(self.after), strict=True)
-        return [(name, old, new) for (name, old), (_, new) in pairs if old != new]
-
-
-def _counts(plan: Plan) -> collections.Counter[_CollectiveKey]:
-    counts: collections.Counter[_CollectiveKey] = collections.Counter()
-    for row in plan.collectives:
-        counts[row.kind, row.axes, row.bytes] += row.count
-    return counts
-
-
-def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
-    memory = plan.memory
-    yield 'devices', f'{plan.devices} {plan.device_kind}'
-    yield 'peak', human_bytes(memory.peak)
-    for name in ('arguments', 'outputs', 'temporaries'):
-        yield name, human_bytes(getattr(memory, name))
-    yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
-    yield 'flops', f'{plan.flops:.4g}'
-    roofline = plan.known_roofline
-    yield 'step', 'not known' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.3f} ms'
-    yield 'bound by', 'not known' if roofline is None else roofline.bound
+        check_plan(self, fits, peak, bytes or {}, seconds, before)

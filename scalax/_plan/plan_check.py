@@ -1,0 +1,74 @@
+"""Limits that a plan has to keep, for tests of a step."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from scalax._plan.text import collective_cells, head
+from scalax._report.pages import visible
+from scalax._report.tables import human_bytes, table
+from scalax.errors import ArgumentError, did_you_mean
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
+
+_SHOWN = 5
+_WIDTH = 110
+
+
+def check_plan(
+    plan: Plan,
+    fits: bool | None,
+    peak: float | None,
+    moved: Mapping[str | tuple[str, ...], float],
+    seconds: float | None,
+    before: Plan | None,
+) -> None:
+    """Checks the limits; see `Plan.check`."""
+    problems = [*_memory(plan, fits, peak), *_moved(plan, moved), *_seconds(plan, seconds)]
+    if problems:
+        lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
+        lines += ['', *_largest(plan)]
+        if before is not None:
+            lines += ['', 'since the plan before:', str(before.diff(plan))]
+        raise AssertionError('\n'.join(map(visible, '\n'.join(lines).splitlines())))
+
+
+def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
+    if fits is not None and plan.fits is not fits:
+        found = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[plan.fits]
+        limit = '' if plan.memory.limit is None else f' of {human_bytes(plan.memory.limit)}'
+        yield f'it {found}: {human_bytes(plan.memory.peak)}{limit}'
+    if peak is not None and plan.memory.peak > _number('peak', peak):
+        yield f'peak of memory: {human_bytes(plan.memory.peak)}, at most {human_bytes(round(peak))}'
+
+
+def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
+    for given, limit in limits.items():
+        axes = (given,) if isinstance(given, str) else tuple(given)
+        for axis in axes:
+            if axis not in plan.mesh:
+                raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), plan.mesh)})')
+        found = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
+        if found > _number(f'bytes along {axes}', limit):
+            yield f'along {" x ".join(axes)}: {human_bytes(found)}, at most {human_bytes(round(limit))}'
+
+
+def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
+    if limit is not None and plan.step_seconds.bound > _number('seconds', limit):
+        yield f'a step: {1e3 * plan.step_seconds.bound:,.3f} ms at least, at most {1e3 * limit:,.3f} ms'
+
+
+def _number(name: str, limit: Any) -> float:
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+        raise ArgumentError(f'the limit of {name} is not a number: {limit!r}')
+    return float(limit)
+
+
+def _largest(plan: Plan) -> Iterator[str]:
+    if plan.collectives:
+        heads, rows = collective_cells(plan, _SHOWN)
+        yield 'its largest collectives:'
+        yield from table([heads, *rows], _WIDTH, len(heads) - 1, 3)
