@@ -144,9 +144,14 @@ def _explained(
     if origin is None:
         return dataclasses.replace(row, source=source_of(module, *run.holder), cause='compiler')
     padded = row.kind == 'collective-permute' != origin.kind
+    source = source_of(before.module, origin.computation, origin.instruction)
+    if not (source.file or source.operand):
+        # The frames of a called computation are without those of its caller. The later program has both.
+        place = source_of(module, *run.holder)
+        source = place._replace(annotation=source.annotation or place.annotation)
     return dataclasses.replace(
         row,
-        source=source_of(before.module, origin.computation, origin.instruction),
+        source=source,
         cause='padding' if padded else _cause(origin),
         partitioned_as='' if origin.kind == row.kind else origin.kind,
     )

@@ -215,11 +215,6 @@ REFUSED = {
         program('ROOT %r = f32[8]{0} copy(%p)').removesuffix('}\n'),
         "the HLO module ends inside computation 'main'",
     ),
-    'a later program': (
-        program('ROOT %r = f32[8]{0} all-reduce-start(%p), replica_groups={}, to_apply=%add'),
-        "the program holds 'all-reduce-start': it is not the one that the partitioner left, but a later one, "
-        'in which collectives are rewritten',
-    ),
     'no groups': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), to_apply=%add'),
         'a collective without groups: r to_apply=%add',

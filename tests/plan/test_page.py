@@ -87,7 +87,7 @@ def test_words_of_a_page():
     for name, seconds in roofline.parts.items():
         assert said[said.index(name) + 1] == f'{1e3 * seconds:,.3f} ms'
     heads = said.index('collective')
-    assert said[heads : heads + 5] == ['collective', 'axes', 'times', 'bytes', 'because of']
+    assert said[heads : heads + 6] == ['collective', 'axes', 'times', 'bytes', 'ms', 'because of']
     assert 'fsdp=4: a colour for each place along it' in said
     said = words(too_large()._repr_html_())
     assert 'RESOURCE_EXHAUSTED: too <large>' in said

@@ -241,8 +241,10 @@ def test_dict():
         'count': 1,
         'counted': 'exactly',
         'bytes': F32,
+        'cause': 'sharding',
         'networks': [],
         'part': [],
+        'partitioned_as': '',
         'scattered': False,
         'source': {
             'annotation': '',

@@ -281,10 +281,10 @@ def test_good_shardings_rank_above_bad_ones():
 def test_mesh_axes_that_share_links_add_up():
     """Two mesh axes on one ring, and one that takes all of it."""
     rows = (
-        Communication('ici', ('tp',), (Line(0, 4, False),), 3.0),
-        Communication('ici', ('fsdp',), (Line(0, 4, True, 4), Line(1, 4, True)), 2.0),
-        Communication('ici', ('fsdp', 'tp'), (Line(0, 16, True),), 1.0),
-        Communication('dcn', ('data',), (), 4.0),
+        Communication('ici', ('tp',), (Line(0, 4, False),), 3.0, 3.0),
+        Communication('ici', ('fsdp',), (Line(0, 4, True, 4), Line(1, 4, True)), 2.0, 2.0),
+        Communication('ici', ('fsdp', 'tp'), (Line(0, 16, True),), 1.0, 1.0),
+        Communication('dcn', ('data',), (), 4.0, 4.0),
     )
     roofline = Roofline(V5P, 64, 1e15, 5.0, 1.0, rows)
     assert roofline.bound == 'ici:tp'
@@ -340,9 +340,9 @@ def test_text():
     roofline = Roofline(
         *(V5P, 64, 1e15, 0.5, 0.25),
         (
-            Communication('ici', ('fsdp', 'tp'), (Line(0, 4, True), Line(1, 2, False, 2)), 0.75),
-            Communication('dcn', ('data',), (), 0.001),
-            Communication('ici', ('fsdp', 'tp'), (Line(0, 2, False),), 0.0),  # of a part of the axes
+            Communication('ici', ('fsdp', 'tp'), (Line(0, 4, True), Line(1, 2, False, 2)), 0.75, 0.75),
+            Communication('dcn', ('data',), (), 0.001, 0.001),
+            Communication('ici', ('fsdp', 'tp'), (Line(0, 2, False),), 0.0, 0.0),  # of a part of the axes
         ),
         model_flops=3 * 10**14,
         counted=Counted.AT_LEAST,

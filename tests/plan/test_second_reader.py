@@ -6,7 +6,7 @@ import pytest
 
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
-from tests.support import collective_programs, second_reader, tpu_compiler
+from tests.support import collective_programs, second_reader
 from tests.support.collective_programs import HELPER
 from tests.support.leaves import leaf
 
@@ -77,24 +77,6 @@ def test_both_read_the_same(program):
     plan, second = compared(program())
     assert collective_programs.rows(plan) == second
     assert bool(second) == (program is not collective_programs.nothing)
-
-
-# --- The programs of the compiler of TPUs --------------------------------------------------------
-
-WHOLE = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000', 'xla_tpu_max_hbm_size_mib': '1'}
-
-
-@tpu_compiler.needed
-@pytest.mark.parametrize('slices', [1, 2])
-def test_both_read_the_same_on_tpus(slices):
-    dcn = (slices, 1, 1) if slices > 1 else None
-    helper = MeshShardingHelper.from_topology(
-        'v5e:2x4', (2, -1, 2), ('data', 'fsdp', 'tp'), True, num_slices=slices, dcn_axis_dims=dcn
-    )
-    # Large enough for two matrices of weights to be more than the 1 MiB of memory that is left.
-    plan, second = compared(train(helper, BOTH, P(('data', 'fsdp')), layers=64), **WHOLE)
-    assert collective_programs.rows(plan) == second
-    assert {axes for _, axes in second} >= {('fsdp',), ('tp',)}
 
 
 def test_a_missed_collective_is_noticed():

@@ -13,7 +13,8 @@ from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
-from tests.support import collective_programs, tpu_compiler
+from tests.support import executable_reader, tpu_compiler
+from tests.support.collective_programs import rows
 
 pytestmark = tpu_compiler.needed
 GIB = 2**30
@@ -59,24 +60,21 @@ def quick(over, fun, *arguments):
 # --- Collectives ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('program', collective_programs.PROGRAMS.values(), ids=collective_programs.PROGRAMS)
-def test_collectives_are_those_that_the_partitioner_of_cpus_makes(program, monkeypatch):
-    monkeypatch.setattr(collective_programs, 'HELPER', v5e())
-    monkeypatch.setattr(collective_programs, 'CUBE', helper('v5p:2x2x2', ('a', 2), ('b', 2), ('c', 2)))
-    over, fun, arguments, expected = program()
-    plan = quick(over, fun, *arguments)
-    assert plan.platform == 'tpu'
-    assert collective_programs.rows(plan) == expected
+@functools.cache
+def block():
+    """Gathered weights, partial sums, and products that wait for both: in full."""
+    step, arguments = train_step(v5e(), 4, 512, 4096)
+    return v5e().plan(step, *arguments)
 
 
-def test_repeated_gathers_are_one_whatever_their_notation():
-    """On the way back each weight is used twice, and the partitioner gathers it for each use."""
-    plan = quick(v5e(), *_with_arguments(train_step(v5e(), 4, 512, 4096)))
-    simulated = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-    other = simulated.plan(*_with_arguments(train_step(simulated, 4, 512, 4096)))
-    assert collective_programs.rows(plan) == collective_programs.rows(other)
-    assert plan.count('all-gather', ('fsdp',)) == 2 * 2 * 4  # both weights, both ways, each layer
-    assert (plan.flops, plan.work.flops) == (other.flops, other.work.flops)
+def test_a_plan_counts_what_its_executable_runs():
+    step, arguments = train_step(v5e(), 4, 512, 4096)
+    text = step.lower(*arguments).compile().as_text()
+    expected = executable_reader.read(text, dict(v5e().mesh.shape)).collectives
+    assert rows(block()) == expected
+    assert rows(quick(v5e(), step, *arguments)) == expected
+    assert {axes for _, axes in expected} >= {('fsdp',), ('tp',)}
+    assert block().explained == 1
 
 
 def _with_arguments(made):
@@ -128,7 +126,6 @@ def test_quick_memory_is_that_of_a_full_plan():
     step, arguments = matmul()
     hurried = v5e().plan(step, *arguments, quick=True)
     assert (plan.quick, hurried.quick, hurried.fits, hurried.refusal) == (False, True, True, '')
-    # Small as it is, what lies in the vector memory of a chip counts: much less than that it is.
     assert hurried.memory.peak == pytest.approx(plan.memory.peak, rel=0.08)
     assert hurried.memory.arguments == plan.memory.arguments
     assert hurried.memory.donated == plan.memory.donated
@@ -164,7 +161,8 @@ def test_what_does_not_fit_is_a_plan_too():
     assert plan.memory.peak == plan.memory.total
     # What is known before memory is laid out is known all the same.
     assert plan.flops == 7 * 2 * 48 * 32768 * 16384 * 65536  # 2 forward, 4 backward, 1 again
-    assert plan.count('all-gather', ('fsdp',)) == 2 * 2 * 48
+    assert rows(plan) == rows(quick(v5e(), *_with_arguments(train_step(v5e(), 48, 16384, 32768))))
+    assert any(row.cause == 'ring' for row in plan.collectives)
     assert [(row.path, row.spec, row.bytes_per_device) for row in plan.inputs.rows] == [
         ('params/down', P(None, 'tp', 'fsdp'), whole // 8),
         ('params/up', P(None, 'fsdp', 'tp'), whole // 8),
@@ -285,10 +283,18 @@ def test_a_plan_comes_back_from_its_json(tmp_path):
     assert '  fits          no -> yes' in str(refused().diff(fitting)).splitlines()
 
 
+@pytest.mark.parametrize('hurried', [True, False])
 @pytest.mark.parametrize('wrapped', [lambda fun: fun, jax.jit])
-def test_what_nothing_places_is_told_so(wrapped, snapshot):
+def test_what_nothing_places_is_told_so(wrapped, hurried, snapshot):
     def product(x):
         return x @ x
 
     with snapshot.raises(ArgumentError):
-        v5e().plan(wrapped(product), array(256, 256), quick=True)
+        v5e().plan(wrapped(product), array(256, 256), quick=hurried)
+
+
+@pytest.mark.parametrize('hurried', [True, False])
+def test_an_option_that_the_compiler_does_not_have(hurried, snapshot):
+    step = v5e().sjit(lambda x: x, in_shardings=P('tp'), compiler_options={'xla_tpu_no_such_thing': '1'})
+    with snapshot.raises(ArgumentError):
+        v5e().plan(step, array(256, 256), quick=hurried)
