@@ -14,8 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._plan.buffers import Buffer, largest_buffers
 from scalax._plan.hlo import parse
-from scalax._plan.memory import Buffer, Memory, MemoryTables, assigned_memory, largest_buffers
+from scalax._plan.host_moves import HostMoves, host_moves
+from scalax._plan.layout import MemoryTables, read_layout
+from scalax._plan.memory import Memory, assigned_memory
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
@@ -38,6 +41,7 @@ _SHARES = (
 _MIB = 2**20
 _PLENTY = 2**40
 _LARGE = 2**29
+_NOTHING_MOVED = HostMoves()
 _NO_TABLES = MemoryTables('', '', '')
 _SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?>')
 _DIMENSION = re.compile(r'\{([^}]*)\}')
@@ -55,7 +59,8 @@ class Compiled:
         memory: see `Memory`.
         executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
         refusal: the error of the compiler for a program that does not fit into memory.
-        buffers: the largest arrays in memory at its peak; empty if the compiler does not report them.
+        buffers: the arrays in memory at its peak; empty if the compiler does not report them.
+        host_moves: what a device exchanges with its host; nothing if the compiler does not report it.
     """
 
     text: str
@@ -64,6 +69,7 @@ class Compiled:
     executable: Any
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
+    host_moves: HostMoves = _NOTHING_MOVED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +109,7 @@ def compile_lowered(
     if dump.executable is None:  # too large, or quick
         devices = _partitions(dump.text or dump.optimized)
         refusal = '' if quick else dump.refusal
-        return Compiled(dump.text, devices, assigned_memory(dump.tables), None, refusal, _buffers(dump))
+        return Compiled(dump.text, devices, _memory(dump), None, refusal, *_read_optimized(dump))
     devices = _partitions(dump.text or dump.executable.as_text())
     if not dump.text and devices > 1:
         # The program came from a persistent compilation cache. This option changes only its key.
@@ -113,8 +119,23 @@ def compile_lowered(
             'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
-    stats = dump.executable.memory_analysis()
-    memory = Memory(
+    if platform != 'tpu':
+        return Compiled(dump.text, devices, _reported_memory(dump.executable, platform), dump.executable)
+    try:
+        memory = _memory(dump)
+    except PlanError:  # less is known then: the vector memory of a chip counts too
+        memory = _reported_memory(dump.executable, platform)
+    return Compiled(dump.text, devices, memory, dump.executable, '', *_read_optimized(dump))
+
+
+def _memory(dump: _Dump) -> Memory:
+    return assigned_memory(read_layout(dump.tables))
+
+
+def _reported_memory(executable: Any, platform: str) -> Memory:
+    """The memory of a program as a compiler reports it that writes no tables."""
+    stats = executable.memory_analysis()
+    return Memory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
@@ -123,8 +144,6 @@ def compile_lowered(
         # That of XLA for CPUs says nothing about other hardware.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    buffers = _buffers(dump) if platform == 'tpu' else ()
-    return Compiled(dump.text, devices, memory, dump.executable, buffers=buffers)
 
 
 def _compile_layout(lowered: Any, limit: int) -> _Dump:
@@ -136,9 +155,9 @@ def _compile_layout(lowered: Any, limit: int) -> _Dump:
     half of them is close enough.
     """
     first = _compile(lowered, _small_device(_MIB, limit))
-    peak = 0 if first.executable else assigned_memory(first.tables).peak
+    taken = 0 if first.executable else _memory(first).total
     # A program not much larger than the vector memory of a chip might be put there, and fit after all.
-    return _compile(lowered, _small_device(peak // 2, limit)) if peak >= _LARGE else first
+    return _compile(lowered, _small_device(taken // 2, limit)) if taken >= _LARGE else first
 
 
 def _small_device(size: int, limit: int) -> dict[str, str]:
@@ -149,11 +168,13 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
     }
 
 
-def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
+def _read_optimized(dump: _Dump) -> tuple[tuple[Buffer, ...], HostMoves]:
+    """What the program after all optimizations says of arrays and of the host."""
     # Optimized programs may hold syntax that is unknown here; a plan does without these rows then.
     with contextlib.suppress(PlanError):
-        return largest_buffers(dump.tables, parse(dump.optimized))
-    return ()
+        module = parse(dump.optimized)
+        return largest_buffers(read_layout(dump.tables), module), host_moves(module)
+    return (), _NOTHING_MOVED
 
 
 def _partitions(text: str) -> int:

@@ -113,6 +113,7 @@ def make_plan(
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
         buffers=compiled.buffers,
+        host_moves=compiled.host_moves,
     )
 
 
