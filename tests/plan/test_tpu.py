@@ -7,10 +7,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
 from examples import plan_llama
-from scalax.errors import ArgumentError
-from scalax.plan import HARDWARE, Plan, make_plan
+from scalax._plan import compilation
+from scalax.errors import ArgumentError, PlanError
+from scalax.plan import HARDWARE, HostMoves, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import collective_programs, tpu_compiler
@@ -200,6 +202,35 @@ def test_the_text_says_what_fits_and_what_bounds():
     assert lines[7].startswith('      12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
     assert 'bound by compute' in lines
+
+
+def test_what_stays_on_the_host():
+    over, spec = v5e(), P('fsdp', 'tp')
+    device = NamedSharding(over.mesh, spec)
+    host = device.with_memory_kind('pinned_host')
+
+    def step(w, momentum):
+        momentum = 0.9 * jax.device_put(momentum, device) + w
+        return w - momentum, jax.device_put(momentum, host)
+
+    fun = over.sjit(step, in_shardings=(device, host), out_shardings=(device, host), donate_argnums=(0, 1))
+    plan = quick(over, fun, array(4096, 8192), array(4096, 8192))
+    one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
+    assert (plan.memory.arguments, plan.memory.host) == (one, one)
+    assert plan.host_moves == HostMoves(to_host=one, from_host=one)
+    assert plan.bound == 'host:out'
+    assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
+
+
+def test_tables_in_an_unknown_form_leave_the_compilers_figures(monkeypatch):
+    def unknown(tables):
+        raise PlanError('the compiler wrote the memory of the program in an unknown form')
+
+    monkeypatch.setattr(compilation, 'read_layout', unknown)
+    step = v5e().sjit(lambda x: x @ x.T, in_shardings=P('fsdp'))
+    plan = v5e().plan(step, array(512, 512))
+    stats = step.lower(array(512, 512)).compile().memory_analysis()
+    assert (plan.memory.peak, plan.buffers) == (stats.peak_memory_in_bytes, ())
 
 
 def test_arguments_that_nobody_uses_and_shardings_that_nobody_asked_for():
