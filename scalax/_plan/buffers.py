@@ -100,8 +100,8 @@ class _Reader:
                 if source != Source():
                     return source
             seen.update(near.instruction.name for near in level)
-            following = [near for item in level for near in self._near(item)]
-            level = [near for near in following if near.instruction.name not in seen]
+            following = {near.instruction.name: near for item in level for near in self._near(item)}
+            level = [near for name, near in following.items() if name not in seen]
         return Source()
 
     def _own(self, computation: Computation, instruction: Instruction) -> Source:
