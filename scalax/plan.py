@@ -1,13 +1,15 @@
 """Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
 
+from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.flops import Flops, count_flops
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware
 from scalax._plan.hlo_cost import Work
+from scalax._plan.host_moves import HostMoves
 from scalax._plan.make import make_plan
-from scalax._plan.memory import Buffer, Memory
+from scalax._plan.memory import Memory
 from scalax._plan.plan import Plan
 from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.provenance import Source
@@ -24,6 +26,7 @@ __all__ = [
     'Flops',
     'HARDWARE',
     'Hardware',
+    'HostMoves',
     'KINDS',
     'Line',
     'Memory',

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._plan.hlo import parse
-from scalax._plan.memory import Buffer, Memory, MemoryTables, assigned_memory, largest_buffers
+from scalax._plan.layout import Layout, MemoryTables, read_layout
+from scalax._plan.memory import Memory, assigned_memory
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
@@ -53,7 +53,7 @@ class Compiled:
         memory: see `Memory`.
         executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
         refusal: the error of the compiler for a program that does not fit into memory.
-        buffers: the largest arrays in memory at its peak; empty if the compiler does not report them.
+        layout: where arrays are in memory; None if the compiler does not say so.
     """
 
     partitioned: str
@@ -62,7 +62,7 @@ class Compiled:
     memory: Memory
     executable: Any
     refusal: str = ''
-    buffers: tuple[Buffer, ...] = ()
+    layout: Layout | None = None
 
     @property
     def runs_on(self) -> set[Any]:
@@ -103,15 +103,17 @@ def compile_lowered(
     quick = platform == 'tpu' and layout_for is not None
     small = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     dump = _compile(lowered, small)
+    layout: Layout | None = None
     if dump.executable is None:  # too large, or quick
+        layout = read_layout(dump.tables)
         return Compiled(
             dump.partitioned,
             dump.optimized,
             _partitions(dump.partitioned or dump.optimized),
-            assigned_memory(dump.tables),
+            assigned_memory(layout),
             executable=None,
             refusal='' if quick else dump.refusal,
-            buffers=_buffers(dump),
+            layout=layout,
         )
     devices = _partitions(dump.partitioned or dump.executable.as_text())
     if not dump.partitioned and devices > 1:
@@ -124,8 +126,19 @@ def compile_lowered(
             'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
-    stats = dump.executable.memory_analysis()
-    memory = Memory(
+    memory = _reported_memory(dump.executable, platform)
+    if platform == 'tpu':
+        with contextlib.suppress(PlanError):  # less is known then: the vector memory of a chip counts too
+            layout = read_layout(dump.tables)
+            memory = assigned_memory(layout)
+    optimized = '' if platform == 'cpu' else dump.optimized
+    return Compiled(dump.partitioned, optimized, devices, memory, dump.executable, layout=layout)
+
+
+def _reported_memory(executable: Any, platform: str) -> Memory:
+    """The memory of a program as a compiler reports it that writes no tables."""
+    stats = executable.memory_analysis()
+    return Memory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes - stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
@@ -134,9 +147,6 @@ def compile_lowered(
         # That of XLA for CPUs says nothing about other hardware.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
-    optimized = '' if platform == 'cpu' else dump.optimized
-    buffers = _buffers(dump) if platform == 'tpu' else ()
-    return Compiled(dump.partitioned, optimized, devices, memory, dump.executable, buffers=buffers)
 
 
 def _small_device(size: int, limit: int) -> dict[str, str]:
@@ -152,13 +162,6 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
         _SIZE: str(size // _MIB),
         **dict.fromkeys(_SHARES, str(-(-100 * limit // size))),
     }
-
-
-def _buffers(dump: _Dump) -> tuple[Buffer, ...]:
-    # Optimized programs may hold syntax that is unknown here; a plan does without these rows then.
-    with contextlib.suppress(PlanError):
-        return largest_buffers(dump.tables, parse(dump.optimized))
-    return ()
 
 
 def _partitions(text: str) -> int:

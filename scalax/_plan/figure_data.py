@@ -17,6 +17,7 @@ from scalax._report.svg import told_apart
 NO_DEVICE = -1
 """Marks a position in the torus without a device of the mesh."""
 _ARGUMENTS, _TEMPORARIES, _OUTPUTS = told_apart(3)
+_GAPS = '#bbbbbb'
 _TIME_COLORS = {'compute': _OUTPUTS, 'hbm': _ARGUMENTS}
 
 
@@ -44,7 +45,9 @@ def memory_bars(memory: Memory) -> tuple[float, list[Bar]]:
         Bar('outputs', max(0, kept - memory.arguments), _OUTPUTS),
         Bar('temporaries at the peak', memory.peak - kept, _TEMPORARIES),
     ]
-    return max(memory.peak, memory.limit or 0, 1), bars
+    if memory.total > memory.peak:
+        bars.append(Bar('gaps at the peak', memory.total - memory.peak, _GAPS))
+    return max(memory.peak, memory.total, memory.limit or 0, 1), bars
 
 
 def time_bars(roofline: Roofline) -> list[Bar]:

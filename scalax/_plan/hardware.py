@@ -38,6 +38,7 @@ class Hardware:
         devices_per_chip: the number of devices that JAX makes of a chip, if devices do not say so.
         dcn_bytes_per_second: one way, between one host and others.
         chips_per_host: the number of chips that share that.
+        host_bytes_per_second: one way, between the memory of a host and one of its chips.
         hop_seconds: the least time from one chip to the next, however few the bytes.
         device_kinds: what JAX calls such devices (``device.device_kind``).
         sources: field -> the source of its number.
@@ -66,6 +67,7 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
     devices_per_chip: int | None = None
     dcn_bytes_per_second: float | None = None
     chips_per_host: int | None = None
+    host_bytes_per_second: float | None = None
     hop_seconds: float = HOP_SECONDS
     device_kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -124,6 +126,7 @@ _BOOK_SOURCES = {
     **dict.fromkeys(('torus_axes', 'ring_multiple', 'ring_needs_all'), _NETWORK),
     'chips_per_host': f'{_SPECS}, "Host size"',
     'dcn_bytes_per_second': f'{_SPECS}: bytes a second of one chip, times the chips of a host',
+    'host_bytes_per_second': f'{_SPECS}: PCIe is typically about 1.5e10 of a chip',
     'hop_seconds': f'{_BOOK}/sharding, "A note on ICI latency": about 1 us',
     'hbm_bytes': 'the TPU compiler (libtpu 0.0.42.1), where it refuses a program that does not fit',
     'devices_per_chip': 'the topologies of the TPU compiler (libtpu 0.0.42.1)',
@@ -154,9 +157,15 @@ def _tpu(
 # The networks of two kinds of chips: cubes (v4, v5p) and squares (v5e, v6e).
 _CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': True, 'chips_per_host': 4}
 _SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
+_V4: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2, 'host_bytes_per_second': 1.6e10}
+_V5E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 1.5e10}
+_V5P: dict[str, Any] = {**_CUBE, 'devices_per_chip': 1, 'host_bytes_per_second': 1.5e10}
+_V6E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 3.2e10}
 _V3: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 32, 'devices_per_chip': 2, 'chips_per_host': 8}
 _7X: dict[str, Any] = {'torus_axes': 3, 'devices_per_chip': 2, 'chips_per_host': 4}
 _V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are assumed not to close'}
+_V4_SOURCES = {'host_bytes_per_second': f'{_BOOK}/tpus, "What Is a TPU?": PCIe has 16 GB/s each way'}
+_V6E_SOURCES = {'host_bytes_per_second': f'{_SPECS}, a footnote: PCIe has 32 GB/s'}
 _7X_SOURCES = {
     'flops_per_second': _GOOGLE_7X,
     'hbm_bytes_per_second': _GOOGLE_7X,
@@ -167,10 +176,10 @@ _7X_SOURCES = {
 }
 _CHIPS = (
     _tpu('v3', 1.4e14, 9e11, None, 1e11, None, ('TPU v3',), _V3_SOURCES, **_V3),
-    _tpu('v4', 2.75e14, 1.2e12, 15.25, 4.5e10, 2.5e10, ('TPU v4',), devices_per_chip=2, **_CUBE),
-    _tpu('v5e', 1.97e14, 8.1e11, 15.75, 4.5e10, 2.5e10, ('TPU v5 lite', 'TPU v5e'), **_SQUARE),
-    _tpu('v5p', 4.59e14, 2.8e12, 95.74, 9e10, 2.5e10, ('TPU v5', 'TPU v5p'), devices_per_chip=1, **_CUBE),
-    _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, ('TPU v6 lite', 'TPU v6e'), **_SQUARE),
+    _tpu('v4', 2.75e14, 1.2e12, 15.25, 4.5e10, 2.5e10, ('TPU v4',), _V4_SOURCES, **_V4),
+    _tpu('v5e', 1.97e14, 8.1e11, 15.75, 4.5e10, 2.5e10, ('TPU v5 lite', 'TPU v5e'), **_V5E),
+    _tpu('v5p', 4.59e14, 2.8e12, 95.74, 9e10, 2.5e10, ('TPU v5', 'TPU v5p'), **_V5P),
+    _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, ('TPU v6 lite', 'TPU v6e'), _V6E_SOURCES, **_V6E),
     _tpu('tpu7x', 2.307e15, 7.38e12, 94.75, 1e11, 5e10, ('TPU7x',), _7X_SOURCES, **_7X),
 )
 HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in _CHIPS}

@@ -20,6 +20,8 @@ _BITS = {f'{sign}{bits}': bits for sign in 'su' for bits in (1, 2, 4, 8, 16, 32,
 _BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
 _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
 _SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\]')
+_LAYOUT = re.compile(r'[a-z][a-z0-9]*\[[^\]]*\](\{[^}]*\})?')
+_HOST = 'S(5)'  # the space of an array, in its layout
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 # A program before any pass is printed without the types of computations.
@@ -57,6 +59,7 @@ class Instruction:
         arrays: the type of its result; several for a tuple.
         operands: the names of its operands (``name#2`` is an element of a tuple), or the text of a constant.
         attributes: the text after the operands.
+        on_host: for each array whether it is in the memory of the host; empty if none is.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Instruction:
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: str
+    on_host: tuple[bool, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -213,7 +217,8 @@ def _instruction(name: str, text: str) -> Instruction:
     )
     inside = text[found.end() : close]
     operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
-    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '))
+    on_host = tuple(_HOST in layout for layout in _LAYOUT.findall(text[:end])) if _HOST in text[:end] else ()
+    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '), on_host)
 
 
 def _operand(text: str) -> str:

@@ -14,12 +14,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._mesh.meshes import require_devices
+from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops
 from scalax._plan.hardware import hardware_of
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
+from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.memory import constant_bytes
 from scalax._plan.plan import Plan
 from scalax._plan.torus import places_of
@@ -129,7 +131,8 @@ def make_plan(
         places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
-        buffers=compiled.buffers,
+        buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
+        host_moves=host_moves(program) if compiled.optimized else HostMoves(),
     )
 
 

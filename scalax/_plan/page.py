@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
-from scalax._plan.text import MOST_BUFFERS, PlanView, collective_cells, head, rest_of_collectives, verdict
+from scalax._plan.text import (
+    PlanView,
+    collective_cells,
+    head,
+    held_heading,
+    held_text,
+    rest_of_collectives,
+    shown_buffers,
+    verdict,
+)
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes
@@ -64,8 +73,10 @@ def _memory(plan: PlanView) -> str:
     )
     largest = ''
     if plan.buffers:
-        rows = [(human_bytes(row.bytes), row.array, str(row.source)) for row in plan.buffers[:MOST_BUFFERS]]
-        largest = _texts(['The largest, when most is held:']) + _wide(
+        largest_ones, rest = shown_buffers(plan)
+        rows = [(human_bytes(row.bytes), held_text(row), str(row.source)) for row in largest_ones]
+        rows += [(human_bytes(rest), 'smaller ones', '')] if rest > 0 else []
+        largest = _texts([held_heading(plan)]) + _wide(
             table(('bytes', 'array', 'what it is'), rows, right=[0])
         )
     return (

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
-from scalax._plan.memory import Buffer, Memory
+from scalax._plan.host_moves import HostMoves
+from scalax._plan.memory import Memory
 from scalax._plan.plan_check import check_plan
 from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.roofline import Roofline, Seconds, time_collectives
@@ -28,6 +30,7 @@ from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 
 _NO_WORK = Work()
+_NOTHING_MOVED = HostMoves()
 _MOST_DEVICES = 1 << 24
 _MOST_AXES = 32
 
@@ -59,7 +62,9 @@ class Plan:
             layout, which is close to the final one, and shardings are the requested ones.
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
             if it fits, and for quick plans.
-        buffers: the largest arrays in memory at its peak, the largest first; for TPUs only.
+        buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
+            TPUs only.
+        host_moves: what each device exchanges with its host; for TPUs only.
 
     Raises:
         PlanError: it names devices that the mesh does not have, or the mesh is too large.
@@ -82,6 +87,7 @@ class Plan:
     quick: bool = False
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
+    host_moves: HostMoves = _NOTHING_MOVED
 
     def __post_init__(self) -> None:
         size = math.prod(self.mesh.values())
@@ -111,7 +117,7 @@ class Plan:
             return False
         if not self.memory.estimated and not self.quick:
             return True
-        return None if self.memory.limit is None else self.memory.peak <= self.memory.limit
+        return None if self.memory.limit is None else self.memory.total <= self.memory.limit
 
     @property
     def known_roofline(self) -> Roofline | None:
@@ -225,6 +231,7 @@ class Plan:
         memory = self.memory
         moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
         timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
+        to_host, from_host = self._host_seconds(hardware, per_chip)
         return Roofline(
             hardware=hardware,
             devices=self.devices,
@@ -234,8 +241,20 @@ class Plan:
             communication=timed.communication,
             collectives=timed.collectives,
             model_flops=self.model_flops,
-            counted=self.flops_counted.along(self.work.counted).along(timed.counted),
+            counted=self.flops_counted.along(self.work.counted)
+            .along(timed.counted)
+            .along(self.host_moves.counted),
+            to_host=to_host,
+            from_host=from_host,
         )
+
+    def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:
+        """The time of the link to the host, out and in."""
+        moves = self.host_moves
+        if not moves.to_host and not moves.from_host:
+            return 0.0, 0.0
+        (rate,) = numbers_of(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
+        return moves.to_host * per_chip / rate, moves.from_host * per_chip / rate
 
     @property
     def step_seconds(self) -> Seconds:

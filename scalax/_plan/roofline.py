@@ -1,4 +1,4 @@
-"""The roofline of a step: seconds of computing, of memory and of each network, on some hardware.
+"""The roofline of a step: seconds of computing, of memory, of the host and of each network, on some hardware.
 
 Every time has a *bound*, the least time if everything overlaps, and an *estimate*, the time if nothing
 overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
@@ -73,6 +73,8 @@ class Roofline:
             other.
         model_flops: the operations that the model needs; None if unknown.
         counted: how well the counts behind these numbers are known.
+        to_host: seconds of writing to the memory of the host.
+        from_host: seconds of reading there; both may go on at a time.
     """
 
     hardware: Hardware
@@ -84,11 +86,13 @@ class Roofline:
     collectives: tuple[tuple[Collective, float], ...] = ()
     model_flops: int | None = None
     counted: Counted = Counted.EXACTLY
+    to_host: float = 0.0
+    from_host: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """The time of each part: ``'compute'``, ``'hbm'``, ``'ici:tp'`` ... -> seconds."""
-        parts = {'compute': self.compute, 'hbm': self.hbm}
+        """The time of each part: ``'compute'``, ``'hbm'``, ``'host:out'``, ``'ici:tp'`` ... -> seconds."""
+        parts = {'compute': self.compute, 'hbm': self.hbm, **self._host}
         for row in self.communication:
             parts[row.name] = parts.get(row.name, 0.0) + row.seconds
         return parts
@@ -100,7 +104,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """The longest part: ``'compute'``, ``'hbm'``, ``'ici:tp'``, ``'dcn:data'`` ...
+        """The longest part: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
         If mesh axes share the busiest links, it is the one that uses them most.
         """
@@ -122,7 +126,13 @@ class Roofline:
             for link in [line.axis for line in row.lines] or [0]:
                 users[row.network, link].append(row)
         links = [(rows[0].name, sum(row.busy for row in rows)) for rows in users.values()]
-        return [('compute', self.compute), ('hbm', self.hbm), *links]
+        return [('compute', self.compute), ('hbm', self.hbm), *self._host.items(), *links]
+
+    @property
+    def _host(self) -> dict[str, float]:
+        """The link to the host, one way and the other, if the step uses it."""
+        both = {'host:out': self.to_host, 'host:in': self.from_host}
+        return {name: seconds for name, seconds in both.items() if seconds}
 
     def __str__(self) -> str:
         step = self.step_seconds

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.memory import Buffer, Memory
+from scalax._plan.host_moves import HostMoves
+from scalax._plan.memory import Memory
+from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
 from scalax._plan.torus import Network, Place
 from scalax._report.pages import visible
@@ -17,13 +20,14 @@ from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
 _SHOWN = 15
-MOST_BUFFERS = 8
 _WHY = {
     'halo': 'halo exchange',
     'ring': 'ring beside a product',
     'padding': 'padding',
     'compiler': 'added by the compiler',
 }
+_MOST_BUFFERS = 20
+_LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
@@ -45,6 +49,8 @@ class PlanView(Protocol):
     def memory(self) -> Memory: ...
     @property
     def buffers(self) -> tuple[Buffer, ...]: ...
+    @property
+    def host_moves(self) -> HostMoves: ...
     @property
     def fits(self) -> bool | None: ...
     @property
@@ -108,16 +114,55 @@ def _memory(plan: PlanView) -> Iterable[str]:
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
-    at_once = ', not all at a time' if memory.peak < memory.total else ''
-    yield f'  temporaries  {human_bytes(memory.temporaries):>10}{at_once}'
-    if memory.peak > memory.total:
-        yield f'  vector memory{human_bytes(memory.peak - memory.total):>10}, at least'
+    gaps = memory.total - memory.peak
+    of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
+    unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
+    yield f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}'
+    if memory.host or plan.host_moves.to_host or plan.host_moves.from_host:
+        yield f'  on the host  {human_bytes(memory.host):>10}, {_host_text(plan.host_moves)}'
     if plan.buffers:
-        yield '  the largest, when most is held:'
-        yield from (
-            f'    {human_bytes(row.bytes):>10}  {row.array}  {row.source}'
-            for row in plan.buffers[:MOST_BUFFERS]
-        )
+        yield from _held(plan)
+
+
+def _host_text(moves: HostMoves) -> str:
+    """What a device and its host exchange."""
+    sign = _SIGNS[moves.counted]
+    return (
+        f'{sign}{human_bytes(moves.to_host)} are written there and {sign}{human_bytes(moves.from_host)} '
+        'read in one call'
+    )
+
+
+def _held(plan: PlanView) -> Iterable[str]:
+    """The largest arrays at the peak and the sum of the rest: the lines add up to the peak."""
+    shown, rest = shown_buffers(plan)
+    yield f'  {held_heading(plan)}:'
+    yield from (f'    {human_bytes(row.bytes):>10}  {held_text(row)}  {row.source}' for row in shown)
+    if rest > 0:
+        yield f'    {human_bytes(rest):>10}  smaller ones'
+
+
+def held_heading(plan: PlanView) -> str:
+    """The bytes of the peak, and how much of it is traced to a line or an argument."""
+    peak = plan.memory.peak
+    named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
+    return f'held at the peak: {human_bytes(peak)}, {100 * named // max(peak, 1)} % of it with a source'
+
+
+def shown_buffers(plan: PlanView) -> tuple[Sequence[Buffer], int]:
+    """The largest arrays at the peak, up to most of it, and the bytes of the others."""
+    shown, rest = 0, plan.memory.peak
+    for row in plan.buffers[:_MOST_BUFFERS]:
+        if rest <= _LITTLE_LEFT * plan.memory.peak:
+            break
+        shown, rest = shown + 1, rest - row.bytes
+    return plan.buffers[:shown], rest
+
+
+def held_text(row: Buffer) -> str:
+    """The arrays of a row: ``'2 x bf16[4096,1024]'``."""
+    array = row.array or 'addresses'
+    return array if row.count == 1 else f'{row.count} x {array}'
 
 
 def _how_known(plan: PlanView) -> str:
@@ -130,9 +175,12 @@ def _how_known(plan: PlanView) -> str:
 
 
 def _taken(plan: PlanView) -> str:
-    peak, limit = human_bytes(plan.memory.peak), plan.memory.limit
+    memory = plan.memory
+    taken, limit = human_bytes(memory.peak), memory.limit
+    if limit is not None and memory.peak <= limit < memory.total:
+        taken += f', and {human_bytes(memory.total)} with gaps between arrays,'
     of = '' if limit is None else f' of {human_bytes(limit)}'
-    return f'{peak}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
+    return f'{taken}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
 
 
 def _collectives(plan: PlanView, width: int) -> Iterable[str]:

@@ -182,7 +182,7 @@ def _may_fit(candidate: Candidate) -> bool:
     if candidate.plan is None:
         return False
     memory = candidate.plan.memory
-    return memory.limit is None or memory.peak <= _NEAR * memory.limit
+    return memory.limit is None or memory.total <= _NEAR * memory.limit
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -219,7 +219,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 
 def _too_large(plan: Plan) -> str:
     limit = '' if plan.memory.limit is None else f' of {human_bytes(plan.memory.limit)}'
-    return f'does not fit: {human_bytes(plan.memory.peak)}{limit}'
+    return f'does not fit: {human_bytes(plan.memory.total)}{limit}'
 
 
 def _short(error: Exception) -> str:

@@ -13,6 +13,7 @@ from tests.support import ROOT
 NUMBERS = [
     *('flops_per_second', 'hbm_bytes_per_second', 'hbm_bytes', 'ici_bytes_per_second', 'torus_axes'),
     *('ring_multiple', 'devices_per_chip', 'dcn_bytes_per_second', 'chips_per_host', 'hop_seconds'),
+    'host_bytes_per_second',
 ]
 
 
@@ -27,7 +28,10 @@ def test_every_number_has_a_source(entry):
 
 
 # name -> what no source has
-MISSING = {'v3': ['hbm_bytes', 'dcn_bytes_per_second'], 'tpu7x': ['ring_multiple']}
+MISSING = {
+    'v3': ['hbm_bytes', 'dcn_bytes_per_second', 'host_bytes_per_second'],
+    'tpu7x': ['ring_multiple', 'host_bytes_per_second'],
+}
 
 
 @pytest.mark.parametrize('name', HARDWARE)

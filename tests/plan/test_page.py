@@ -52,7 +52,7 @@ def too_large():
         plan(),
         memory=dataclasses.replace(plan().memory, temporaries=28 * GIB, peak=31 * GIB),
         refusal='RESOURCE_EXHAUSTED: too <large>',
-        buffers=(Buffer(GIB, 'bf16[48,4096]', Source(operand="params['<b>']")),),
+        buffers=(Buffer(GIB, 'bf16[48,4096]', Source(operand="params['<b>']"), 2),),
     )
 
 
@@ -84,6 +84,7 @@ def test_words_of_a_page():
         '12.0 GiB of 15.8 GiB: it fits (quick, as laid out before code is made)',
     ]
     assert said[3:6] == ['arguments 4.0 GiB', 'outputs 1.0 GiB', 'temporaries at the peak 7.0 GiB']
+    assert said[6] == 'gaps at the peak 2.0 GiB'
     for name, seconds in roofline.parts.items():
         assert said[said.index(name) + 1] == f'{1e3 * seconds:,.3f} ms'
     heads = said.index('collective')
@@ -91,7 +92,8 @@ def test_words_of_a_page():
     assert 'fsdp=4: a colour for each place along it' in said
     said = words(too_large()._repr_html_())
     assert 'RESOURCE_EXHAUSTED: too <large>' in said
-    assert "argument params['<b>']" in said
+    row = said.index("argument params['<b>']")
+    assert said[row - 2 : row + 3] == ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller ones']
 
 
 def test_bars_are_as_long_as_what_they_stand_for():
@@ -99,11 +101,11 @@ def test_bars_are_as_long_as_what_they_stand_for():
         return [float(width) for width in re.findall(r'style="width: ([\d.]+)%', made._repr_html_())]
 
     limit = 15.75
-    assert widths(plan())[:3] == pytest.approx([400 / limit, 100 / limit, 700 / limit], abs=0.01)
-    assert max(widths(plan())[3:]) == 100
+    assert widths(plan())[:4] == pytest.approx([100 * gib / limit for gib in (4, 1, 7, 2)], abs=0.01)
+    assert max(widths(plan())[4:]) == 100
     assert 'left:' not in plan()._repr_html_()
-    assert widths(too_large())[:3] == pytest.approx([400 / 31, 100 / 31, 2600 / 31], abs=0.01)
-    assert f'left: {100 * limit / 31:.2f}%' in too_large()._repr_html_()
+    assert widths(too_large())[:3] == pytest.approx([400 / 33, 100 / 33, 2600 / 33], abs=0.01)
+    assert f'left: {100 * limit / 33:.2f}%' in too_large()._repr_html_()
 
 
 def test_without_numbers_of_the_hardware():

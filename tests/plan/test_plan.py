@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from scalax.errors import ArgumentError, MeshError
-from scalax.plan import Counted, Memory
+from scalax.errors import ArgumentError, MeshError, PlanError
+from scalax.plan import Buffer, Counted, HostMoves, Memory, Plan, Source
 from scalax.sharding import (
     MeshShardingHelper,
     with_sharding_annotation,
@@ -182,24 +182,70 @@ def test_text():
     assert [not line for line in narrow[10:]] == [False, False, True, False]  # the row takes two lines
 
 
-def test_text_of_what_is_not_in_the_main_memory_and_of_quick_plans():
+def test_text_of_memory_and_of_quick_plans():
     plan = HELPER.plan(STEP, *ARGUMENTS)
-    memory = Memory(2**20, outputs=0, temporaries=0, estimated=False, limit=2**34, peak=2**22)
+    memory = Memory(2**20, outputs=0, temporaries=5 * 2**20, estimated=False, limit=2**34, peak=2**22)
     full = dataclasses.replace(plan, platform='tpu', memory=memory)
     assert full.to_text(100).splitlines()[2:7] == [
         'memory of each device: 4.0 MiB of 16.0 GiB: it fits',
         '  arguments       1.0 MiB',
         '  outputs             0 B',
-        '  temporaries         0 B',
-        '  vector memory   3.0 MiB, at least',
+        '  temporaries     5.0 MiB, not all at a time',
+        '',
     ]
-    memory = Memory(2**20, outputs=0, temporaries=2**22, estimated=False, peak=2**22)
-    spread = dataclasses.replace(plan, platform='tpu', memory=memory)
-    assert '  temporaries     4.0 MiB, not all at a time' in spread.to_text(100).splitlines()
+    # A program takes the gaps too.
+    tight = dataclasses.replace(full, quick=True, memory=dataclasses.replace(memory, limit=5 * 2**20))
+    assert tight.fits is False
+    said = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
+    assert str(tight).splitlines()[2].endswith(said)
+    line = Source(file='job.py', line=7, function='layer')
+    buffers = (
+        Buffer(5 * 2**19, 'f32[256,1280]', line, 2),
+        Buffer(2**20, 'f32[512,512]', Source(operand='x')),
+    )
+    held = dataclasses.replace(
+        full,
+        memory=dataclasses.replace(memory, host=2**23),
+        buffers=(*buffers, Buffer(2**18, 'f32[256,256]', Source())),
+        host_moves=HostMoves(2**23, 2**24),
+    )
+    assert held.to_text(100).splitlines()[5:12] == [
+        '  temporaries     5.0 MiB, of which 2.0 MiB are gaps when most is held',
+        '  on the host     8.0 MiB, 8.0 MiB are written there and 16.0 MiB read in one call',
+        '  held at the peak: 4.0 MiB, 87 % of it with a source:',
+        '       2.5 MiB  2 x f32[256,1280]  job.py:7 layer',
+        '       1.0 MiB  f32[512,512]  argument x',
+        '     256.0 KiB  f32[256,256]  not known',
+        '     256.0 KiB  smaller ones',
+    ]
+    # Most of it is enough.
+    most = dataclasses.replace(held, buffers=tuple(Buffer(2**19, f'f32[{i}]', line) for i in range(8)))
+    assert most.to_text(100).splitlines()[15:17] == [
+        '     512.0 KiB  f32[7]  job.py:7 layer',
+        '',
+    ]
+    assert Plan.load(held.to_json()) == held
     for peak, said in {2**31 - 1: '; only a guide for so little', 2**31: ''}.items():
         known = f'(quick, as laid out before code is made{said})'
         memory = dataclasses.replace(memory, peak=peak)
         assert known in str(dataclasses.replace(full, quick=True, memory=memory))
+
+
+def test_the_link_to_the_host_is_timed_if_it_is_used():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    offloads = dataclasses.replace(plan, host_moves=HostMoves(2**23, 2**24, Counted.AT_LEAST))
+    torus = {'fsdp': 4, 'tp': 2}
+    roofline = offloads.roofline('v6e', torus=torus)
+    assert roofline.parts['host:out'] == pytest.approx(2**23 / 3.2e10)
+    assert roofline.parts['host:in'] == pytest.approx(2**24 / 3.2e10)
+    assert (roofline.bound, roofline.counted) == ('host:in', Counted.AT_LEAST)
+    assert '  host:in ' in str(roofline)
+    assert offloads.roofline('v4', torus=torus).parts['host:in'] == pytest.approx(2**24 / 1.6e10)
+    assert not any(name.startswith('host') for name in plan.roofline('v3', torus=torus).parts)
+    with pytest.raises(
+        PlanError, match="offloads needs numbers that the hardware 'v3' does not have: host_byt"
+    ):
+        offloads.roofline('v3', torus=torus)
 
 
 @pytest.mark.parametrize(('axis', 'scattered'), [('a', True), ('b', False)])

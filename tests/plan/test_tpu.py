@@ -7,10 +7,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
 from examples import plan_llama
-from scalax.errors import ArgumentError
-from scalax.plan import HARDWARE, Plan, make_plan
+from scalax._plan import compilation
+from scalax.errors import ArgumentError, PlanError
+from scalax.plan import HARDWARE, HostMoves, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, tpu_compiler
@@ -110,15 +112,18 @@ def test_memory_is_the_compilers_own():
     plan = matmul_in_full()
     step, arguments = matmul()
     stats = step.lower(*arguments).compile().memory_analysis()
-    assert plan.memory.peak == stats.peak_memory_in_bytes
+    # Nothing is in the vector memory of a chip when most is held. A few scalars do not count there.
+    assert plan.memory.peak == pytest.approx(stats.peak_memory_in_bytes, rel=1e-5)
     assert plan.memory.arguments == stats.argument_size_in_bytes
-    assert plan.memory.temporaries == stats.temp_size_in_bytes
+    assert plan.memory.donated == stats.alias_size_in_bytes
+    assert plan.memory.total == stats.total_allocation_bytes
     assert plan.memory.limit == HARDWARE['v5e'].hbm_bytes
     assert (plan.fits, plan.refusal) == (True, '')
     assert not plan.memory.estimated and not plan.quick
     # Those of a program that fits are known too.
     held = {row.array: str(row.source) for row in plan.buffers}
     assert held['bf16[65536,2048]'] == 'argument x'
+    assert 0.99 < sum(row.bytes for row in plan.buffers) / plan.memory.peak <= 1
 
 
 def test_quick_memory_is_that_of_a_full_plan():
@@ -157,8 +162,8 @@ def test_what_does_not_fit_is_a_plan_too():
     assert 'exceeds available HBM (15.75G)' in plan.refusal
     assert plan.memory.arguments == 2 * whole // 8 + 32768 // 4 * 16384 * 2
     assert plan.memory.donated == 2 * whole // 8
-    assert f'required for HLO temporaries ({plan.memory.peak / GIB:.2f}G)' in plan.refusal
-    assert plan.memory.peak == plan.memory.total
+    assert f'required for HLO temporaries ({plan.memory.total / GIB:.2f}G)' in plan.refusal
+    assert 0.99 * plan.memory.total < plan.memory.peak < plan.memory.total  # without gaps
     # What is known before memory is laid out is known all the same.
     assert plan.flops == 7 * 2 * 48 * 32768 * 16384 * 65536  # 2 forward, 4 backward, 1 again
     assert rows(plan) == rows(quick(v5e(), *_with_arguments(train_step(v5e(), 48, 16384, 32768))))
@@ -182,8 +187,8 @@ def test_the_largest_buffers_have_names():
     assert named["argument params['down']"] == 'bf16[48,32768,4096]'
     others = [row.source for row in buffers if not row.source.operand]
     assert {source.file for source in others} == {__file__}
-    # They fill the memory, but for what is too small to be shown, and for gaps.
-    assert 0.8 < sum(row.bytes for row in buffers) / refused().memory.peak <= 1
+    # They are all that is held, but for what is too small to be shown.
+    assert 0.99 < sum(row.bytes for row in buffers) / refused().memory.peak <= 1
 
 
 def test_the_text_says_what_fits_and_what_bounds():
@@ -191,10 +196,39 @@ def test_the_text_says_what_fits_and_what_bounds():
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
     assert lines[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
     assert lines[2] == (f'memory of each device: {peak} of 15.8 GiB: it does NOT fit')
-    assert lines[6] == '  the largest, when most is held:'
+    assert lines[6] == f'  held at the peak: {peak}, 99 % of it with a source:'
     assert lines[7].startswith('      12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
     assert 'bound by compute' in lines
+
+
+def test_what_stays_on_the_host():
+    over, spec = v5e(), P('fsdp', 'tp')
+    device = NamedSharding(over.mesh, spec)
+    host = device.with_memory_kind('pinned_host')
+
+    def step(w, momentum):
+        momentum = 0.9 * jax.device_put(momentum, device) + w
+        return w - momentum, jax.device_put(momentum, host)
+
+    fun = over.sjit(step, in_shardings=(device, host), out_shardings=(device, host), donate_argnums=(0, 1))
+    plan = quick(over, fun, array(4096, 8192), array(4096, 8192))
+    one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
+    assert (plan.memory.arguments, plan.memory.host) == (one, one)
+    assert plan.host_moves == HostMoves(to_host=one, from_host=one)
+    assert plan.bound == 'host:out'
+    assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
+
+
+def test_tables_in_an_unknown_form_leave_the_compilers_figures(monkeypatch):
+    def unknown(tables):
+        raise PlanError('the compiler wrote the memory of the program in an unknown form')
+
+    monkeypatch.setattr(compilation, 'read_layout', unknown)
+    step = v5e().sjit(lambda x: x @ x.T, in_shardings=P('fsdp'))
+    plan = v5e().plan(step, array(512, 512))
+    stats = step.lower(array(512, 512)).compile().memory_analysis()
+    assert (plan.memory.peak, plan.buffers) == (stats.peak_memory_in_bytes, ())
 
 
 def test_arguments_that_nobody_uses_and_shardings_that_nobody_asked_for():
