@@ -1,7 +1,7 @@
 """Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
 
 from scalax._plan.collectives import KINDS, Collective
-from scalax._plan.flops import Flops, count_flops
+from scalax._plan.flops import Flops, count_flops, count_model_flops
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware
 from scalax._plan.hlo_cost import Work
@@ -34,6 +34,7 @@ __all__ = [
     'Source',
     'Work',
     'count_flops',
+    'count_model_flops',
     'make_plan',
     'search',
 ]

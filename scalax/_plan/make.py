@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._mesh.meshes import require_devices
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import Compiled, compile_lowered, lowered_shardings
-from scalax._plan.flops import count_flops
+from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hardware import hardware_of
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
@@ -90,6 +90,7 @@ def make_plan(
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, traced, mesh)
+    rows = collectives(module, sizes, places) if compiled.text else ()
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args)
     if names is None:
@@ -104,10 +105,11 @@ def make_plan(
             _report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]
         ),
         outputs=_report(lowered.out_info, returned, mesh),
-        collectives=collectives(module, sizes, places) if compiled.text else (),
+        collectives=rows,
         flops=flops.count,
         flops_counted=flops.counted,
-        work=work_of(module),
+        work=work_of(module, rows),
+        model_flops=count_model_flops(traced.jaxpr),
         device_kind=device.device_kind,
         places=places,
         quick=quick and device.platform == 'tpu',
