@@ -28,6 +28,8 @@ from scalax._plan.parts import PARTS, Part
 from scalax._util.strict_json import brief
 from scalax.errors import PlanError
 
+# What is called for kernels by the compilers for TPUs and for GPUs.
+_KERNELS = ('custom_call_target="tpu_custom_call"', 'custom_call_target="__gpu$xla.gpu.triton"')
 _DIGITS = re.compile(r'\d+')
 
 
@@ -41,6 +43,8 @@ class Work:
         counted: how well both are known.
         by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
             ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
+        kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
+            which the compiler has kernels of its own, such as ragged ones on TPUs.
 
     Raises:
         PlanError: there is no such part.
@@ -50,6 +54,7 @@ class Work:
     bytes: int = 0
     counted: Counted = Counted.EXACTLY
     by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
+    kernels: int = 0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.by_part.keys() - set(PARTS))
@@ -80,7 +85,16 @@ def work_of(module: Module, collectives: Iterable[Collective] = ()) -> Work:
                 else:
                     moved += visit.count * amount
     parts = {part: by_part[part] for part in PARTS if by_part[part]}
-    return Work(sum(parts.values()), moved, counted, parts)
+    kernels = sum(
+        visit.count * _is_kernel(instruction)
+        for visit in visits(module, lambda _, instruction: _is_kernel(instruction))
+        for instruction in visit.computation.instructions.values()
+    )
+    return Work(sum(parts.values()), moved, counted, parts, kernels)
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode == 'custom-call' and any(name in instruction.attributes for name in _KERNELS)
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> int:

@@ -215,7 +215,9 @@ class Plan:
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
         per_chip = devices_per_chip(places, hardware)
-        flops = max(self.flops / self.devices, self.work.flops)
+        flops: float = self.work.flops
+        if self.work.kernels or not flops:  # these are known only from the function
+            flops = max(flops, self.flops / self.devices)
         memory = self.memory
         moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
         communication, counted = communication_of(

@@ -239,3 +239,42 @@ def test_without_a_measure_all_branches_come():
 
     assert counted() == [(1, AT_MOST)] * 7
     assert counted(flops_of) == [(1, AT_MOST)] * 4
+
+
+# --- Optimized programs ---------------------------------------------------------------------------
+
+# As the compiler for TPUs writes two products at once: a window of two over a kernel of two, of which each
+# output meets one. And a kernel.
+OPTIMIZED = """HloModule jit_f, num_partitions=8
+
+%products (a: bf16[16,32], b: bf16[32,2,8]) -> bf16[16,2,8] {
+  %a = bf16[16,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[32,2,8]{2,0,1:T(8,128)(2,1)S(1)} parameter(1)
+  %c = bf16[16,32,1]{1,0,2:T(8,128)(2,1)} bitcast(%a)
+  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, metadata={op_name="jit(f)/jvp()/dot_general"}
+}
+
+%heads (a: bf16[4,16,8], b: bf16[4,8,16]) -> bf16[4,16,16] {
+  %a = bf16[4,16,8]{2,1,0} parameter(0)
+  %b = bf16[4,8,16]{2,1,0} parameter(1)
+  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
+}
+
+ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) -> bf16[16,2,8] {
+  %a = bf16[16,32]{1,0} parameter(0)
+  %b = bf16[32,2,8]{2,1,0} parameter(1)
+  %q = bf16[4,16,8]{2,1,0} parameter(2)
+  %k = bf16[4,8,16]{2,1,0} parameter(3)
+  %s = bf16[4,16,16]{2,1,0} fusion(%q, %k), kind=kOutput, calls=%heads, metadata={op_name="jit(f)/jvp()/exp"}
+  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/pallas_call"}
+  ROOT %r = bf16[16,2,8]{2,1,0} fusion(%o, %b), kind=kOutput, calls=%products
+}
+"""  # noqa: E501
+
+
+def test_products_of_an_optimized_program():
+    two, heads = 2 * 16 * 32 * (2 * 8), 4 * 2 * 16 * 8 * 16
+    moved = 2 * (16 * 32 + 32 * 16 + 16 * 16) + 2 * 4 * (16 * 8 + 8 * 16 + 16 * 16)
+    # A fusion has the name of something else that is in it.
+    parts = {'forward': two, 'backward': heads}
+    assert work_of(parse(OPTIMIZED)) == Work(two + heads, moved, EXACTLY, parts, kernels=1)

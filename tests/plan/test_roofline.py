@@ -373,6 +373,23 @@ def test_model_flops():
         assert str(error.value) == f'model_flops has to be a positive number, got {wrong!r}'
 
 
+def test_what_a_device_computes():
+    """What runs counts; kernels are known from the function alone."""
+    plan = fsdp(8)
+    share = plan.flops // 8
+
+    def seconds(**work):
+        made = dataclasses.replace(plan, work=Work(**work))
+        return made.roofline(RINGS, torus={'X': 8}).compute
+
+    assert seconds(flops=share) == seconds() == pytest.approx(share / 4.59e14)
+    assert seconds(flops=share // 2) == pytest.approx(share / 4.59e14 / 2)
+    assert (
+        seconds(flops=2 * share) == seconds(flops=2 * share, kernels=1) == pytest.approx(2 * share / 4.59e14)
+    )
+    assert seconds(flops=share // 2, kernels=1) == seconds()
+
+
 def test_a_plan_tells_what_the_roofline_of_its_devices_does():
     places = places_on_torus({'X': 8}, {'X': 8}, RINGS)
     plan = dataclasses.replace(fsdp(8), device_kind='TPU v5p', places=places).with_model_flops(1e9)
