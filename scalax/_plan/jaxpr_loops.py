@@ -63,7 +63,7 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
     params = equation.params
     asked, body = params['cond_jaxpr'], params['body_jaxpr']
     of_test, of_body = params['cond_nconsts'], params['body_nconsts']
-    around = Scalars(outside)
+    around = _Scalars(outside)
     constants = equation.invars[: of_test + of_body]
     begin = equation.invars[of_test + of_body :]
 
@@ -77,8 +77,8 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
 
         return argument
 
-    test = Scalars(asked.jaxpr, given(0, of_test)).scalar(asked.jaxpr.outvars[0])
-    following = Scalars(body.jaxpr, given(of_test, of_body))
+    test = _Scalars(asked.jaxpr, given(0, of_test)).scalar(asked.jaxpr.outvars[0])
+    following = _Scalars(body.jaxpr, given(of_test, of_body))
 
     def state(index: int) -> Element:
         start = constant_of(around.scalar(begin[index]))
@@ -87,7 +87,7 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
     return solved_rounds(test, state)
 
 
-class Scalars:
+class _Scalars:
     """The integers of a jaxpr.
 
     Args:
@@ -124,7 +124,7 @@ class Scalars:
         if name in _CALLS:
             jaxpr = equation.params['jaxpr' if 'jaxpr' in equation.params else 'call_jaxpr']
             jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
-            inner = Scalars(jaxpr, lambda index: self.scalar(operands[index], depth))
+            inner = _Scalars(jaxpr, lambda index: self.scalar(operands[index], depth))
             place = next(i for i, out in enumerate(equation.outvars) if out is var)
             return inner.scalar(jaxpr.outvars[place], depth)
         parts = tuple(self.scalar(operand, depth) for operand in operands)
