@@ -3,7 +3,7 @@
 from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
-from scalax._plan.flops import Flops, count_flops
+from scalax._plan.flops import Flops, count_flops, count_model_flops
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware
 from scalax._plan.hlo_cost import Work
@@ -39,6 +39,7 @@ __all__ = [
     'Source',
     'Work',
     'count_flops',
+    'count_model_flops',
     'make_plan',
     'search',
 ]

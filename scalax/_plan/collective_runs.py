@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_loops import Visit, visits, within
+from scalax._plan.hlo_loops import Visit, visits
 from scalax._plan.replica_groups import replica_groups, written_groups
 from scalax.errors import PlanError
 
@@ -79,8 +79,7 @@ class Run:
     @property
     def op_name(self) -> str:
         """Its place in the traced program; that of its fusion, if it has none."""
-        own = self.instruction.op_name or self.holder[1].op_name
-        return within(self.visit.scope, own) if own else ''
+        return self.visit.op_name(self.instruction) or self.visit.op_name(self.holder[1])
 
     @property
     def channel(self) -> str:
@@ -108,18 +107,32 @@ def channel_of(instruction: Instruction) -> str:
 def runs(module: Module) -> Iterator[Run]:
     """The collectives of a program, as often as they stand at different places of the call tree.
 
+    Of branches, those of the one that sends most.
+
     Raises:
         PlanError: devices send something to one another in an unknown way.
     """
-    for visit in visits(module):
+
+    def sent(visit: Visit, instruction: Instruction) -> int:
+        run = _run(visit, instruction, module)
+        return run.whole_bytes(1) if run else 0
+
+    for visit in visits(module, sent):
         computation = visit.computation
         instructions = computation.instructions.values()
         for instruction in instructions if module.scheduled else distinct(computation, module.partitions):
-            kind = _kind(instruction)
-            if kind is not None:
-                run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
-                if not _continues(run, module):
-                    yield run
+            run = _run(visit, instruction, module)
+            if run is not None:
+                yield run
+
+
+def _run(visit: Visit, instruction: Instruction, module: Module) -> Run | None:
+    """The collective that an instruction is, or begins."""
+    kind = _kind(instruction)
+    if kind is None:
+        return None
+    run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
+    return None if _continues(run, module) else run
 
 
 def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:

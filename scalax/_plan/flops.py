@@ -14,21 +14,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from scalax._plan.formulas import (
     Counted,
-    at_least_one_round,
     fft_flops,
-    loop_rounds,
     product_flops,
     window_overlaps,
 )
+from scalax._plan.jaxpr_loops import rounds_of_while
+from scalax._plan.parts import PARTS, Part, inner_part, part_of
 
 Live = tuple[bool, ...]
 
@@ -62,22 +61,36 @@ class Flops:
     Attributes:
         count: the operations of matrix products, convolutions and FFTs.
         counted: how well that is known: AT_LEAST if the length of a loop depends on data, or if something
-            runs whose operations cannot be counted; AT_MOST if branches differ (the largest counts).
+            runs whose operations cannot be counted; AT_MOST if branches differ (the largest counts), or if
+            a loop may end before its counter does.
+        by_part: the operations of each part of a step that has any, which `part_of` explains. Two counts
+            are equal, whatever their parts.
     """
 
     count: int
     counted: Counted = Counted.EXACTLY
+    by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict, compare=False)
 
     def __add__(self, other: Flops) -> Flops:
         # Zero is exact, even if the number of executions is not known.
         mine, theirs = (Counted.EXACTLY if part._is_none else part.counted for part in (self, other))
-        return Flops(self.count + other.count, mine.along(theirs))
+        parts = {part: self.by_part.get(part, 0) + other.by_part.get(part, 0) for part in PARTS}
+        return Flops(self.count + other.count, mine.along(theirs), _without_zeros(parts))
 
     def times(self, count: int, counted: Counted = Counted.EXACTLY) -> Flops:
         """The operations of *count* executions."""
         if self._is_none:
             return self
-        return Flops(self.count * count, self.counted.along(counted) if count else Counted.EXACTLY)
+        parts = {part: many * count for part, many in self.by_part.items()}
+        counted = self.counted.along(counted) if count else Counted.EXACTLY
+        return Flops(self.count * count, counted, _without_zeros(parts))
+
+    def within(self, scope: Part) -> Flops:
+        """The same operations in a scope that belongs to a part of a step."""
+        parts = dict.fromkeys(PARTS, 0)
+        for part, many in self.by_part.items():
+            parts[inner_part(scope, part)] += many
+        return dataclasses.replace(self, by_part=_without_zeros(parts))
 
     @property
     def _is_none(self) -> bool:
@@ -85,6 +98,10 @@ class Flops:
 
 
 _NONE = Flops(0)
+
+
+def _without_zeros(parts: Mapping[Part, int]) -> dict[Part, int]:
+    return {part: count for part, count in parts.items() if count}
 
 
 def count_flops(jaxpr: ClosedJaxpr) -> Flops:
@@ -100,13 +117,53 @@ def count_flops(jaxpr: ClosedJaxpr) -> Flops:
         >>> count_flops(jax.jit(power).trace(jnp.ones((4, 4))).jaxpr).count
         640
     """
-    return _Counter().jaxpr(jaxpr.jaxpr, (True,) * len(jaxpr.jaxpr.outvars))[0]
+    return _Counter().all_of(jaxpr.jaxpr)
+
+
+def count_model_flops(jaxpr: ClosedJaxpr) -> int | None:
+    """The operations that the model needs in one call: those of the forward and of the backward pass.
+
+    https://arxiv.org/abs/2204.02311, appendix B, defines model FLOPs utilization by them. What is computed
+    again, and an optimizer, are not the model's; of a function that takes no gradient everything is.
+    Attention counts in full, as it is written and as that paper counts it, also where a mask hides half of
+    it. What the backward pass of a ``custom_vjp`` computes again counts: it cannot be told apart.
+
+    Args:
+        jaxpr: what ``jax.jit(...).trace(...).jaxpr`` gives.
+
+    Returns:
+        None if there are none, or if not all of them can be counted.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> @jax.checkpoint
+        ... def loss(w, x):
+        ...     return jnp.square(jnp.tanh(x @ w) @ w).sum()
+        >>> square = jnp.ones((4, 4))
+        >>> step = jax.jit(jax.value_and_grad(loss)).trace(square, square).jaxpr
+        >>> count_flops(step).count // 128, count_model_flops(step) // 128  # products
+        (7, 5)
+    """
+    found = count_flops(jaxpr)
+    if found.counted not in (Counted.EXACTLY, Counted.AT_MOST):
+        return None
+    backward = found.by_part.get('backward', 0)
+    if not backward:
+        return found.count or None
+    # If nobody needs the loss itself, what is computed "again" may be computed for the first time: then the
+    # operations of the forward pass are there, and are not used.
+    return backward + _Counter(keep_all=True).all_of(jaxpr.jaxpr).by_part.get('forward', 0)
 
 
 class _Counter:
-    """Counts jaxprs; one that is used in several places is counted once."""
+    """Counts jaxprs; one that is used in several places is counted once.
 
-    def __init__(self) -> None:
+    Args:
+        keep_all: count unused results too.
+    """
+
+    def __init__(self, keep_all: bool = False) -> None:
+        self._keep_all = keep_all
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[tuple[int, Live], tuple[Jaxpr, Flops, Live]] = {}
 
@@ -123,40 +180,43 @@ class _Counter:
         total = _NONE
         for equation in reversed(jaxpr.eqns):
             wanted = tuple(id(var) in used for var in equation.outvars)
-            if any(wanted) or equation.effects:
-                flops, needed = self._equation(equation, wanted)
-                total += flops
+            if self._keep_all or any(wanted) or equation.effects:
+                flops, needed = self._equation(equation, wanted, jaxpr)
+                total += flops.within(part_of(str(equation.source_info.name_stack)))
                 used |= {id(var) for var, need in zip(equation.invars, needed, strict=True) if need}
         return total, tuple(id(var) in used for var in jaxpr.invars)
 
-    def _equation(self, equation: Any, live: Live) -> tuple[Flops, Live]:
+    def _equation(self, equation: Any, live: Live, outside: Jaxpr) -> tuple[Flops, Live]:
         name, every = equation.primitive.name, (True,) * len(equation.invars)
         inner = list(_jaxprs_in(equation.params))
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
         if not inner:
-            return Flops(flops_of_primitive(equation)), every
+            count = flops_of_primitive(equation)
+            return Flops(count, by_part={'other': count} if count else {}), every
         if name == 'scan':
             return self._scan(equation, equation.params['jaxpr'].jaxpr, live)
         if name == 'while':
-            return self._while(equation), every
+            return self._while(equation, outside), every
         if name == 'cond':
             return self._branches(equation, live)
         if name in _CALLS:
             return self._call(equation, _CALLS[name], live)
         if name == 'pallas_call':
             grid = equation.params['grid_mapping'].grid
-            known = all(isinstance(size, int) for size in grid)
-            rounds = at_least_one_round(math.prod(grid) if known else None)
-            return self._all_of(equation.params['jaxpr']).times(*rounds), every
-        flops = sum(map(self._all_of, inner), _NONE)
+            once = self.all_of(equation.params['jaxpr'])
+            if all(isinstance(size, int) for size in grid):
+                return once.times(math.prod(grid)), every
+            return once.times(1, Counted.AT_LEAST), every
+        flops = sum(map(self.all_of, inner), _NONE)
         if name.startswith(_REDUCERS):
             return flops, every
         # An unknown primitive runs its jaxprs an unknown number of times; a single one at least once.
         counted = Counted.AT_LEAST if len(inner) == 1 else Counted.UNKNOWN
         return flops.times(1, counted), every
 
-    def _all_of(self, jaxpr: Jaxpr) -> Flops:
+    def all_of(self, jaxpr: Jaxpr) -> Flops:
+        """The operations for all results."""
         return self.jaxpr(jaxpr, (True,) * len(jaxpr.outvars))[0]
 
     def _call(self, equation: Any, parameter: str, live: Live) -> tuple[Flops, Live]:
@@ -186,11 +246,11 @@ class _Counter:
                 return flops.times(equation.params['length']), needed
             live = grown
 
-    def _while(self, equation: Any) -> Flops:
+    def _while(self, equation: Any, outside: Jaxpr) -> Flops:
         params = equation.params
-        rounds, known = at_least_one_round(rounds_of_while(equation))
+        rounds, known = rounds_of_while(equation, outside)
         # The condition runs once more than the body.
-        return self._all_of(params['body_jaxpr'].jaxpr).times(rounds, known) + self._all_of(
+        return self.all_of(params['body_jaxpr'].jaxpr).times(rounds, known) + self.all_of(
             params['cond_jaxpr'].jaxpr
         ).times(rounds + 1, known)
 
@@ -227,62 +287,6 @@ def _jaxprs_in(value: Any) -> Iterator[Jaxpr]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _jaxprs_in(getattr(value, field.name, None))
-
-
-def rounds_of_while(equation: Any) -> int | None:
-    """The number of rounds of a ``while`` equation; None if that depends on data.
-
-    Recognised is ``for (i = start; i < stop; i += step)`` of constants. (``jax.lax.fori_loop`` over Python
-    integers is a scan, whose length is known.)
-
-    Example:
-        >>> import jax
-        >>> loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1]), (1, x))
-        >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
-        [4]
-    """
-    params = equation.params
-    asked, body = params['cond_jaxpr'].jaxpr, params['body_jaxpr'].jaxpr
-    first, constants = params['cond_nconsts'], params['body_nconsts']
-    if len(asked.eqns) != 1 or asked.eqns[0].primitive.name != 'lt':
-        return None
-    test = asked.eqns[0]
-    if test.outvars[0] is not asked.outvars[0]:
-        return None
-    index, bound = (_state_index(var, asked.invars, first) for var in test.invars)
-    if index is None or index < 0:
-        return None
-    state = equation.invars[first + constants :]
-    start = _constant(state[index])
-    if bound is None:
-        stop = _constant(test.invars[1])
-    elif bound >= 0 and body.outvars[bound] is body.invars[constants + bound]:
-        stop = _constant(state[bound])
-    else:
-        return None
-    return loop_rounds(start, stop, _increment(body, body.invars[constants + index], body.outvars[index]))
-
-
-def _state_index(var: Any, arguments: list[Any], constants: int) -> int | None:
-    """The element of a loop's state that a variable is; negative for a constant, None for neither."""
-    return next((i - constants for i, other in enumerate(arguments) if other is var), None)
-
-
-def _increment(body: Any, before: Any, after: Any) -> int | None:
-    """The constant that a round adds to an element of the state; None if it does not."""
-    for equation in body.eqns:
-        if after is equation.outvars[0] and equation.primitive.name == 'add':
-            others = [var for var in equation.invars if var is not before]
-            return _constant(others[0]) if len(others) == 1 else None
-    return None
-
-
-def _constant(var: Any) -> int | None:
-    """The value of a literal integer; None for anything else."""
-    value = getattr(var, 'val', None)
-    if value is None or np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.integer):
-        return None
-    return int(value)
 
 
 def flops_of_primitive(equation: Any) -> int:

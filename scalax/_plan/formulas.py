@@ -1,4 +1,4 @@
-"""The formulas that counts of jaxprs and of HLO programs share: rounds of loops, and flops of operations."""
+"""What counts of jaxprs and of HLO programs share: flops of operations, and how well a count is known."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 class Counted(enum.Enum):
     """How well a number of executions is known.
 
-    AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside one branch of
-    several. UNKNOWN: both.
+    AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside the largest of
+    several branches, or in a loop that may end early. UNKNOWN: both.
     """
 
     EXACTLY = 'exactly'
@@ -25,18 +25,6 @@ class Counted(enum.Enum):
         """How well a product is known."""
         known = {self, other} - {Counted.EXACTLY}
         return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
-
-
-def loop_rounds(start: int | None, stop: int | None, step: int | None) -> int | None:
-    """The rounds of ``for (i = start; i < stop; i += step)``; None if they are not known."""
-    if start is None or stop is None or step is None or step <= 0:
-        return None
-    return max(0, -(-(stop - start) // step))
-
-
-def at_least_one_round(rounds: int | None) -> tuple[int, Counted]:
-    """How often the body of a loop is counted; once if the number of rounds is not known."""
-    return (1, Counted.AT_LEAST) if rounds is None else (rounds, Counted.EXACTLY)
 
 
 def product_flops(count: int, complex_: bool) -> int:

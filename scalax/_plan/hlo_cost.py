@@ -1,26 +1,35 @@
-"""Work of one device: its flops and the bytes it moves, counted in the program after partitioning.
+"""Work of one device: its flops and the bytes it moves, counted in the program that it runs.
 
 The flops of a whole step (`flops`), divided by the devices, are the work of each only if nothing is computed
 twice. Work that is not divided is repeated by every device: that shows only here, where shapes are those of
-one device.
+one device. In an optimized program, products stand inside fusions, and those of TPUs are convolutions; what
+the compiler removed (equal products, unused ones) or computes once more shows only there.
 
 Bytes follow the book's model of a matrix product (https://jax-ml.github.io/scaling-book/roofline, "Matrix
 multiplication"): both operands are read from memory and the result is written to it. A collective reads its
 operand and writes its result. Everything else is assumed to be fused into these.
+
+Of branches, the largest counts: for flops the one with the most flops, for bytes the one with the most bytes.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
-from scalax._plan.collective_runs import KINDS, distinct
+from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted, fft_flops, product_flops, window_overlaps
 from scalax._plan.hlo import Array, Instruction, Module
-from scalax._plan.hlo_loops import visits
+from scalax._plan.hlo_loops import Visit, visits
+from scalax._plan.parts import PARTS, Part
+from scalax._util.strict_json import brief
+from scalax.errors import PlanError
 
+# What is called for kernels by the compilers for TPUs and for GPUs.
+_KERNELS = ('custom_call_target="tpu_custom_call"', 'custom_call_target="__gpu$xla.gpu.triton"')
 _DIGITS = re.compile(r'\d+')
 
 
@@ -32,28 +41,81 @@ class Work:
         flops: the floating-point operations of its matrix products, convolutions and FFTs.
         bytes: the bytes that these and its collectives read from its memory and write to it.
         counted: how well both are known.
+        by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
+            ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
+        kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
+            which the compiler has kernels of its own, such as ragged ones on TPUs.
+
+    Raises:
+        PlanError: there is no such part.
     """
 
     flops: int = 0
     bytes: int = 0
     counted: Counted = Counted.EXACTLY
+    by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
+    kernels: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.by_part.keys() - set(PARTS))
+        if unknown:
+            raise PlanError(f'a step has no part {brief(unknown[0])}, only {", ".join(PARTS)}')
 
 
-def work_of(module: Module) -> Work:
-    """The work of one device when it runs a program."""
-    flops = moved = 0
-    counted = Counted.EXACTLY
-    for visit in visits(module):
-        for instruction in distinct(visit.computation, module.partitions):
-            count = _COUNTS.get(instruction.opcode)
-            if count is None and instruction.opcode not in KINDS:
-                continue
-            operands = visit.computation.operands_of(instruction)
-            flops += visit.count * (count(instruction, operands) if count else 0)
-            moved += visit.count * (instruction.bytes + sum(array.bytes for array in operands))
-            if visit.counted is not Counted.EXACTLY:
-                counted = counted.along(visit.counted)
-    return Work(flops, moved, counted)
+def work_of(module: Module, collectives: Iterable[Collective] = ()) -> Work:
+    """The work of one device when it runs a program.
+
+    Args:
+        module: the program after partitioning; optimized, if it is to count what runs.
+        collectives: its collectives, whose bytes count too.
+    """
+    by_part: collections.Counter[Part] = collections.Counter()
+    moved, counted = 0, Counted.EXACTLY
+    for row in collectives:
+        moved += row.count * _bytes_of_collective(row)
+        counted = counted.along(row.counted)
+    for measure in (flops_of, _bytes_of):
+        for visit in visits(module, measure):
+            for instruction in visit.computation.instructions.values():
+                amount = measure(visit, instruction)
+                if amount:
+                    counted = counted.along(visit.counted)
+                if measure is flops_of:
+                    by_part[visit.part_of(instruction)] += visit.count * amount
+                else:
+                    moved += visit.count * amount
+    parts = {part: by_part[part] for part in PARTS if by_part[part]}
+    kernels = sum(
+        visit.count * _is_kernel(instruction)
+        for visit in visits(module, lambda _, instruction: _is_kernel(instruction))
+        for instruction in visit.computation.instructions.values()
+    )
+    return Work(sum(parts.values()), moved, counted, parts, kernels)
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode == 'custom-call' and any(name in instruction.attributes for name in _KERNELS)
+
+
+def flops_of(visit: Visit, instruction: Instruction) -> int:
+    """The floating-point operations of one instruction, without those of computations that it calls."""
+    count = _COUNTS.get(instruction.opcode)
+    return count(instruction, visit.computation.operands_of(instruction)) if count else 0
+
+
+def _bytes_of(visit: Visit, instruction: Instruction) -> int:
+    """The bytes that a product moves; none for anything else."""
+    if instruction.opcode not in _COUNTS:
+        return 0
+    return instruction.bytes + sum(array.bytes for array in visit.computation.operands_of(instruction))
+
+
+def _bytes_of_collective(row: Collective) -> int:
+    """The bytes of operand and result on one device."""
+    whole, part = row.bytes, row.bytes // row.group
+    if row.kind in ('all-gather', 'reduce-scatter'):
+        return whole + part
+    return 2 * (whole if row.kind in ('all-reduce', 'collective-broadcast') else part)
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
 
-from scalax._plan.formulas import Counted, at_least_one_round, loop_rounds
+from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._plan.loop_rounds import OPERATIONS, Element, Scalar, constant_of, solved_rounds
+from scalax._plan.parts import Part, part_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One computation at one place of the call tree, and how often it runs there.
+    """One computation at one place of the call tree.
 
     Attributes:
         computation: the computation.
-        count: how often it runs.
+        count: how often it runs there.
         counted: how well that is known.
         caller: the instruction that calls it; None for the entry.
         outside: the computation of that instruction.
@@ -29,33 +33,77 @@ class Visit:
     outside: Computation | None = None
     scope: str = ''
 
+    def op_name(self, instruction: Instruction) -> str:
+        """The whole op name of an instruction, with those of the calls around it; empty if it has none."""
+        return f'{self.scope}/{instruction.op_name}'.lstrip('/') if instruction.op_name else ''
 
-def visits(module: Module) -> Iterator[Visit]:
-    """Every computation that runs, with its number of executions; one that is called twice comes twice."""
-    todo = [Visit(module.computations[module.entry], 1, Counted.EXACTLY)]
-    while todo:
-        visit = todo.pop()
-        yield visit
-        for instruction in visit.computation.instructions.values():
-            for name, count, counted in _calls(module, visit.computation, instruction):
-                if count and name in module.computations:
-                    todo.append(
-                        Visit(
-                            module.computations[name],
-                            visit.count * count,
-                            visit.counted.along(counted),
-                            instruction,
-                            visit.computation,
-                            within(visit.scope, instruction.op_name)
-                            if instruction.opcode == 'call'
-                            else visit.scope,
-                        )
-                    )
+    def part_of(self, instruction: Instruction) -> Part:
+        """The part of a step that an instruction belongs to."""
+        return part_of(self.op_name(instruction) or self.scope)
 
 
-def within(scope: str, op_name: str) -> str:
-    """The whole op name of an instruction in a computation that is called from some scope."""
-    return '/'.join(part for part in (scope, op_name) if part)
+Measure = Callable[[Visit, Instruction], float]
+"""How much of something one execution of an instruction takes, such as its flops."""
+
+
+def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
+    """Every computation that runs, with its number of executions; one that is called twice comes twice.
+
+    Args:
+        module: the program.
+        measure: of several branches, only the one with the largest sum of this comes. It runs at most as
+            often as the visit says, or exactly so if the sums of all branches are equal. Each quantity has
+            a measure of its own, so one branch may count for flops, and another for collectives. By default
+            all branches come, each of which runs at most so often.
+    """
+    return _visits(module, measure, Visit(module.computations[module.entry], 1, Counted.EXACTLY))
+
+
+def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[Visit]:
+    yield visit
+    for instruction in visit.computation.instructions.values():
+        # A fusion has the name of one of its instructions, which may be of another part than the others.
+        scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
+        called = [
+            _visits(
+                module,
+                measure,
+                Visit(
+                    module.computations[name],
+                    visit.count * count,
+                    visit.counted.along(counted),
+                    instruction,
+                    visit.computation,
+                    scope or visit.scope,
+                ),
+            )
+            for name, count, counted in _calls(module, visit.computation, instruction)
+            if count and name in module.computations
+        ]
+        if instruction.opcode == 'conditional' and measure is not None:
+            yield from _largest([list(branch) for branch in called], measure)
+        elif instruction.opcode == 'conditional':
+            yield from _at_most(itertools.chain.from_iterable(called))
+        else:
+            yield from itertools.chain.from_iterable(called)
+
+
+def _largest(branches: list[list[Visit]], measure: Measure) -> Iterable[Visit]:
+    sums = [
+        sum(
+            visit.count * measure(visit, instruction)
+            for visit in branch
+            for instruction in visit.computation.instructions.values()
+        )
+        for branch in branches
+    ]
+    largest = branches[sums.index(max(sums))] if branches else []
+    return largest if len(set(sums)) < 2 else _at_most(largest)
+
+
+def _at_most(branch: Iterable[Visit]) -> Iterator[Visit]:
+    for visit in branch:
+        yield dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST))
 
 
 def _calls(
@@ -63,13 +111,13 @@ def _calls(
 ) -> Iterator[tuple[str, int, Counted]]:
     """The computations that an instruction calls: (name, how often, how well that is known)."""
     if instruction.opcode == 'while':
-        rounds, known = at_least_one_round(trip_count(module, computation, instruction))
+        rounds, known = trip_count(module, computation, instruction)
         yield from ((name, rounds, known) for name in instruction.called('body'))
         # The condition runs once more than the body.
         yield from ((name, rounds + 1, known) for name in instruction.called('condition'))
     elif instruction.opcode == 'conditional':
         for attribute in ('branch_computations', 'true_computation', 'false_computation'):
-            yield from ((name, 1, Counted.AT_MOST) for name in instruction.called(attribute))
+            yield from ((name, 1, Counted.EXACTLY) for name in instruction.called(attribute))
     elif instruction.opcode == 'custom-call':
         yield from ((name, 1, Counted.UNKNOWN) for name in instruction.called('called_computations'))
     elif instruction.opcode in ('call', 'fusion', 'async-start'):
@@ -77,86 +125,97 @@ def _calls(
             yield from ((name, 1, Counted.EXACTLY) for name in instruction.called(attribute))
 
 
-def trip_count(module: Module, outside: Computation, loop: Instruction) -> int | None:
-    """The rounds of a loop ``for (i = start; i < stop; i += step)``; None if they are not known.
+def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
+    """How often the body of a loop runs, and how well that is known.
 
-    XLA writes them down (``known_trip_count``) late, and not on every platform.
+    XLA writes it down (``known_trip_count``) late, and not on every platform.
     """
     if 'known_trip_count' in loop.attributes:
         text = loop.attributes.partition('known_trip_count')[2]
         digits = text.partition('"n":"')[2].partition('"')[0]
         if digits.isdigit():
-            return int(digits)
+            return int(digits), Counted.EXACTLY
     condition = module.computations[loop.called('condition')[0]]
     body = module.computations[loop.called('body')[0]]
-    test = condition.instructions[condition.root]
-    if test.opcode != 'compare' or test.attribute('direction') != 'LT':
-        return None
-    index, bound = (_element(condition, operand) for operand in test.operands)
-    if not isinstance(index, _StateElement):
-        return None
-    start, stop = _initial(outside, loop, index), None
-    if isinstance(bound, int):
-        stop = bound
-    elif isinstance(bound, _StateElement) and _element(body, _returned(body, bound)) == bound:
-        stop = _initial(outside, loop, bound)
-    return loop_rounds(start, stop, _increment(body, index))
+    given, following = _Scalars(module, outside), _Scalars(module, body, _element)
+
+    def state(index: int) -> Element:
+        start = constant_of(given.scalar(f'{loop.operands[0]}#{index}'))
+        return Element(start, following.scalar(f'{body.root}#{index}'))
+
+    test = _Scalars(module, condition, _element).scalar(condition.root)
+    return solved_rounds(test, state)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StateElement:
-    """An element of the state of a loop."""
-
-    index: int
+def _element(number: int, index: int, type_: str) -> Scalar:
+    return Scalar(type_, 'element', number=index)
 
 
-_FORWARDING = ('copy', 'convert', 'bitcast', 'reshape')
-
-
-def _element(computation: Computation, operand: str) -> int | _StateElement | None:
-    """An operand as a constant, or an element of the computation's tuple; None for neither."""
-    name, _, element = operand.partition('#')
-    instruction = computation.instructions.get(name)
-    if instruction is None:
-        return None
-    if instruction.opcode == 'constant':
-        digits = instruction.operands[0].strip()
-        return int(digits) if digits.removeprefix('-').isdigit() else None
-    if instruction.opcode == 'parameter':
-        return _StateElement(int(element or 0))
-    if instruction.opcode == 'get-tuple-element':
-        inner = computation.instructions.get(instruction.operands[0])
-        if inner is not None and inner.opcode == 'parameter':
-            return _StateElement(int(instruction.attribute('index') or 0))
-        return _element(computation, f'{instruction.operands[0]}#{instruction.attribute("index")}')
-    if instruction.opcode == 'tuple' and element:
-        return _element(computation, instruction.operands[int(element)])
-    if instruction.opcode in _FORWARDING and not element:
-        return _element(computation, instruction.operands[0])
+def _nothing(number: int, index: int, type_: str) -> None:
     return None
 
 
-def _initial(outside: Computation, loop: Instruction, element: _StateElement) -> int | None:
-    """The value of an element when the loop starts."""
-    tuple_ = len(loop.arrays) > 1
-    operand = f'{loop.operands[0]}#{element.index}' if tuple_ else loop.operands[0]
-    found = _element(outside, operand)
-    return found if isinstance(found, int) else None
+_FORWARDING = ('bitcast', 'broadcast', 'copy', 'copy-done', 'copy-start', 'reshape')
+_DEEP = 30  # operations from the test of a loop to its state
 
 
-def _returned(body: Computation, element: _StateElement) -> str:
-    """The name of the instruction that makes an element for the next round."""
-    root = body.instructions[body.root]
-    return root.operands[element.index] if root.opcode == 'tuple' else root.name
+class _Scalars:
+    """The integers of one computation."""
 
+    def __init__(
+        self,
+        module: Module,
+        computation: Computation,
+        given: Callable[[int, int, str], Scalar | None] = _nothing,
+    ) -> None:
+        """*given* has the parameters: their number, the element of a tuple, and its type."""
+        self.module, self.computation, self.given = module, computation, given
+        self.known: dict[str, Scalar | None] = {}
 
-def _increment(body: Computation, element: _StateElement) -> int | None:
-    """The constant that a round adds to an element; None if it does not."""
-    instruction = body.instructions.get(_returned(body, element))
-    while instruction is not None and instruction.opcode in _FORWARDING:
-        instruction = body.instructions.get(instruction.operands[0])
-    if instruction is None or instruction.opcode != 'add':
-        return None
-    parts = [_element(body, operand) for operand in instruction.operands]
-    steps = [part for part in parts if isinstance(part, int)]
-    return steps[0] if element in parts and len(steps) == 1 else None
+    def scalar(self, operand: str, depth: int = 0) -> Scalar | None:
+        """An operand (``name#2`` is an element of a tuple); None if it is no integer, or is not known."""
+        if operand not in self.known and depth < _DEEP:
+            self.known[operand] = self._read(operand, depth + 1)
+        return self.known.get(operand)
+
+    def _read(self, operand: str, depth: int) -> Scalar | None:
+        name, _, place = operand.partition('#')
+        instruction = self.computation.instructions.get(name)
+        if instruction is None or '#' in place:  # an element of an element is not followed
+            return None
+        opcode, operands, index = instruction.opcode, instruction.operands, int(place or 0)
+        if opcode == 'get-tuple-element':
+            return self.scalar(f'{operands[0]}#{instruction.attribute("index")}', depth)
+        if opcode == 'opt-barrier':
+            return self.scalar(f'{operands[0]}#{index}', depth)
+        if opcode == 'tuple':
+            return self.scalar(operands[index], depth)
+        type_, dims = instruction.arrays[index] if index < len(instruction.arrays) else ('', ())
+        if dims or not (type_ == 'pred' or re.fullmatch(r'[su]\d+', type_)):
+            return None
+        if opcode == 'parameter':
+            return self.given(int(operands[0]), index, type_)
+        if opcode == 'constant':
+            text = {'true': '1', 'false': '0'}.get(operands[0].strip(), operands[0].strip())
+            return Scalar(type_, 'constant', number=int(text)) if re.fullmatch(r'-?\d+', text) else None
+        if opcode in _FORWARDING:
+            return self.scalar(operands[0], depth)
+        if opcode in ('call', 'fusion'):
+            called = self.module.computations.get(
+                next((name for key in ('to_apply', 'calls') for name in instruction.called(key)), '')
+            )
+            if called is None:
+                return None
+            inner = _Scalars(
+                self.module,
+                called,
+                lambda number, index, _: self.scalar(
+                    operands[number] + (f'#{index}' if index else ''), depth
+                ),
+            )
+            return inner.scalar(f'{called.root}#{index}', depth)
+        if opcode == 'compare':
+            opcode = instruction.attribute('direction') or ''
+        known = opcode in OPERATIONS
+        parts = tuple(self.scalar(part, depth) for part in operands) if known else ()
+        return Scalar(type_, opcode, parts) if known else None

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from scalax._plan.collective_runs import Kind, Run, channel_of, runs
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_loops import within
 
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
 # permute moves what was padded.
@@ -68,7 +67,7 @@ class Partitioned:
         computation, holder = run.holder
         for instruction in itertools.islice(_around(computation, holder), _FAR):
             yield from (self._by_channel.get(channel, []) for channel in _channels(instruction, later))
-            yield self._by_op_name.get(within(run.visit.scope, instruction.op_name), [])
+            yield self._by_op_name.get(run.visit.op_name(instruction), [])
 
 
 class _Origin(NamedTuple):

@@ -55,7 +55,9 @@ class Plan:
         flops_counted: how well that is known.
         work: what each device computes and moves, as the compiler has partitioned it; work that several
             devices repeat counts for each.
-        model_flops: the operations that the model needs in one call, if the caller has given them.
+        model_flops: the operations that the model needs in one call: those of the forward and the backward
+            pass (`count_model_flops`), without what is computed again, unless `with_model_flops` has given
+            others. None if not all of them can be counted.
         device_kind: what JAX calls the devices.
         places: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
@@ -182,8 +184,9 @@ class Plan:
         """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.
 
         Args:
-            model_flops: operations of one call, such as 6 x parameters x tokens for training a dense decoder
-                (https://jax-ml.github.io/scaling-book/transformers). Recomputation does not count.
+            model_flops: operations of one call, in place of those that are counted: such as 6 x parameters x
+                tokens for training a dense decoder (https://jax-ml.github.io/scaling-book/transformers), or
+                with causal attention at half. Recomputation does not count.
 
         Raises:
             PlanError: it is not positive.
@@ -227,7 +230,9 @@ class Plan:
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
         per_chip = devices_per_chip(places, hardware)
-        flops = max(self.flops / self.devices, self.work.flops)
+        flops: float = self.work.flops
+        if self.work.kernels or not flops:  # these are known only from the function
+            flops = max(flops, self.flops / self.devices)
         memory = self.memory
         moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
         timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)

@@ -10,15 +10,13 @@ part.
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scalax._plan.hlo import Computation, Instruction
+from scalax._plan.loop_rounds import COMPARED, COMPUTED
 from scalax._plan.replica_groups import Groups
 
 Values = npt.NDArray[np.int64]
@@ -26,20 +24,6 @@ Values = npt.NDArray[np.int64]
 
 _DEEP = 30  # instructions from the number of a device to the start of its part
 _FORWARDING = ('bitcast', 'convert', 'copy', 'reshape')
-_COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
-    'add': operator.add,
-    'and': operator.and_,
-    'divide': operator.floordiv,
-    'maximum': np.maximum,
-    'minimum': np.minimum,
-    'multiply': operator.mul,
-    'or': operator.or_,
-    'remainder': operator.mod,
-    'subtract': operator.sub,
-}
-_COMPARED: dict[str | None, Callable[[Any, Any], Any]] = {
-    name: getattr(operator, name.lower()) for name in ('LT', 'LE', 'GT', 'GE', 'EQ', 'NE')
-}
 
 
 class _ElidedConstant(Exception):
@@ -112,9 +96,9 @@ class _Evaluation:
             return table[np.arange(self.devices), np.clip(start, 0, table.shape[1] - 1)][:, None]
         if len({value.shape for value in values}) != 1:
             return None
-        if opcode in _COMPUTED and not (opcode in ('divide', 'remainder') and (values[1] <= 0).any()):
-            return np.asarray(_COMPUTED[opcode](*values), np.int64)
-        if opcode == 'compare' and (compared := _COMPARED.get(instruction.attribute('direction'))):
+        if opcode in COMPUTED and not (opcode in ('divide', 'remainder') and (values[1] <= 0).any()):
+            return np.asarray(COMPUTED[opcode](*values), np.int64)
+        if opcode == 'compare' and (compared := COMPARED.get(instruction.attribute('direction') or '')):
             return np.asarray(compared(*values), np.int64)
         return np.where(values[0] != 0, values[1], values[2]) if opcode == 'select' else None
 

@@ -295,9 +295,15 @@ LOOPS = {
         Counted.EXACTLY,
     ),
     'from an argument': (loop('compare(%i, %ten), direction=LT', start='copy(%m)'), 1, Counted.AT_LEAST),
-    'in another way': (loop('compare(%i, %ten), direction=NE'), 1, Counted.AT_LEAST),
+    'in another way': (loop('compare(%i, %ten), direction=NE'), 8, Counted.EXACTLY),
     'by another step': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] multiply(%i, %three)'),
+        2,
+        Counted.EXACTLY,
+    ),
+    'of itself': (loop('compare(%i, %i), direction=EQ'), 1, Counted.AT_LEAST),
+    'by an unknown operation': (
+        loop('compare(%i, %ten), direction=LT', '%next = s32[] popcnt(%i)'),
         1,
         Counted.AT_LEAST,
     ),

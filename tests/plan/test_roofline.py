@@ -359,9 +359,11 @@ def test_text():
 
 def test_model_flops():
     plan = fsdp(8)
-    assert plan.roofline(RINGS, torus={'X': 8}).mfu is None
+    assert plan.model_flops == plan.flops  # no gradient, and nothing again
+    unknown = dataclasses.replace(plan, model_flops=None)
+    assert unknown.roofline(RINGS, torus={'X': 8}).mfu is None
     told = plan.with_model_flops(1e9)
-    assert (told.model_flops, plan.model_flops) == (10**9, None)
+    assert told.model_flops == 10**9
     roofline = told.roofline(RINGS, torus={'X': 8})
     assert roofline.mfu == pytest.approx(1e9 / (8 * 4.59e14 * roofline.step_seconds.bound))
     assert told.to_dict()['model_flops'] == 10**9
@@ -369,6 +371,23 @@ def test_model_flops():
         with pytest.raises(PlanError) as error:
             plan.with_model_flops(wrong)
         assert str(error.value) == f'model_flops has to be a positive number, got {wrong!r}'
+
+
+def test_what_a_device_computes():
+    """What runs counts; kernels are known from the function alone."""
+    plan = fsdp(8)
+    share = plan.flops // 8
+
+    def seconds(**work):
+        made = dataclasses.replace(plan, work=Work(**work))
+        return made.roofline(RINGS, torus={'X': 8}).compute
+
+    assert seconds(flops=share) == seconds() == pytest.approx(share / 4.59e14)
+    assert seconds(flops=share // 2) == pytest.approx(share / 4.59e14 / 2)
+    assert (
+        seconds(flops=2 * share) == seconds(flops=2 * share, kernels=1) == pytest.approx(2 * share / 4.59e14)
+    )
+    assert seconds(flops=share // 2, kernels=1) == seconds()
 
 
 def test_a_plan_tells_what_the_roofline_of_its_devices_does():
@@ -424,6 +443,9 @@ ENTRY %main (p: bf16[64,16]) -> bf16[64,64] {
 
 def test_gathers_that_are_written_twice_count_once():
     module = parse(PROGRAM)
-    found = [(row.axes, row.count, row.bytes) for row in collectives(module, {'fsdp': 4, 'tp': 2})]
+    rows = collectives(module, {'fsdp': 4, 'tp': 2})
+    found = [(row.axes, row.count, row.bytes) for row in rows]
     assert found == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
-    assert work_of(module) == Work(2 * 64**3, 3 * 64 * 64 * 2 + 3 * 2048 + 2 * 8192 + 4096)
+    flops = 2 * 64**3
+    moved = 3 * 64 * 64 * 2 + 3 * 2048 + 2 * 8192 + 4096
+    assert work_of(module, rows) == Work(flops, moved, by_part={'other': flops})

@@ -1,0 +1,280 @@
+"""Rounds of loops, solved in jaxprs and in programs alike, and the largest of several branches."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scalax._plan.flops import count_flops
+from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import Work, flops_of, work_of
+from scalax._plan.hlo_loops import visits
+from scalax._plan.jaxpr_loops import rounds_of_while
+from scalax._plan.loop_rounds import Element, Scalar, solved_rounds
+from scalax.plan import Counted, Flops
+from tests.support.leaves import leaf
+
+EXACTLY, AT_LEAST, AT_MOST, ABOUT = Counted
+X = leaf(4, 4)
+ONE = 2 * 4**3  # operations of the product of a round
+
+
+def loop(test, step, *first, dtype=None):
+    """A loop over integers and a matrix, with a product in each round."""
+
+    def fun(x):
+        start = [number if dtype is None else dtype(number) for number in first]
+        return jax.lax.while_loop(
+            lambda c: test(c[1], *c[0]), lambda c: (step(*c[0]), jnp.tanh(c[1] @ c[1])), (tuple(start), x)
+        )[1]
+
+    return fun
+
+
+def while_(test, step, start, dtype=None):
+    """The same over one integer, where the test does not look at the matrix."""
+    return loop(lambda x, i: test(i), lambda i: (step(i),), start, dtype=dtype)
+
+
+def small(x):
+    """What depends on data."""
+    return x[0, 0] < 9
+
+
+# name -> (function, rounds, how well known)
+LOOPS = {
+    'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACTLY),
+    'less or equal': (while_(lambda i: i <= 7, lambda i: i + 2, 1), 4, EXACTLY),
+    'down to': (while_(lambda i: i >= 0, lambda i: i - 1, 6), 7, EXACTLY),
+    'down': (while_(lambda i: i > 0, lambda i: i - 3, 7), 3, EXACTLY),
+    'down, unsigned': (while_(lambda i: i > 0, lambda i: i - 1, 5, jnp.uint32), 5, EXACTLY),
+    'unlike': (while_(lambda i: i != 12, lambda i: i + 3, 0), 4, EXACTLY),
+    'unlike, passed by': (while_(lambda i: i != 10, lambda i: i + 3, 0, jnp.int8), 174, EXACTLY),
+    'like': (while_(lambda i: i == 3, lambda i: i + 1, 3), 1, EXACTLY),
+    'the other way around': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACTLY),
+    'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACTLY),
+    'doubled': (while_(lambda i: i < 100, lambda i: i * 2, 1), 7, EXACTLY),
+    'halved': (while_(lambda i: i > 0, lambda i: jax.lax.div(i, 2), 100), 7, EXACTLY),
+    'halved by an operator': (while_(lambda i: i > 0, lambda i: i // 2, 100, jnp.uint32), 7, EXACTLY),
+    'many': (while_(lambda i: i < 10**9, lambda i: i + 1, 0), 10**9, EXACTLY),
+    'a line': (while_(lambda i: 3 * i + 1 < 20, lambda i: i + 1, 0), 7, EXACTLY),
+    'not': (while_(lambda i: ~(i >= 5), lambda i: i + 1, 0), 5, EXACTLY),
+    'either': (while_(lambda i: (i < 3) | (i < 6), lambda i: i + 1, 0), 6, EXACTLY),
+    'both': (while_(lambda i: (i < 9) & (i < 6), lambda i: i + 1, 0), 6, EXACTLY),
+    'inside of an array': (while_(lambda i: (i >= 0) & (i < 9), lambda i: i + 1, 0), 9, EXACTLY),
+    'a bound of the state': (
+        loop(lambda x, i, n: i < n, lambda i, n: (i + 1, n), 0, 5),
+        5,
+        EXACTLY,
+    ),
+    'a step of the state': (
+        loop(lambda x, i, n: i < 10, lambda i, n: (i + n, n), 0, 3),
+        4,
+        EXACTLY,
+    ),
+    'two that meet': (
+        loop(lambda x, i, j: i < j, lambda i, j: (i + 1, j - 2), 0, 12),
+        4,
+        EXACTLY,
+    ),
+    'a step that grows': (  # 0, 1, 3, 6, 10
+        loop(lambda x, i, n: i < 10, lambda i, n: (i + n, n + 1), 0, 1),
+        4,
+        EXACTLY,
+    ),
+    'two that change places': (
+        loop(lambda x, i, j: i < 6, lambda i, j: (j, i + 3), 0, 1),  # 0, 1, 3, 4, 6
+        4,
+        EXACTLY,
+    ),
+    'a choice': (while_(lambda i: i < 10, lambda i: jax.lax.select(i < 4, i + 1, i + 3), 0), 6, EXACTLY),
+    'from a constant that is computed': (
+        lambda x: while_(lambda i: i < 9, lambda i: i + 1, jax.lax.mul(jnp.int32(2), 1) - 2)(x),
+        9,
+        EXACTLY,
+    ),
+    'or until something happens': (
+        loop(lambda x, i: (i < 6) & small(x), lambda i: (i + 1,), 0),
+        6,
+        AT_MOST,
+    ),
+    'or until something else happens': (
+        loop(lambda x, i: small(x) & ((i < 6) & (i < 8)), lambda i: (i + 1,), 0),
+        6,
+        AT_MOST,
+    ),
+    'and something, but never': (loop(lambda x, i: small(x) & (i < 0), lambda i: (i + 1,), 0), 0, EXACTLY),
+    'as long as something happens': (
+        loop(lambda x, i: (i < 6) | small(x), lambda i: (i + 1,), 0),
+        1,
+        AT_LEAST,
+    ),
+    'of data': (lambda x: jax.lax.while_loop(small, lambda x: jnp.tanh(x @ x), x), 1, AT_LEAST),
+    'from data': (lambda x: while_(lambda i: i < 9, lambda i: i + 1, x[0, 0].astype(int))(x), 1, AT_LEAST),
+    'to data': (lambda x: while_(lambda i: i < x[0, 0], lambda i: i + 1, 0)(x), 1, AT_LEAST),
+    'for ever': (while_(lambda i: i < 9, lambda i: i - 0, 0), 1, AT_LEAST),
+    'of reals': (while_(lambda r: r < 3.0, lambda r: r + 1.0, 0.0), 1, AT_LEAST),
+    'in longer and longer rounds': (
+        while_(lambda i: i < 10**9, lambda i: jax.lax.select(i < 4, i + 1, i + 2), 0),
+        1,
+        AT_LEAST,
+    ),
+}
+
+
+@pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
+def test_rounds(fun, rounds, known):
+    traced = jax.jit(fun).trace(X)
+    expected = Flops(rounds * ONE, known)
+    began = time.process_time()
+    assert count_flops(traced.jaxpr) == expected
+    program = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
+    assert (program.flops, program.counted) == (expected.count, expected.counted)
+    assert time.process_time() - began < 5
+
+
+def test_a_loop_of_an_equation_alone():
+    """Where nothing is known around it, literals are."""
+    traced = jax.jit(while_(lambda i: i <= 7, lambda i: i + 2, 1)).trace(X)
+    [equation] = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'while']
+    assert rounds_of_while(equation) == (4, EXACTLY)
+
+
+def test_numbers_that_leave_their_type():
+    """An unsigned counter that grows by 2**32 - 1 counts down: 5, 4, 3, 2, 1, 0, 2**32 - 1."""
+    i = Scalar('u32', 'element')
+    ten, most = (Scalar('u32', 'constant', number=number) for number in (10, 2**32 - 1))
+    grown = Scalar('u32', 'add', (i, most))
+    assert solved_rounds(Scalar('pred', 'LT', (i, ten)), lambda _: Element(5, grown)) == (6, EXACTLY)
+
+
+def test_many_operations_between_state_and_test():
+    """Each line doubles the ways to the counter."""
+
+    def test(i):
+        for _ in range(25):
+            i = i + i
+        return i < 2**30
+
+    fun = while_(test, lambda i: i + 1, 0)
+    assert count_flops(jax.jit(fun).trace(X).jaxpr) == Flops(32 * ONE)
+
+
+# --- Branches -------------------------------------------------------------------------------------
+
+
+def products(count):
+    def fun(x):
+        for _ in range(count):
+            x = jnp.tanh(x @ x)
+        return x
+
+    return fun
+
+
+def switch(*counts):
+    return lambda x: jax.lax.switch(x[0, 0].astype(int), [products(count) for count in counts], x)
+
+
+def in_scan(body, length=5):
+    return lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, length=length)[0]
+
+
+def one_of(*functions):
+    return lambda x: jax.lax.switch(x[0, 0].astype(int), functions, x)
+
+
+# name -> (function, products, how well known)
+BRANCHES = {
+    'different ones': (switch(1, 4, 2), 4, AT_MOST),
+    'equal ones': (switch(3, 3), 3, EXACTLY),
+    'in a loop': (in_scan(switch(1, 2)), 10, AT_MOST),
+    'in a branch': (one_of(switch(1, 2), products(1), switch(3, 3)), 3, AT_MOST),
+    'a loop in a branch': (one_of(products(4), in_scan(products(1), 6)), 6, AT_MOST),
+    'beside another one': (lambda x: switch(1, 2)(switch(3, 0)(x)), 5, AT_MOST),
+    'in a loop of unknown length': (
+        lambda x: jax.lax.while_loop(small, switch(1, 2), x),
+        2,
+        ABOUT,
+    ),
+}
+
+
+@pytest.mark.parametrize(('fun', 'count', 'known'), BRANCHES.values(), ids=BRANCHES)
+def test_the_largest_branch_counts(fun, count, known):
+    traced = jax.jit(fun).trace(X)
+    assert count_flops(traced.jaxpr) == Flops(count * ONE, known)
+    # A product reads two matrices of 4 x 4 in float32, and writes one.
+    work = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
+    assert work == Work(count * ONE, count * 3 * 64, known, by_part={'other': count * ONE})
+
+
+def test_each_measure_has_its_largest_branch():
+    """One product of large matrices, and many of small ones: the most flops, and the most bytes."""
+
+    def large(x):
+        return x @ x
+
+    def thin(x):
+        return sum(x[:, n : n + 1] @ x[:1] for n in range(3))
+
+    x = leaf(64, 64)
+    text = jax.jit(one_of(large, thin)).lower(x).compiler_ir(dialect='hlo').as_hlo_text()
+    # 64 x 1 by 1 x 64, three times: 3 x (64 + 64 + 4096) numbers; the large one 3 x 4096.
+    assert work_of(parse(text)) == Work(2 * 64**3, 3 * 4 * (64 + 64 + 4096), AT_MOST, {'other': 2 * 64**3})
+
+
+def test_without_a_measure_all_branches_come():
+    text = jax.jit(switch(1, 4, 2)).lower(X).compiler_ir(dialect='hlo').as_hlo_text()
+    module = parse(text)
+
+    def counted(*measure):
+        return [
+            (visit.count, visit.counted)
+            for visit in visits(module, *measure)
+            for instruction in visit.computation.instructions.values()
+            if instruction.opcode == 'dot'
+        ]
+
+    assert counted() == [(1, AT_MOST)] * 7
+    assert counted(flops_of) == [(1, AT_MOST)] * 4
+
+
+# --- Optimized programs ---------------------------------------------------------------------------
+
+# As the compiler for TPUs writes two products at once: a window of two over a kernel of two, of which each
+# output meets one. And a kernel.
+OPTIMIZED = """HloModule jit_f, num_partitions=8
+
+%products (a: bf16[16,32], b: bf16[32,2,8]) -> bf16[16,2,8] {
+  %a = bf16[16,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[32,2,8]{2,0,1:T(8,128)(2,1)S(1)} parameter(1)
+  %c = bf16[16,32,1]{1,0,2:T(8,128)(2,1)} bitcast(%a)
+  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, metadata={op_name="jit(f)/jvp()/dot_general"}
+}
+
+%heads (a: bf16[4,16,8], b: bf16[4,8,16]) -> bf16[4,16,16] {
+  %a = bf16[4,16,8]{2,1,0} parameter(0)
+  %b = bf16[4,8,16]{2,1,0} parameter(1)
+  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
+}
+
+ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) -> bf16[16,2,8] {
+  %a = bf16[16,32]{1,0} parameter(0)
+  %b = bf16[32,2,8]{2,1,0} parameter(1)
+  %q = bf16[4,16,8]{2,1,0} parameter(2)
+  %k = bf16[4,8,16]{2,1,0} parameter(3)
+  %s = bf16[4,16,16]{2,1,0} fusion(%q, %k), kind=kOutput, calls=%heads, metadata={op_name="jit(f)/jvp()/exp"}
+  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/pallas_call"}
+  ROOT %r = bf16[16,2,8]{2,1,0} fusion(%o, %b), kind=kOutput, calls=%products
+}
+"""  # noqa: E501
+
+
+def test_products_of_an_optimized_program():
+    two, heads = 2 * 16 * 32 * (2 * 8), 4 * 2 * 16 * 8 * 16
+    moved = 2 * (16 * 32 + 32 * 16 + 16 * 16) + 2 * 4 * (16 * 8 + 8 * 16 + 16 * 16)
+    # A fusion has the name of something else that is in it.
+    parts = {'forward': two, 'backward': heads}
+    assert work_of(parse(OPTIMIZED)) == Work(two + heads, moved, EXACTLY, parts, kernels=1)
