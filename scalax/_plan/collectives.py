@@ -23,6 +23,7 @@ from scalax._plan.collective_runs import Kind, Run, runs
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
+from scalax._plan.parts import Part, part_of
 from scalax._plan.provenance import Source, is_of_the_partitioner, source_of
 from scalax._plan.replica_groups import (
     Groups,
@@ -69,6 +70,8 @@ class Collective:
             of a collective, and moves what is then on the wrong device. ``'compiler'``: another optimization
             added it, and the partitioner's program has none like it.
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
+        phase: the part of a training step that it belongs to: ``'forward'``, ``'backward'``,
+            ``'recomputed'`` (by `jax.checkpoint`), or ``'other'``.
     """
 
     kind: Kind
@@ -83,6 +86,7 @@ class Collective:
     networks: tuple[Network, ...] = ()
     cause: Cause = 'sharding'
     partitioned_as: str = ''
+    phase: Part = 'other'
 
 
 def collectives(
@@ -124,6 +128,7 @@ def collectives(
                 source=Source(),
                 part=found.part,
                 networks=found.networks,
+                phase=part_of(run.op_name),
             )
             counts[_explained(row, run, module, before, found.groups)] += run.visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
@@ -154,6 +159,7 @@ def _explained(
         source=source,
         cause='padding' if padded else _cause(origin),
         partitioned_as='' if origin.kind == row.kind else origin.kind,
+        phase=part_of(run.op_name or origin.op_name),
     )
 
 

@@ -19,9 +19,8 @@ from scalax.errors import PlanError
 _BITS = {f'{sign}{bits}': bits for sign in 'su' for bits in (1, 2, 4, 8, 16, 32, 64)}
 _BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
 _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
-_SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\]')
-_LAYOUT = re.compile(r'[a-z][a-z0-9]*\[[^\]]*\](\{[^}]*\})?')
-_HOST = 'S(5)'  # the space of an array, in its layout
+_SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?')
+_SPACE = re.compile(r'S\((\d+)\)')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 # A program before any pass is printed without the types of computations.
@@ -32,11 +31,23 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CLOSING = {'(': ')', '{': '}', '[': ']'}
 
 
+MAIN, HOST = 0, 5
+"""The memory of a device, and that of its host."""
+
+
 class Array(NamedTuple):
-    """The type of one array on one device."""
+    """The type of one array on one device.
+
+    Attributes:
+        dtype: the type of its elements, such as ``'bf16'``.
+        dims: its dimensions.
+        space: the memory that it is in, of `MAIN`, `HOST` and others, such as the vector memory of a chip;
+            only an optimized program says so.
+    """
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = MAIN
 
     @property
     def bytes(self) -> int:
@@ -59,7 +70,6 @@ class Instruction:
         arrays: the type of its result; several for a tuple.
         operands: the names of its operands (``name#2`` is an element of a tuple), or the text of a constant.
         attributes: the text after the operands.
-        on_host: for each array whether it is in the memory of the host; empty if none is.
     """
 
     name: str
@@ -67,7 +77,6 @@ class Instruction:
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: str
-    on_host: tuple[bool, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -212,13 +221,17 @@ def _instruction(name: str, text: str) -> Instruction:
         raise PlanError(f'an instruction of an HLO module has no operation: {name} = {text[:200]!r}')
     close = _closing(text, found.end() - 1)
     arrays = tuple(
-        Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()))
-        for dtype, dims in _SHAPE.findall(text[:end])
+        Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()), _space(layout))
+        for dtype, dims, layout in _SHAPE.findall(text[:end])
     )
     inside = text[found.end() : close]
     operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
-    on_host = tuple(_HOST in layout for layout in _LAYOUT.findall(text[:end])) if _HOST in text[:end] else ()
-    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '), on_host)
+    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '))
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return int(found[1]) if found else MAIN
 
 
 def _operand(text: str) -> str:

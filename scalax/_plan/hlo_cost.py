@@ -6,8 +6,9 @@ one device. In an optimized program, products stand inside fusions, and those of
 the compiler removed (equal products, unused ones) or computes once more shows only there.
 
 Bytes follow the book's model of a matrix product (https://jax-ml.github.io/scaling-book/roofline, "Matrix
-multiplication"): both operands are read from memory and the result is written to it. A collective reads its
-operand and writes its result. Everything else is assumed to be fused into these.
+multiplication"): both operands are read from memory and the result is written to it. In an optimized program
+arrays may be in the vector memory of a chip, and do not count. Everything else is assumed to be fused into
+products, so these are the least bytes.
 
 Of branches, the largest counts: for flops the one with the most flops, for bytes the one with the most bytes.
 """
@@ -20,9 +21,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted, fft_flops, product_flops, window_overlaps
-from scalax._plan.hlo import Array, Instruction, Module
+from scalax._plan.hlo import MAIN, Array, Instruction, Module
 from scalax._plan.hlo_loops import Visit, visits
 from scalax._plan.parts import PARTS, Part
 from scalax._util.strict_json import brief
@@ -39,7 +39,7 @@ class Work:
 
     Attributes:
         flops: the floating-point operations of its matrix products, convolutions and FFTs.
-        bytes: the bytes that these and its collectives read from its memory and write to it.
+        bytes: the bytes that these at least read from its memory and write to it.
         counted: how well both are known.
         by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
             ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
@@ -62,18 +62,14 @@ class Work:
             raise PlanError(f'a step has no part {brief(unknown[0])}, only {", ".join(PARTS)}')
 
 
-def work_of(module: Module, collectives: Iterable[Collective] = ()) -> Work:
+def work_of(module: Module) -> Work:
     """The work of one device when it runs a program.
 
     Args:
         module: the program after partitioning; optimized, if it is to count what runs.
-        collectives: its collectives, whose bytes count too.
     """
     by_part: collections.Counter[Part] = collections.Counter()
     moved, counted = 0, Counted.EXACTLY
-    for row in collectives:
-        moved += row.count * _bytes_of_collective(row)
-        counted = counted.along(row.counted)
     for measure in (flops_of, _bytes_of):
         for visit in visits(module, measure):
             for instruction in visit.computation.instructions.values():
@@ -104,18 +100,22 @@ def flops_of(visit: Visit, instruction: Instruction) -> int:
 
 
 def _bytes_of(visit: Visit, instruction: Instruction) -> int:
-    """The bytes that a product moves; none for anything else."""
+    """The bytes that a product, or the fusion that it is in, moves from and to the memory of the device.
+
+    A fusion may read a slice of a larger array, so of each of its operands no more counts than the largest
+    operand of the product.
+    """
     if instruction.opcode not in _COUNTS:
         return 0
-    return instruction.bytes + sum(array.bytes for array in visit.computation.operands_of(instruction))
+    read = visit.computation.operands_of(instruction)
+    most, written = max(array.bytes for array in read), instruction.arrays
+    if visit.caller is not None and visit.outside is not None and visit.caller.opcode == 'fusion':
+        read, written = visit.outside.operands_of(visit.caller), visit.caller.arrays
+    return _in_main_memory(read, most) + _in_main_memory(written, instruction.bytes)
 
 
-def _bytes_of_collective(row: Collective) -> int:
-    """The bytes of operand and result on one device."""
-    whole, part = row.bytes, row.bytes // row.group
-    if row.kind in ('all-gather', 'reduce-scatter'):
-        return whole + part
-    return 2 * (whole if row.kind in ('all-reduce', 'collective-broadcast') else part)
+def _in_main_memory(arrays: Iterable[Array], most: int) -> int:
+    return sum(min(array.bytes, most) for array in arrays if array.space == MAIN)
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:

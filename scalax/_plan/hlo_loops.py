@@ -190,7 +190,7 @@ class _Scalars:
             return self.scalar(f'{operands[0]}#{index}', depth)
         if opcode == 'tuple':
             return self.scalar(operands[index], depth)
-        type_, dims = instruction.arrays[index] if index < len(instruction.arrays) else ('', ())
+        type_, dims, _ = instruction.arrays[index] if index < len(instruction.arrays) else ('', (), 0)
         if dims or not (type_ == 'pred' or re.fullmatch(r'[su]\d+', type_)):
             return None
         if opcode == 'parameter':

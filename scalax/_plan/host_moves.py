@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from scalax._plan.formulas import Counted
-from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_loops import visits
+from scalax._plan.hlo import HOST, Instruction, Module
+from scalax._plan.hlo_loops import Visit, visits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,29 +36,32 @@ def host_moves(module: Module) -> HostMoves:
     """
     sent = read = 0
     counted = Counted.EXACTLY
-    if not any(i.on_host for c in module.computations.values() for i in c.instructions.values()):
+    if not any(_is_on_host(i) for c in module.computations.values() for i in c.instructions.values()):
         return HostMoves()
-    for visit in visits(module):
+    for visit in visits(module, lambda visit, instruction: sum(_moved(visit, instruction))):
         for instruction in visit.computation.instructions.values():
-            if instruction.opcode not in _MOVED_OPERAND:
-                continue
-            moved, from_host = _moved(visit.computation, instruction)
-            to_host = instruction.on_host[:1] == (True,)
-            if to_host != from_host:
-                sent += visit.count * moved if to_host else 0
-                read += visit.count * moved if from_host else 0
-                counted = counted.along(visit.counted)
+            to_host, from_host = _moved(visit, instruction)
+            sent += visit.count * to_host
+            read += visit.count * from_host
+            counted = counted.along(visit.counted) if to_host or from_host else counted
     return HostMoves(sent, read, counted)
+
+
+def _is_on_host(instruction: Instruction) -> bool:
+    return any(array.space == HOST for array in instruction.arrays)
 
 
 # The operand that is moved; of a slice only the part that it takes.
 _MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
 
 
-def _moved(computation: Computation, instruction: Instruction) -> tuple[int, bool]:
-    """The bytes that an instruction moves, and whether they come from the host."""
+def _moved(visit: Visit, instruction: Instruction) -> tuple[int, int]:
+    """The bytes that one execution moves to the host, and from it."""
+    if instruction.opcode not in _MOVED_OPERAND:
+        return 0, 0
     name, _, element = instruction.operands[_MOVED_OPERAND[instruction.opcode]].partition('#')
-    operand, place = computation.instructions[name], int(element or 0)
-    from_host = bool(operand.on_host) and operand.on_host[place]
-    updates = instruction.opcode == 'dynamic-update-slice'
-    return (operand.arrays[place] if updates else instruction.arrays[0]).bytes, from_host
+    operand, result = visit.computation.instructions[name].arrays[int(element or 0)], instruction.arrays[0]
+    size = (operand if instruction.opcode == 'dynamic-update-slice' else result).bytes
+    if (operand.space == HOST) == (result.space == HOST):
+        return 0, 0
+    return (0, size) if operand.space == HOST else (size, 0)

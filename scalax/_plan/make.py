@@ -119,7 +119,7 @@ def make_plan(
         collectives=rows,
         flops=flops.count,
         flops_counted=flops.counted,
-        work=work_of(program, rows),
+        work=work_of(program),
         model_flops=count_model_flops(traced.jaxpr),
         device_kind=device.device_kind,
         places=places,

@@ -14,7 +14,7 @@ from scalax._plan.hlo import Computation, Instruction, Module
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
 # permute moves what was padded.
 _BECOMES: dict[Kind, tuple[Kind, ...]] = {
-    'all-gather': ('all-reduce', 'collective-permute'),
+    'all-gather': ('collective-permute',),
     'all-reduce': ('reduce-scatter', 'all-gather', 'collective-permute'),
     'reduce-scatter': ('all-reduce', 'collective-permute'),
 }
@@ -108,8 +108,10 @@ class _Wanted(NamedTuple):
         return [other for other in fitting if all(self.likeness(other)[1:])]
 
     def _may_be(self, other: _Origin) -> bool:
-        kind = other.run.kind
-        return {*self.axes} <= {*other.axes} and self.run.kind in (kind, *_BECOMES.get(kind, ()))
+        kind, own = other.run.kind, self.run.kind
+        if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
+            return self.axes == other.axes
+        return {*self.axes} <= {*other.axes} and own in (kind, *_BECOMES.get(kind, ()))
 
 
 def _around(computation: Computation, start: Instruction) -> Iterator[Instruction]:

@@ -234,7 +234,8 @@ class Plan:
         if self.work.kernels or not flops:  # these are known only from the function
             flops = max(flops, self.flops / self.devices)
         memory = self.memory
-        moved = memory.arguments + memory.outputs + memory.donated + self.work.bytes
+        # Products may read the arguments, so these are not added to what products move.
+        moved = max(memory.arguments + memory.outputs + memory.donated, self.work.bytes)
         timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
         to_host, from_host = self._host_seconds(hardware, per_chip)
         return Roofline(

@@ -214,6 +214,10 @@ def collective_cells(plan: PlanView, shown: int) -> tuple[list[str], list[list[s
         heads.append('ms')
         for cells, (_, seconds) in zip(rows, roofline.collectives, strict=False):
             cells.append(f'{1e3 * seconds:.3g}')
+    if any(row.phase != 'other' for row in plan.collectives):
+        heads.append('phase')
+        for cells, row in zip(rows, plan.collectives, strict=False):
+            cells.append(row.phase)
     for cells, row in zip(rows, plan.collectives, strict=False):
         cells.append(_because(row))
     return [*heads, 'because of'], rows

@@ -166,19 +166,19 @@ def test_text():
     assert (
         HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
     )
-    lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
+    lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(90).splitlines()
     assert lines[2].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
     assert lines[7:] == [
         'collectives in one call (bytes: the whole array of one group, each time):',
-        'collective  axes  times    bytes  because of',
+        'collective  axes  times    bytes  phase     because of',
         '-' * len(lines[9]),
         lines[10],
         '',
         'along fsdp: 8.0 KiB in all-reduces',
     ]
-    assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  collective_programs.py:')
-    assert all(len(line) <= 70 for line in lines[8:11])
-    narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(60).splitlines()
+    assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  backward  collective_programs.py:')
+    assert all(len(line) <= 90 for line in lines[8:11])
+    narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
     assert [not line for line in narrow[10:]] == [False, False, True, False]  # the row takes two lines
 
 
@@ -291,6 +291,7 @@ def test_dict():
         'networks': [],
         'part': [],
         'partitioned_as': '',
+        'phase': 'other',
         'scattered': False,
         'source': {
             'annotation': '',

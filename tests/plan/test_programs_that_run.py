@@ -84,8 +84,9 @@ def test_between_slices_and_inside() -> None:
     rows = rows_of('fsdp two slices')
     networks = {row.axes: row.networks for row in rows}
     assert networks == {('data',): ('dcn',), ('fsdp',): ('ici',)}
-    halves = [row for row in rows if row.axes == ('data',) and row.kind == 'all-gather']
-    assert {row.partitioned_as for row in halves} == {''}  # each is a half of one over both axes
+    # The gathers over both axes, and sums of gradients that each device keeps a part of.
+    halves = {(row.kind, row.partitioned_as) for row in rows if row.axes == ('data',)}
+    assert halves == {('all-gather', ''), ('all-gather', 'all-reduce'), ('all-reduce', '')}
 
 
 def test_a_wrong_join_is_noticed() -> None:
