@@ -41,7 +41,7 @@ class ResolveMode(enum.Enum):
     EAGER = enum.auto()
 
 
-_VALUES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
+_VALUE_MODES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +150,7 @@ class _Task:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
-        if self.mode in _VALUES and AxisType.Auto not in self.axes.types.values():
+        if self.mode in _VALUE_MODES and AxisType.Auto not in self.axes.types.values():
             # Without an Auto axis JAX has no UNCONSTRAINED; the axes of the type take its place.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
@@ -181,7 +181,7 @@ class _Task:
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)
-        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUES:
+        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUE_MODES:
             wrong.append(_NOT_CONSTRAINED)
         if wrong:
             self._add(tree, index, answer, *wrong)
