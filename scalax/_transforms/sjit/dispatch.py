@@ -174,8 +174,12 @@ class Dispatcher:
             placed_args = self._placed(read, placement.moved)
             moves = dataclasses.replace(read.moves, mismatched=False)
             if read.typed is not call and (moves.unplaced or moves.foreign):
-                slots = placement.slots_to_place(flat_args, read.sharded.shardings, moves)
-                entry.program.place_host_data(slots, moves)
+                shardings = read.sharded.shardings
+                slots = placement.slots_to_place(flat_args, shardings, moves)
+                forms = {
+                    slot: compress(jax.tree.structure(flat_args[slot]), shardings[slot]) for slot in slots
+                }
+                entry.program.place_host_data(forms, moves)
             self._table.add(flat_args, entry.program)
             self.fast_call = self._table if len(self.programs.items()) > 1 else entry.program.call
             return self._run(read, entry, placed_args)

@@ -136,7 +136,8 @@ class Program:
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, behind checks where JAX needs them and the placing of host data.
         _call_placed: `call` without the placing of host data.
-        _host_data_slots: the slots whose host data `call` places.
+        _host_data: the shardings to which `call` places host data, by slot, in the form of `compress`. They
+            may be None in `_arguments`: what is placed already has a type, which then holds its sharding.
     """
 
     layout: CallLayout
@@ -147,7 +148,7 @@ class Program:
     _call_placed: Callable[..., Any] | None = None
     _arguments: tuple[Any, ...] = ()
     _options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _host_data_slots: frozenset[int] = frozenset()
+    _host_data: dict[int, Any] = dataclasses.field(default_factory=dict)
     _handed_out: weakref.ref[Any] | None = None
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
@@ -219,23 +220,19 @@ class Program:
             return call(*flat_args)
 
         self.call = self._call_placed = checked
-        self._host_data_slots = frozenset()
+        self._host_data = {}
 
-    def place_host_data(self, slots: frozenset[int], moves: Moves) -> None:
-        """Makes calls place host data in these slots before JAX sees it.
+    def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
+        """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
 
         Where types hold shardings, host data would be typed as unsharded: each call would trace, be refused
         and be dispatched.
         For calls of another key the shardings may be wrong, which the check inside the trace finds.
         """
-        call_placed, layout = self._call_placed, self.layout
-        if slots <= self._host_data_slots or call_placed is None:
+        call_placed = self._call_placed
+        if shardings.items() <= self._host_data.items() or call_placed is None:
             return
-        self._host_data_slots |= slots
-        slots = self._host_data_slots
-        forms = {
-            slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
-        }
+        self._host_data = forms = {**self._host_data, **shardings}
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*flat_args: Any) -> Any:
