@@ -158,8 +158,7 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    types = MeshAxes.of(sharding.mesh).types
-    return only_axes(sharding.spec, {axis for axis, kind in types.items() if kind is AxisType.Explicit})
+    return only_axes(sharding.spec, MeshAxes.of(sharding.mesh).of_type(AxisType.Explicit))
 
 
 def placement_kinds(types: Iterable[Any]) -> list[Any]:
