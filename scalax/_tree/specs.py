@@ -6,6 +6,7 @@ Shapes and axis sizes only, no devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -129,6 +130,7 @@ class MeshAxes:
     types: Mapping[str, AxisType]
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, mesh: Any) -> MeshAxes:
         """Reads a ``Mesh`` or an ``AbstractMesh``."""
         return cls(dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))

@@ -70,6 +70,16 @@ def named_sharding(
     return _named_sharding(mesh, spec, memory_kind)
 
 
+@functools.lru_cache(maxsize=65536)
+def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) -> NamedSharding | None:
+    """The sharding of an array of *shape*, if it can have this spec; remembered, since trees repeat them."""
+    axes = MeshAxes.of(mesh)
+    open_dims = specs.UNCONSTRAINED in specs.entries(spec)
+    if open_dims or specs.faults(spec, shape, axes) or specs.indivisible(spec, shape, axes):
+        return None
+    return named_sharding(mesh, specs.canonical(spec))
+
+
 # Inside, because the cache takes f(a, b) and f(a, b, None) for different calls.
 _named_sharding = functools.lru_cache(maxsize=65536)(
     lambda mesh, spec, memory_kind: NamedSharding(mesh, spec, memory_kind=memory_kind)
@@ -176,8 +186,12 @@ class _Task:
             return None
         if AxisType.Manual in self.axes.types.values():
             spec = specs.without_manual(spec, self.axes)
-        # Other faults follow from the wrong mesh, which has to be fixed first.
         is_own = self._is_own(answer.mesh)
+        if is_own and not answer.reordered and answer.memory_kind is None:
+            valid = _valid_sharding(self.mesh, spec, shape)
+            if valid is not None:
+                return valid
+        # Other faults follow from the wrong mesh, which has to be fixed first.
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)

@@ -58,6 +58,7 @@ class ArgumentShardings:
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         self._helper, self.signature, self.options = weakref.ref(helper), signature, options
+        self._on_indivisible = helper.on_indivisible
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
@@ -103,7 +104,7 @@ class ArgumentShardings:
             self.mesh,
             option=what,
             where=f'the arguments of {self.signature.name!r} ({what})',
-            on_indivisible=self.helper.on_indivisible,
+            on_indivisible=self._on_indivisible,
             mode=mode,
             as_leaf=_struct,
         )
@@ -138,7 +139,7 @@ class ArgumentShardings:
                 self.mesh,
                 mode=ResolveMode.BOUNDARY,
                 where=where,
-                on_indivisible=self.helper.on_indivisible,
+                on_indivisible=self._on_indivisible,
                 as_leaf=_struct,
             )
             if problems := _of_no_arrays(resolution, tree, None):
@@ -267,6 +268,8 @@ def donated_shardings(
         leaves, treedef = jax.tree.flatten(tree)
         if any(shardings):
             free.append(((treedef, _types(map(_struct, leaves))), shardings))
+    if not free:
+        return result
     for start, treedef in _elements(out_tree):
         stop = start + treedef.num_leaves
         if start == stop or any(result[start:stop]):

@@ -445,12 +445,10 @@ class Dispatcher:
             raise self._wrong_program()
         if self._runs_inline() and (not self._args_placed or _inside_manual_region()):
             raise self._wrong_program()
-        foreign = self._refuses_foreign and not self._args_placed
-        if foreign and any(
-            placement_errors.is_foreign(leaf, self.mesh) for leaf in jax.tree.leaves(flat_args)
-        ):
-            raise self._wrong_program()
         call = Call(self.signature, layout, flat_args)
+        unchecked = self._refuses_foreign and not self._args_placed
+        if unchecked and placement_errors.any_foreign(call, self.mesh):
+            raise self._wrong_program()
         key = call_key(call)
         shardings = mine.get(key)
         if shardings is None:

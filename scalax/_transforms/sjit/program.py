@@ -169,7 +169,7 @@ class Program:
         dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
         forms = [form for slot, form in dynamic if slot < count]
         options = dict(self._options)
-        if any(form is not None for form in forms):
+        if forms.count(None) < len(forms):
             options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
             fun,
