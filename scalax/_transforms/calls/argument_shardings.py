@@ -14,7 +14,6 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, explicit_spec, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
@@ -142,7 +141,7 @@ class ArgumentShardings:
                 on_indivisible=self._on_indivisible,
                 as_leaf=_struct,
             )
-            if problems := _of_no_arrays(resolution, tree, None):
+            if problems := _of_no_arrays(resolution):
                 raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             shardings = resolution.shardings
         donated = [(call.flat_args[slot], arguments[slot]) for slot in call.layout.donated]
@@ -207,7 +206,7 @@ def resolve_arguments(
                 as_leaf=as_leaf,
             )
             resolutions.append(resolution)
-            problems += _of_no_arrays(resolution, tree, at)
+            problems += _of_no_arrays(resolution)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -301,18 +300,17 @@ def _nowhere(call: Call) -> bool:
     return all(_struct(leaf).sharding is None for leaf in jax.tree.leaves(call.data))
 
 
-def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Problem]:
+def _of_no_arrays(resolution: Resolution) -> list[Problem]:
     """The problems of leaves that are no arrays and are given a sharding."""
-    kinds = list(map(type_of, jax.tree.leaves(tree)))
-    problems = []
-    for i, (kind, sharding) in enumerate(zip(kinds, resolution.shardings, strict=True)):
-        if sharding is not None and is_opaque(kind):
-            path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][i]
+    tree, problems = resolution.tree, []
+    leaves = tree.shown or tree.leaves
+    for i, (leaf, sharding) in enumerate(zip(leaves, resolution.shardings, strict=True)):
+        if sharding is not None and is_opaque(kind := type_of(leaf)):
             name = (kind if isinstance(kind, type) else type(kind)).__name__
             problems.append(
                 Problem(
                     'no-array',
-                    f'{join(at, optional_path(path)) or "(the leaf itself)"}: {name}',
+                    f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
                     f'{name} is no type of arrays, and has no sharding',
                     spec=str(sharding.spec),
                     rule=resolution.decisions[i].origin,
