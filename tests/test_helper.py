@@ -445,8 +445,8 @@ def test_moving_a_traced_value_is_an_error(move):
         ),
         (
             lambda: HELPER.local_data_to_global_array(np.zeros(8), mesh_axis_subset=3),
-            MeshError,
-            'mesh axes are named by a string or a sequence of them, got 3',
+            ArgumentError,
+            "mesh_axis_subset are names of mesh axes, such as ('fsdp',), got 3",
         ),
         (
             lambda: MeshShardingHelper([8], ['a'], axis_types=3),

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._hostdata import collectives
-from scalax._mesh import meshes
+from scalax._tree.specs import MeshAxes, chosen_axes
 from scalax.errors import DataError, MeshError
 
 
@@ -56,11 +56,14 @@ def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layou
     """The layout of batches over some mesh axes, or over all of them.
 
     Raises:
-        MeshError: an axis that the mesh does not have, or axes of several types.
+        ArgumentError: what is given for the axes is not a name or several.
+        MeshError: an axis that the mesh does not have or that is repeated, or axes of several types.
     """
-    names = tuple(mesh.axis_names)
-    axes = names if mesh_axis_subset is None else meshes.axis_subset(mesh_axis_subset, names)
-    types = dict(zip(names, mesh.axis_types, strict=True))
+    known = MeshAxes.of(mesh)
+    subset = known.sizes if mesh_axis_subset is None else mesh_axis_subset
+    axes, types = chosen_axes('mesh_axis_subset', subset, known), known.types
+    if len(set(axes)) != len(axes):
+        raise MeshError(f'mesh_axis_subset: mesh axes are named once each, got {axes}')
     if len({types[axis] for axis in axes}) > 1:
         listed = ', '.join(f'{axis} is {types[axis].name}' for axis in axes)
         raise MeshError(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.transfer import reject_tracers
-from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape
+from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape, leaf_text
 from scalax._tree.specs import MeshAxes
 from scalax.errors import DataError, shown
 
@@ -30,10 +30,9 @@ def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
         _check(tree, process, processes.indices)
         source = processes.indices.index(process) == here
         values = [_value(leaf, source) for leaf in tree.leaves]
-        return [(path, _text(leaf)) for path, leaf in zip(tree.paths, tree.leaves, strict=True)], (
-            tree,
-            values,
-        )
+        # Dtypes count as they are: no device sees the values.
+        leaves = list(zip(tree.paths, map(leaf_text, tree.leaves), strict=True))
+        return leaves, (tree, values)
 
     if processes.several:
         advice = (
@@ -78,11 +77,6 @@ def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
             f'{tree.describe(index)} is a global array, the same on every process: helper.gather fetches it'
         )
     return None
-
-
-def _text(leaf: Any) -> str:
-    """What must be the same everywhere. Dtypes count as they are: no device sees the values."""
-    return f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
 
 
 def _value(leaf: Any, source: bool) -> np.ndarray:

@@ -31,7 +31,7 @@ class _Item:
     part: to_global.ProcessBatch | None = None
     finish: to_global.Finish | None = None
     error: BaseException | None = None
-    state: Any = None  # of the iterator, once it had given this batch
+    iterator_state: Any = None  # once it had given this batch
 
 
 class _Shared:
@@ -42,15 +42,15 @@ class _Shared:
 
     def __init__(self, size: int) -> None:
         self.items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self.room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.free_slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
         for _ in range(size):
-            self.room.put(None)
+            self.free_slots.put(None)
 
     def stop(self) -> None:
         """Ends the thread after its current batch, and wakes the threads that wait for a batch."""
         self.stopped = True
-        self.room.put(None)
+        self.free_slots.put(None)
         self.items.put(_Item())
 
 
@@ -95,7 +95,7 @@ class Prefetch(Iterator[Any]):
         # Here, so that an error about an object that is not iterable is not raised in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
-        self._state = _state_of(iterator)
+        self._iterator_state = _state_of(iterator)
         arguments = (iterator, options, self._shared, ThreadState(in_contexts=True))
         self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
         _running[self._thread] = self._shared
@@ -124,8 +124,8 @@ class Prefetch(Iterator[Any]):
             raise StopIteration
         error = item.error
         if self._together:
-            state = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
-            to_global.agree(self._options, 'prefetch', item.part, error, state)
+            ended = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
+            to_global.agree(self._options, 'prefetch', item.part, error, ended)
         else:
             collectives.bound_queue(self._options.mesh)
         if error is not None:
@@ -133,9 +133,9 @@ class Prefetch(Iterator[Any]):
         if item.finish is None:
             raise StopIteration
         batch = item.finish()
-        self._state = item.state
+        self._iterator_state = item.iterator_state
         self._count += 1
-        self._shared.room.put(None)
+        self._shared.free_slots.put(None)
         return batch
 
     def get_state(self) -> Any:
@@ -169,7 +169,7 @@ class Prefetch(Iterator[Any]):
                 'the iterator that is loaded ahead has no get_state. Give an iterator with a state, such as '
                 'one of Grain, or count batches and start from that number'
             )
-        return copy.deepcopy(self._state)
+        return copy.deepcopy(self._iterator_state)
 
     def set_state(self, state: Any) -> None:
         """Not possible: later batches are loaded already.
@@ -198,10 +198,12 @@ class Prefetch(Iterator[Any]):
         self.close()
 
 
-def _load(iterator: Iterator[Any], options: to_global.Options, shared: _Shared, state: ThreadState) -> None:
+def _load(
+    iterator: Iterator[Any], options: to_global.Options, shared: _Shared, thread_state: ThreadState
+) -> None:
     """The body of the thread. The loader runs under the state of the thread that called `prefetch`."""
     try:
-        state.run(lambda: _load_all(iterator, options, shared))
+        thread_state.run(lambda: _load_all(iterator, options, shared))
     except BaseException as error:
         shared.items.put(_Item(error=error))
     finally:
@@ -211,7 +213,7 @@ def _load(iterator: Iterator[Any], options: to_global.Options, shared: _Shared, 
 def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shared) -> None:
     """Loads batches until the data ends or `Prefetch` is closed."""
     while True:
-        shared.room.get()
+        shared.free_slots.get()
         if shared.stopped:
             return
         try:
@@ -221,7 +223,7 @@ def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shar
             return
         part = to_global.read(options, tree)
         # Copied: a loader may fill the same memory with its next batch.
-        shared.items.put(_Item(part, to_global.place(part, keep=False), state=_state_of(iterator)))
+        shared.items.put(_Item(part, to_global.place(part, keep=False), iterator_state=_state_of(iterator)))
         del tree, part  # the consumer's alone now
 
 

@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import MeshError, did_you_mean, plural
+from scalax.errors import MeshError, plural
 
 
 def build_mesh(
@@ -277,23 +277,6 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
         )
     devices = np.array([here[number] for number in ids.flat], dtype=object)
     return Mesh(devices.reshape(ids.shape), names, axis_types=types)
-
-
-def axis_subset(names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Checks a selection of mesh axes and returns it as a tuple, in the order given.
-
-    Raises:
-        MeshError: a name that the mesh does not have, or a repeated one.
-    """
-    if not isinstance(names, Iterable):
-        raise MeshError(f'mesh axes are named by a string or a sequence of them, got {names!r}')
-    chosen = (names,) if isinstance(names, str) else tuple(names)
-    for name in chosen:
-        if name not in known:
-            raise MeshError(f'the mesh has no axis {name!r} ({did_you_mean(str(name), known)})')
-    if len(set(chosen)) != len(chosen):
-        raise MeshError(f'mesh axes are named once each, got {chosen}')
-    return chosen
 
 
 def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:

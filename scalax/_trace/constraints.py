@@ -238,17 +238,13 @@ def is_compiled() -> bool:
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     """Applies a sharding that is resolved already to one array or value of a trace."""
     mesh, spec = sharding.mesh, sharding.spec
-    types = specs.MeshAxes.of(mesh).types
-    kinds = set(types.values())
-    if kinds == {AxisType.Auto}:
+    axes = specs.MeshAxes.of(mesh)
+    explicit, auto = set(axes.of_type(AxisType.Explicit)), set(axes.of_type(AxisType.Auto))
+    if {*axes.types.values()} == {AxisType.Auto}:
         if isinstance(mesh, AbstractMesh) and not is_compiled():
             # Under jax.grad or jax.vmap alone JAX puts no array on a mesh without devices.
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
-    explicit, auto = (
-        {axis for axis, kind in types.items() if kind is wanted}
-        for wanted in (AxisType.Explicit, AxisType.Auto)
-    )
     if explicit:
         typed = specs.replaced(spec, with_types(specs.only_axes(spec, explicit), leaf))
         if not has_type(leaf, mesh, typed):

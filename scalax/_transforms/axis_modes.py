@@ -38,7 +38,7 @@ from scalax._transforms.calls.placement_errors import reject_deleted
 from scalax._transforms.sjit import sjit
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
-from scalax._tree.specs import Fault, MeshAxes
+from scalax._tree.specs import Fault, MeshAxes, chosen_axes
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError
 from scalax.rules._prefix import RuleLike, check, key_of
@@ -103,7 +103,7 @@ class SwitchedFunction(abc.ABC):
         if self.inside is EXPLICIT:
             self._signature.check_names(rules, self.option)
         known = MeshAxes.of(active.mesh_helper.mesh)
-        self._chosen = None if axes is None else specs.chosen_axes(f'axes of {self.api}', axes, known)
+        self._chosen = None if axes is None else frozenset(chosen_axes(f'axes of {self.api}', axes, known))
 
     def wrapper(self) -> Callable[..., Any]:
         """The function for users, with the name and parameters of their own."""
@@ -218,8 +218,7 @@ class SwitchedFunction(abc.ABC):
             changes: whether some axis has another type there.
         """
         names = self._chosen or to.axis_names
-        types = MeshAxes.of(to).types
-        axes = ', '.join(axis for axis, kind in types.items() if axis in names and kind is EXPLICIT)
+        axes = ', '.join(axis for axis in MeshAxes.of(to).of_type(EXPLICIT) if axis in names)
         side, what = ('inside', 'arguments') if self.inside is EXPLICIT else ('outside', 'outputs')
         memory = named_sharding(to, PartitionSpec()).memory_kind
         no_sharding = Fault(
@@ -352,11 +351,10 @@ def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any
     Parts of sums cross only where both sides have them and no axis is Auto. JAX would take a whole value for
     parts of a sum, leave to XLA when parts are added up, and beside Auto axes take parts for values.
     """
-    types = MeshAxes.of(to).types
-    explicit = {name for name, kind in types.items() if kind is EXPLICIT}
+    explicit = frozenset(MeshAxes.of(to).of_type(EXPLICIT))
     has = _type_of(leaf)
     kept = has.unreduced & asked.unreduced & explicit
-    if AxisType.Auto in types.values():
+    if AxisType.Auto in to.axis_types:
         kept = frozenset()
     if kept != has.unreduced:
         with _entered(came):

@@ -55,7 +55,8 @@ def shard_map(
     signature.check_names(in_specs, 'in_specs')
     _reject_needy(signature.name, out_specs)
     axes = MeshAxes.of(active.mesh_helper.mesh)
-    chosen = specs.chosen_axes('axis_names of shard_map', () if axis_names is None else axis_names, axes)
+    names = () if axis_names is None else axis_names
+    chosen = frozenset(specs.chosen_axes('axis_names of shard_map', names, axes))
 
     def run(*flat_args: Any) -> Any:
         here = _Mapped(active, signature, chosen, check_vma)

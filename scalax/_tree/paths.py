@@ -150,9 +150,18 @@ def describe_leaf(path: str, leaf: Any) -> str:
         remedy = ' (.filled() makes a plain array of it)' if isinstance(leaf, np.ma.MaskedArray) else ''
         module = '' if kind.__module__ == 'builtins' else f'{kind.__module__}.'
         return f'{name}: {module}{kind.__qualname__}{remedy}'
-    if not hasattr(leaf, 'shape'):
-        return f'{name}: Python {type(leaf).__name__}'
-    return f'{name}: {leaf.dtype}{list(leaf.shape)}'
+    return f'{name}: {leaf_text(leaf)}'
+
+
+def leaf_text(leaf: Any) -> str:
+    """An array or a Python number without its values.
+
+    Example:
+        >>> import numpy as np
+        >>> leaf_text(np.zeros((8, 16), np.float32)), leaf_text(1.0)
+        ('float32[8, 16]', 'Python float')
+    """
+    return f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'shape') else f'Python {type(leaf).__name__}'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ Shapes and axis sizes only, no devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -129,9 +130,14 @@ class MeshAxes:
     types: Mapping[str, AxisType]
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, mesh: Any) -> MeshAxes:
         """Reads a ``Mesh`` or an ``AbstractMesh``."""
         return cls(dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
+
+    def of_type(self, kind: AxisType) -> list[str]:
+        """The axes of one type, in order."""
+        return [axis for axis, type_ in self.types.items() if type_ is kind]
 
     def __str__(self) -> str:
         return axis_sizes_text(self.sizes)
@@ -176,8 +182,8 @@ def no_axis(axis: Any, sizes: Mapping[str, int]) -> str:
     return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
 
 
-def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> frozenset[str]:
-    """The mesh axes that an option names: one or several.
+def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes that an option names, one or several, in the order given.
 
     Raises:
         ArgumentError: *names* are not strings.
@@ -186,12 +192,12 @@ def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> froz
     if not isinstance(names, Iterable):
         example = tuple(axes.sizes)[:1]
         raise ArgumentError(f'{option} are names of mesh axes, such as {example}, got {names!r}')
-    chosen = [names] if isinstance(names, str) else list(names)
+    chosen = (names,) if isinstance(names, str) else tuple(names)
     for name in chosen:
         if name not in axes.sizes:
             near = did_you_mean(str(name), axes.sizes)
             raise MeshError(f'{option}: the mesh ({axes}) has no axis {name!r} ({near})')
-    return frozenset(chosen)
+    return chosen
 
 
 def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:

@@ -49,11 +49,8 @@ class LRUCache(Generic[Key, Value]):
     def add(self, key: Key, value: Value) -> Value:
         """Sets the value of *key* unless it has one; returns the one it has then, so that threads agree."""
         with self._lock:
-            known = self.get(key)
-            if known is not None:
-                return known
-            self.put(key, value)
-            return value
+            self.put(key, self._kept.get(key, value))
+            return self._kept[key]
 
     def items(self) -> list[tuple[Key, Value]]:
         """All entries, the least recently used first."""

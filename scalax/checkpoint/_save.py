@@ -30,7 +30,7 @@ from scalax.checkpoint._description import LeafDescription
 from scalax.checkpoint._files import FOLDER, Path
 from scalax.checkpoint._saved_step import FORMAT, ITEM, LEAVES
 from scalax.checkpoint._target import require_distinct
-from scalax.checkpoint._writer import TOKEN, Writer
+from scalax.checkpoint._writer import TOKEN_LENGTH, Writer
 from scalax.errors import CheckpointError, shown
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads about a step
@@ -145,7 +145,7 @@ class SaveThread(threading.Thread):
 
     def _meet(self, where: str) -> None:
         """Waits for the other processes."""
-        _agreement.barrier(f'{self._name[:TOKEN]} {where}', max(self._end - time.monotonic(), 1))
+        _agreement.barrier(f'{self._name[:TOKEN_LENGTH]} {where}', max(self._end - time.monotonic(), 1))
 
     def _write(self) -> None:
         me = jax.process_index()

@@ -33,7 +33,7 @@ from scalax.checkpoint._saved_step import ITEM, complete_steps
 from scalax.errors import CheckpointError, CheckpointWarning, warn
 
 FILE = 'writer.json'
-TOKEN = 16  # characters of a token; the name of a save begins with it
+TOKEN_LENGTH = 16  # characters of a token; the name of a save begins with it
 _MOST_BYTES = 1 << 12  # of that file
 _COMMITTED = 'commit_success.txt'  # marks a complete step for Orbax where folders cannot be renamed
 
@@ -48,7 +48,7 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.token = secrets.token_hex(TOKEN // 2)
+        self.token = secrets.token_hex(TOKEN_LENGTH // 2)
         self.taken = False
         # Steps of the writer before, set aside when a step of this one is complete; None until looked for.
         self._replaced: list[int] | None = None
@@ -73,7 +73,7 @@ class Writer:
         """
         with contextlib.suppress(CheckpointError):  # the file of the token cannot be read either
             owner = self._owner()
-            if owner and owner['token'] != name[:TOKEN]:
+            if owner and owner['token'] != name[:TOKEN_LENGTH]:
                 return self._taken_over_error(owner)
         return error
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from scalax._tree.specs import MeshAxes
 from scalax.custom_op._run import Operation, Results, as_laid_out, explicit_layout, mesh_of, resharded, run
 from scalax.errors import ArgumentError
 
@@ -125,7 +126,6 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
     if AxisType.Explicit not in mesh.axis_types:
         return pull(operands, cotangents)
     # The function was not written for types with shardings.
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
         # In the layout of the operation itself: XLA (of JAX 0.12.0.1) may end the process where one program
         # has an operand of a product in two shardings.
@@ -133,7 +133,7 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
         operands = as_laid_out(layout, mesh, operands)
         pulled: Results = jax.sharding.auto_axes(
             pull,
-            axes=tuple(axis for axis, kind in kinds if kind is AxisType.Explicit),
+            axes=tuple(MeshAxes.of(mesh).of_type(AxisType.Explicit)),
             out_sharding=tuple(
                 NamedSharding(mesh, layout.spec(factors))
                 for operand, factors in zip(operands, operation.fit.operands, strict=True)

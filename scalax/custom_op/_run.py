@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
 from scalax._tree.paths import is_key
-from scalax._tree.specs import canonical
+from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap
 from scalax.errors import RuleError
@@ -137,8 +137,7 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
 
 def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Layout:
     """The layout along the Explicit axes of a mesh, from the types of the operands."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = [axis for axis, kind in kinds if kind is AxisType.Explicit]
+    explicit = MeshAxes.of(mesh).of_type(AxisType.Explicit)
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
     return Layout.of_specs(operation.fit, [jax.typeof(operand).sharding.spec for operand in operands], sizes)
 

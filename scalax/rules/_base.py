@@ -387,44 +387,43 @@ class Overlay(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """See `ShardingRule.answers`."""
-        below = answers_of(self.first, tree, axis_sizes)
-        for i, answer in enumerate(below):
+        answers = answers_of(self.first, tree, axis_sizes)
+        for i, answer in enumerate(answers):
             if answer is None:
                 default = self.first.fallback(tree, i, axis_sizes)
                 # A strict rule without an answer is an error; any other leaves the leaf to `second`.
-                below[i] = default if isinstance(default, Problem) else None
-        undecided = [i for i, one in enumerate(below) if not isinstance(one, Problem) and _is_open(one)]
-        part = tree.select(undecided)
-        outers, ranks = part.occupied, list(map(len, part.shapes))
-        first = unoccupied(outers, [below[i] for i in undecided], ranks)
-        keys = list(zip(outers, map(claim, first), ranks, strict=True))
+                answers[i] = default if isinstance(default, Problem) else None
+        open_leaves = [i for i, one in enumerate(answers) if not isinstance(one, Problem) and _is_open(one)]
+        part = tree.select(open_leaves)
+        occupied_outside, ranks = part.occupied, list(map(len, part.shapes))
+        first_answers = unoccupied(occupied_outside, [answers[i] for i in open_leaves], ranks)
+        keys = list(zip(occupied_outside, map(claim, first_answers), ranks, strict=True))
         known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
         occupied = [known[key] for key in keys]
         part = part.with_occupied(occupied)
-        above = unoccupied(outers, answers_of(self.second, part, axis_sizes), ranks)
-        answers = list(below)
+        second_answers = unoccupied(occupied_outside, answers_of(self.second, part, axis_sizes), ranks)
         # One object for equal decisions, so that each is validated once.
         memo: dict[Any, Decision] = {}
-        for j, (i, mine, answer) in enumerate(zip(undecided, first, above, strict=True)):
-            answers[i] = mine
-            if not isinstance(mine, Decision) or isinstance(answer, Problem):
-                answers[i] = answer
-            elif answer is None:
+        for j, (i, first, second) in enumerate(zip(open_leaves, first_answers, second_answers, strict=True)):
+            answers[i] = first
+            if not isinstance(first, Decision) or isinstance(second, Problem):
+                answers[i] = second
+            elif second is None:
                 alike = (part.shapes[j], id(occupied[j])) if self.second.by_shape else j
-                asked = id(mine), alike
+                asked = id(first), alike
                 if asked not in memo:
                     default = self.second.fallback(part, j, axis_sizes)
                     # Reports show the reason. A strict rule without an answer is no error here.
-                    same = id(mine), default.reason if isinstance(default, Decision) else ''
-                    memo[asked] = memo.setdefault(same, unanswered(mine, default))
+                    same = id(first), default.reason if isinstance(default, Decision) else ''
+                    memo[asked] = memo.setdefault(same, unanswered(first, default))
                 answers[i] = memo[asked]
-            elif answer.spec is not None:
-                if None not in (mine.mesh, answer.mesh) and mine.mesh != answer.mesh:
-                    answers[i] = two_meshes(tree, i, mine, answer)
+            elif second.spec is not None:
+                if None not in (first.mesh, second.mesh) and first.mesh != second.mesh:
+                    answers[i] = two_meshes(tree, i, first, second)
                     continue
-                key = id(mine), id(answer), tree.shapes[i]
+                key = id(first), id(second), tree.shapes[i]
                 if key not in memo:
-                    memo[key] = merged(mine, answer, tree.shapes[i], axis_sizes or {})
+                    memo[key] = merged(first, second, tree.shapes[i], axis_sizes or {})
                 answers[i] = memo[key]
         return answers
 

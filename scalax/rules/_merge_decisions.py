@@ -47,57 +47,57 @@ def _reduced(answer: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Dec
     return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
-def two_meshes(tree: NamedTree, index: int, below: Decision, above: Decision) -> Problem:
+def two_meshes(tree: NamedTree, index: int, first: Decision, second: Decision) -> Problem:
     """The problem of a leaf for which two NamedShardings are of different meshes."""
     return Problem(
         'other-mesh',
         tree.describe(index),
-        f'the NamedShardings are of two meshes: {below.mesh} and {above.mesh}',
-        rule=f'{below.origin} & {above.origin}',
+        f'the NamedShardings are of two meshes: {first.mesh} and {second.mesh}',
+        rule=f'{first.origin} & {second.origin}',
         hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
     )
 
 
-def merged(below: Decision, above: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
+def merged(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
     """One decision made of two that have specs, about a leaf of this shape."""
-    assert below.spec is not None and above.spec is not None
-    free = remainder(claim(below), above.spec, len(shape))
-    filled = joined(below.spec, free)
-    is_same = filled == specs.canonical(below.spec)
+    assert first.spec is not None and second.spec is not None
+    free = remainder(claim(first), second.spec, len(shape))
+    filled = joined(first.spec, free)
+    is_same = filled == specs.canonical(first.spec)
     # A rule whose spec was not used at all did not decide.
-    counts = not is_same or not _is_sharded(above.spec) or (above.memory_kind and not below.memory_kind)
+    counts = not is_same or not _is_sharded(second.spec) or (second.memory_kind and not first.memory_kind)
     both = dataclasses.replace(
-        below,
-        memory_kind=below.memory_kind or above.memory_kind,
-        clauses=below.clauses + (above.clauses if counts else ()),
-        mesh=below.mesh or above.mesh,
-        reordered=below.reordered or above.reordered,
-        stack=below.stack + tuple(dim for dim in above.stack if dim not in below.stack),
-        notes=(*below.notes, *above.notes, *_lost(above, filled, below.spec)),
+        first,
+        memory_kind=first.memory_kind or second.memory_kind,
+        clauses=first.clauses + (second.clauses if counts else ()),
+        mesh=first.mesh or second.mesh,
+        reordered=first.reordered or second.reordered,
+        stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
+        notes=(*first.notes, *second.notes, *_lost(second, filled, first.spec)),
     )
     if is_same:
         return both
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
         policy
-        for answer, spec in ((below, below.spec), (above, free))
+        for answer, spec in ((first, first.spec), (second, free))
         if not _divides(shape, spec, axis_sizes)
         for policy in answer.policies
     ]
     return dataclasses.replace(
         both,
         spec=filled,
-        origin=f'{below.origin} & {above.origin}',
-        reason='; '.join(part for part in (below.reason, above.reason) if part),
-        policies=tuple(policies) or below.policies,
+        origin=f'{first.origin} & {second.origin}',
+        reason='; '.join(part for part in (first.reason, second.reason) if part),
+        policies=tuple(policies) or first.policies,
     )
 
 
-def unanswered(below: Decision, default: Decision | Problem) -> Decision:
+def unanswered(first: Decision, default: Decision | Problem) -> Decision:
     """The decision of *a* where *b* has no answer, with the reason of *b* as a note."""
     if isinstance(default, Problem) or not default.reason:
-        return below
-    return dataclasses.replace(below, notes=(*below.notes, default.reason))
+        return first
+    return dataclasses.replace(first, notes=(*first.notes, default.reason))
 
 
 def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
@@ -127,28 +127,28 @@ def _divides(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: AxisSizes)
     )
 
 
-def fill(below: PartitionSpec, above: PartitionSpec, rank: int) -> PartitionSpec:
+def fill(first: PartitionSpec, second: PartitionSpec, rank: int) -> PartitionSpec:
     """A spec whose free dimensions are filled from another, with axes that it does not use yet.
 
     Args:
-        below: the spec.
-        above: the other one.
+        first: the spec.
+        second: the other one.
         rank: the number of dimensions of the array.
 
     Example:
         >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
         P('fsdp', 'tp')
     """
-    return joined(below, remainder(below, above, rank))
+    return joined(first, remainder(first, second, rank))
 
 
-def joined(below: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
+def joined(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
     """A spec whose empty dimensions are filled from *free*, which `remainder` gave."""
-    pairs = itertools.zip_longest(specs.entries(below), specs.entries(free))
-    filled = specs.replaced(below, [other if own is None else own for own, other in pairs])
-    unreduced, reduced = free.unreduced - _used(below), free.reduced - _used(below)
+    pairs = itertools.zip_longest(specs.entries(first), specs.entries(free))
+    filled = specs.replaced(first, [other if own is None else own for own, other in pairs])
+    unreduced, reduced = free.unreduced - _used(first), free.reduced - _used(first)
     if unreduced or reduced:
-        filled = filled.update(unreduced=below.unreduced | unreduced, reduced=below.reduced | reduced)
+        filled = filled.update(unreduced=first.unreduced | unreduced, reduced=first.reduced | reduced)
     return filled
 
 

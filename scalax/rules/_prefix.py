@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from scalax._tree.paths import describe_leaf, join, key_string, leaf_shape, optional_path
+from scalax._tree.paths import join, key_string, leaf_shape, leaf_text, optional_path
 from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
 from scalax.rules._base import Rule, RuleLike, ShardingRule, is_rule
 from scalax.rules._decisions import short
@@ -117,7 +117,7 @@ def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str
     elif isinstance(value, jax.sharding.Sharding):
         hint = "; only NamedShardings of the helper's mesh are taken"
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:
-        got = describe_leaf('', value).partition(': ')[2]
+        got = leaf_text(value)
         hint = '; are the tree and the rules the wrong way round?'
     return (
         f'the rules{_of(where)} hold {got} of type {type(value).__name__}'

@@ -41,7 +41,7 @@ class ResolveMode(enum.Enum):
     EAGER = enum.auto()
 
 
-_VALUES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
+_VALUE_MODES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +68,16 @@ def named_sharding(
 ) -> NamedSharding:
     """The one NamedSharding object of this mesh, spec and memory: equal objects cost JAX a comparison."""
     return _named_sharding(mesh, spec, memory_kind)
+
+
+@functools.lru_cache(maxsize=65536)
+def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) -> NamedSharding | None:
+    """The sharding of an array of *shape*, if it can have this spec; remembered, since trees repeat them."""
+    axes = MeshAxes.of(mesh)
+    open_dims = specs.UNCONSTRAINED in specs.entries(spec)
+    if open_dims or specs.faults(spec, shape, axes) or specs.indivisible(spec, shape, axes):
+        return None
+    return named_sharding(mesh, specs.canonical(spec))
 
 
 # Inside, because the cache takes f(a, b) and f(a, b, None) for different calls.
@@ -150,7 +160,7 @@ class _Task:
         """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
         if not answers:
             return []
-        if self.mode in _VALUES and AxisType.Auto not in self.axes.types.values():
+        if self.mode in _VALUE_MODES and AxisType.Auto not in self.axes.types.values():
             # Without an Auto axis JAX has no UNCONSTRAINED; the axes of the type take its place.
             answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
@@ -176,12 +186,16 @@ class _Task:
             return None
         if AxisType.Manual in self.axes.types.values():
             spec = specs.without_manual(spec, self.axes)
-        # Other faults follow from the wrong mesh, which has to be fixed first.
         is_own = self._is_own(answer.mesh)
+        if is_own and not answer.reordered and answer.memory_kind is None:
+            valid = _valid_sharding(self.mesh, spec, shape)
+            if valid is not None:
+                return valid
+        # Other faults follow from the wrong mesh, which has to be fixed first.
         wrong = specs.faults(spec, shape, self.axes) if is_own else [_other_mesh(answer.mesh, self.mesh)]
         if answer.reordered:
             wrong.append(_REORDERED)
-        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUES:
+        if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUE_MODES:
             wrong.append(_NOT_CONSTRAINED)
         if wrong:
             self._add(tree, index, answer, *wrong)

@@ -163,8 +163,9 @@ def test_data_that_does_not_fit(data, options, snapshot):
 @pytest.mark.parametrize(
     ('subset', 'message'),
     [
-        ('dat', "the mesh has no axis 'dat' (did you mean 'data'?)"),
-        (['tp', 'tp'], "mesh axes are named once each, got ('tp', 'tp')"),
+        ('dat', "mesh_axis_subset: the mesh (data=4, tp=2) has no axis 'dat' (did you mean 'data'?)"),
+        (['tp', 'x'], "mesh_axis_subset: the mesh (data=4, tp=2) has no axis 'x' (known: 'data', 'tp')"),
+        (['tp', 'tp'], "mesh_axis_subset: mesh axes are named once each, got ('tp', 'tp')"),
     ],
 )
 def test_axes_that_do_not_exist(subset, message):

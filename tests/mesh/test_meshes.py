@@ -233,31 +233,6 @@ def test_slices_that_do_not_fit(dims, dcn, devices, snapshot):
     snapshot(str(error.value).partition(' JAX says: ')[0])
 
 
-# --- Selections of axes ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ('given', 'chosen'),
-    [('tp', ('tp',)), (['tp', 'data'], ('tp', 'data')), (('data',), ('data',)), ((), ())],
-)
-def test_axis_subsets_keep_the_order_given(given, chosen):
-    assert meshes.axis_subset(given, ('data', 'tp')) == chosen
-
-
-@pytest.mark.parametrize(
-    ('given', 'message'),
-    [
-        ('dat', "the mesh has no axis 'dat' (did you mean 'data'?)"),
-        (['tp', 'x'], "the mesh has no axis 'x' (known: 'data', 'tp')"),
-        (['tp', 'tp'], "mesh axes are named once each, got ('tp', 'tp')"),
-    ],
-)
-def test_axis_subsets_that_are_wrong(given, message):
-    with pytest.raises(MeshError) as error:
-        meshes.axis_subset(given, ('data', 'tp'))
-    assert str(error.value) == message
-
-
 # --- Dimensions and devices that do not fit ------------------------------------------------------
 
 

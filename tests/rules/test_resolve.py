@@ -342,6 +342,27 @@ def test_uses(spec, concrete, boundary, intermediate):
 # --- The cache ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ('sizes', 'kind', 'shape', 'problem'),
+    [
+        ([4, 2], AxisType.Auto, (8,), None),
+        ([2, 4], AxisType.Auto, (8,), None),
+        ([4, 2], AxisType.Explicit, (8,), None),
+        ([4, 2], AxisType.Auto, (6,), 'indivisible'),
+        ([4, 2], AxisType.Auto, (), 'rank'),
+    ],
+)
+def test_a_spec_that_is_valid_once_is_checked_on_other_meshes_and_shapes(sizes, kind, shape, problem):
+    HELPER.match_sharding_rule(P('data'), np.zeros(8))
+    helper = MeshShardingHelper(sizes, ['data', 'tp'], axis_types=kind)
+    if problem is None:
+        assert helper.match_sharding_rule(P('data'), np.zeros(shape)) == NamedSharding(helper.mesh, P('data'))
+        return
+    with pytest.raises(ShardingError) as error:
+        helper.match_sharding_rule(P('data'), np.zeros(shape))
+    assert [each.kind for each in error.value.problems] == [problem]
+
+
 def test_known_trees_are_not_resolved_again(monkeypatch):
     calls = []
     answers = TreePathShardingRule.answers

@@ -14,7 +14,6 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, explicit_spec, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
@@ -58,6 +57,7 @@ class ArgumentShardings:
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         self._helper, self.signature, self.options = weakref.ref(helper), signature, options
+        self._on_indivisible = helper.on_indivisible
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
@@ -103,7 +103,7 @@ class ArgumentShardings:
             self.mesh,
             option=what,
             where=f'the arguments of {self.signature.name!r} ({what})',
-            on_indivisible=self.helper.on_indivisible,
+            on_indivisible=self._on_indivisible,
             mode=mode,
             as_leaf=_struct,
         )
@@ -138,10 +138,10 @@ class ArgumentShardings:
                 self.mesh,
                 mode=ResolveMode.BOUNDARY,
                 where=where,
-                on_indivisible=self.helper.on_indivisible,
+                on_indivisible=self._on_indivisible,
                 as_leaf=_struct,
             )
-            if problems := _of_no_arrays(resolution, tree, None):
+            if problems := _of_no_arrays(resolution):
                 raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             shardings = resolution.shardings
         donated = [(call.flat_args[slot], arguments[slot]) for slot in call.layout.donated]
@@ -206,7 +206,7 @@ def resolve_arguments(
                 as_leaf=as_leaf,
             )
             resolutions.append(resolution)
-            problems += _of_no_arrays(resolution, tree, at)
+            problems += _of_no_arrays(resolution)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -267,6 +267,8 @@ def donated_shardings(
         leaves, treedef = jax.tree.flatten(tree)
         if any(shardings):
             free.append(((treedef, _types(map(_struct, leaves))), shardings))
+    if not free:
+        return result
     for start, treedef in _elements(out_tree):
         stop = start + treedef.num_leaves
         if start == stop or any(result[start:stop]):
@@ -298,18 +300,17 @@ def _nowhere(call: Call) -> bool:
     return all(_struct(leaf).sharding is None for leaf in jax.tree.leaves(call.data))
 
 
-def _of_no_arrays(resolution: Resolution, tree: Any, at: str | None) -> list[Problem]:
+def _of_no_arrays(resolution: Resolution) -> list[Problem]:
     """The problems of leaves that are no arrays and are given a sharding."""
-    kinds = list(map(type_of, jax.tree.leaves(tree)))
-    problems = []
-    for i, (kind, sharding) in enumerate(zip(kinds, resolution.shardings, strict=True)):
-        if sharding is not None and is_opaque(kind):
-            path, _ = jax.tree_util.tree_flatten_with_path(tree)[0][i]
+    tree, problems = resolution.tree, []
+    leaves = tree.shown or tree.leaves
+    for i, (leaf, sharding) in enumerate(zip(leaves, resolution.shardings, strict=True)):
+        if sharding is not None and is_opaque(kind := type_of(leaf)):
             name = (kind if isinstance(kind, type) else type(kind)).__name__
             problems.append(
                 Problem(
                     'no-array',
-                    f'{join(at, optional_path(path)) or "(the leaf itself)"}: {name}',
+                    f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
                     f'{name} is no type of arrays, and has no sharding',
                     spec=str(sharding.spec),
                     rule=resolution.decisions[i].origin,

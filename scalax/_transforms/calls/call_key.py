@@ -8,6 +8,7 @@ their types say: the type of an array on a mesh with Explicit axes holds its sha
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Call:
         """The call of a function with these arguments."""
         return cls(signature, signature.layout_of(flat_args), flat_args)
 
-    @property
+    @functools.cached_property
     def data(self) -> list[Any]:
         """The arguments that are not static."""
         return [self.flat_args[slot] for slot in self.layout.dynamic]
@@ -158,8 +159,7 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    types = MeshAxes.of(sharding.mesh).types
-    return only_axes(sharding.spec, {axis for axis, kind in types.items() if kind is AxisType.Explicit})
+    return only_axes(sharding.spec, MeshAxes.of(sharding.mesh).of_type(AxisType.Explicit))
 
 
 def placement_kinds(types: Iterable[Any]) -> list[Any]:

@@ -51,8 +51,8 @@ class Moves:
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
     def _moves(self, leaf: Any, sharding: NamedSharding) -> bool:
-        if isinstance(leaf, jax.Ref):
-            return False  # others write to it
+        if not (self.unplaced or self.mismatched) or isinstance(leaf, jax.Ref):
+            return False  # nothing moves, or others write to it
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return self.unplaced and leaf.sharding is None
         if isinstance(leaf, jax.core.Tracer) and self.unplaced and not _has_type(leaf, sharding):

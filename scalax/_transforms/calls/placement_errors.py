@@ -125,10 +125,12 @@ def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> Non
 
     Those that are *movable* may be of other axes on as many devices.
     """
+    if not any_foreign(call, mesh):
+        return
     bad = [
         f'{call.describe(slot, path, leaf)} is of {_axes_of(type_of(leaf).sharding.mesh)}'
         for slot, path, leaf in call.leaves()
-        if is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
+        if _is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
     ]
     if bad:
         raise MeshError(
@@ -138,8 +140,12 @@ def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> Non
         )
 
 
-def is_foreign(leaf: Any, mesh: Any) -> bool:
-    """Whether a value of a trace has a type of another mesh with Explicit axes than *mesh*."""
+def any_foreign(call: Call, mesh: Any) -> bool:
+    """Whether some value of a trace has a type of another mesh with Explicit axes than *mesh*."""
+    return any(_is_foreign(leaf, mesh) for leaf in jax.tree.leaves(call.data))
+
+
+def _is_foreign(leaf: Any, mesh: Any) -> bool:
     if not isinstance(leaf, jax.core.Tracer):
         return False
     sharding = getattr(type_of(leaf), 'sharding', None)

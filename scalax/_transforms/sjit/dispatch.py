@@ -5,9 +5,9 @@ A call takes these stages. The next call of the same kind takes the first alone.
 1. The generated caller (`caller`) tries `Dispatcher.fast_call`, and dispatches where there is none.
 2. `Dispatcher.dispatch` decides where the call runs: in a program, inline, or without ``jax.jit``.
 3. `Dispatcher._read` computes the `CallKey`, and asks the rules for the shardings of the arguments.
-4. `Dispatcher._resolve` gives the program of the key, and goes on to 5 and 6 if it is new.
+4. `Dispatcher._find` finds the program of the key; if the key is new, 5 and 6 come first.
 5. `Dispatcher._trace` traces the user's function, which gives the jaxpr and the shardings of the outputs.
-6. `Dispatcher._program_of` finds the program of these shardings, or makes it (`Program.compile`).
+6. `Dispatcher._build` gives the program of these shardings; if they are new, it makes the ``jax.jit``.
 7. `Dispatcher._placed` moves arguments to the shardings of the rules.
 8. `Dispatcher._run` calls the program, and explains what it refuses.
 
@@ -44,11 +44,11 @@ from scalax._util.lru_cache import LRUCache
 
 
 @dataclasses.dataclass(eq=False)
-class Resolved:
-    """A call key with its program.
+class ProgramEntry:
+    """The program of a call key.
 
     Attributes:
-        program: the program that serves it.
+        program: the program that serves the key.
         shardings: the shardings of its traces.
         out_tree: the structure of the outputs.
         outputs_checked: whether a call has looked at where the outputs are.
@@ -71,13 +71,13 @@ class KeyState:
     Attributes:
         arguments: the shardings of the arguments, by slot and leaf. In the key of placed arrays they may be
             None: their types hold the sharding. Host data has a separate key, whose shardings are the target.
-        resolved: its program; None until the function was traced.
+        entry: its program; None until the function was traced.
         tracing: whether it is traced now.
         lock: held meanwhile.
     """
 
     arguments: Mapping[int, Shardings]
-    resolved: Resolved | None = None
+    entry: ProgramEntry | None = None
     tracing: bool = False
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
@@ -132,7 +132,10 @@ class Dispatcher:
         self._refuses_foreign = (
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
         )
-        self._placing = _Placing()
+        # Set in a thread that traces or runs a program whose arguments are placed, or are typed as placed. A
+        # leaf without a sharding in its type is then one that only JAX can place, such as data of other
+        # processes.
+        self._args_placed = _ThreadFlag()
         # Programs refer to this weakly, so that there is no cycle: a function that is no longer referenced is
         # freed at once, with the arrays that it closes over.
         self._weak: Dispatcher = weakref.proxy(self)
@@ -167,15 +170,19 @@ class Dispatcher:
             read = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
                 return self._function.run(call, self._shardings_in(call, read.state))[0]
-            resolved = self._resolve(read)
+            entry = self._find(read)
             placed_args = self._placed(read, placement.moved)
             moves = dataclasses.replace(read.moves, mismatched=False)
             if read.typed is not call and (moves.unplaced or moves.foreign):
-                slots = placement.slots_to_place(flat_args, read.sharded.shardings, moves)
-                resolved.program.place_first(slots, moves)
-            self._table.learn(flat_args, resolved.program)
-            self.fast_call = self._table if len(self.programs.items()) > 1 else resolved.program.call
-            return self._run(read, resolved, placed_args)
+                shardings = read.sharded.shardings
+                slots = placement.slots_to_place(flat_args, shardings, moves)
+                forms = {
+                    slot: compress(jax.tree.structure(flat_args[slot]), shardings[slot]) for slot in slots
+                }
+                entry.program.place_host_data(forms, moves)
+            self._table.add(flat_args, entry.program)
+            self.fast_call = self._table if len(self.programs.items()) > 1 else entry.program.call
+            return self._run(read, entry, placed_args)
 
     def explain_or_retry(self, error: Exception, fast_call: Any, flat_args: tuple[Any, ...]) -> bool:
         """Whether *error* only means that *fast_call* cannot serve this call, and `dispatch` may.
@@ -190,8 +197,8 @@ class Dispatcher:
         if self._runs_inline():
             return True
         read = self._read(Call.of(self.signature, flat_args))
-        program = fast_call.program(flat_args) if isinstance(fast_call, ProgramTable) else None
-        used, right = program.call if program else fast_call, read.state.resolved
+        program = fast_call.find(flat_args) if isinstance(fast_call, ProgramTable) else None
+        used, right = program.call if program else fast_call, read.state.entry
         if right is None or right.program.call is not used:
             # A runtime error comes from a run, which is not repeated; others were raised before tracing.
             return not isinstance(error, jax.errors.JaxRuntimeError)
@@ -211,7 +218,7 @@ class Dispatcher:
 
     # Reading a call, and finding its program ---------------------------------------------------------
 
-    def resolve(self, flat_args: Sequence[Any]) -> tuple[Resolved, Sequence[Any]]:
+    def prepare(self, flat_args: Sequence[Any]) -> tuple[ProgramEntry, Sequence[Any]]:
         """The program of a call that is not run, and the call's arguments as they would be placed.
 
         Raises:
@@ -220,7 +227,7 @@ class Dispatcher:
         """
         with _users_code:
             read = self._read(Call.of(self.signature, flat_args))
-            return self._resolve(read), self._placed(read, placement.as_moved)
+            return self._find(read), self._placed(read, placement.as_moved)
 
     def _read(self, call: Call) -> ReadCall:
         """Reads a call.
@@ -265,24 +272,24 @@ class Dispatcher:
         foreign = self._refuses_foreign and not self.rules.any_explicit
         return Moves(unplaced, self.options.on_mismatch == 'reshard', foreign)
 
-    def _resolve(self, read: ReadCall) -> Resolved:
+    def _find(self, read: ReadCall) -> ProgramEntry:
         placement_errors.reject_mismatched(read.sharded)
-        if read.state.resolved is not None:
-            return read.state.resolved
+        if read.state.entry is not None:
+            return read.state.entry
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
-        with self._placing:
-            return self._new(read.typed, read.key, read.state)
+        with self._args_placed:
+            return self._trace_and_build(read.typed, read.key, read.state)
 
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
         """The program of a call, if it is known."""
-        resolved = self._read(Call.of(self.signature, flat_args)).state.resolved
-        return None if resolved is None else resolved.program
+        entry = self._read(Call.of(self.signature, flat_args)).state.entry
+        return None if entry is None else entry.program
 
-    def _new(self, call: Call, key: CallKey, state: KeyState) -> Resolved:
-        """Resolves a call key that is new, or waits for the thread that does."""
+    def _trace_and_build(self, call: Call, key: CallKey, state: KeyState) -> ProgramEntry:
+        """Traces a call key that is new and builds its program, or waits for the thread that does."""
         with state.lock:
-            if state.resolved is not None:
-                return state.resolved
+            if state.entry is not None:
+                return state.entry
             if state.tracing:
                 raise RecursionError(
                     f'{self.signature.name} calls itself with arguments of the same shapes and dtypes'
@@ -292,15 +299,15 @@ class Dispatcher:
                 traced, program, shardings = self._trace(call, key, state)
             finally:
                 state.tracing = False
-            program = self._program_of(call, key, program, traced.out_tree, shardings)
+            program = self._build(call, key, program, traced.out_tree, shardings)
             self._function.warn_unused(self.signature.name, any_static=bool(call.layout.static))
-            state.resolved = Resolved(program, shardings, traced.out_tree)
-            return state.resolved
+            state.entry = ProgramEntry(program, shardings, traced.out_tree)
+            return state.entry
 
     def _trace(
         self, call: Call, key: CallKey, state: KeyState
     ) -> tuple[jax.stages.Traced, Program, TraceShardings]:
-        """Traces the user's function; in a program of its own, which is not compiled yet."""
+        """Traces the user's function; in a program of its own, which has no ``jax.jit`` yet."""
         program = self._new_program(call.layout)
         program.shardings.put(key, self._shardings_in(call, state))
         # The same function object as in the program: JAX finds this trace again there.
@@ -312,10 +319,10 @@ class Dispatcher:
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
         return TraceShardings(state.arguments, self.rules.constraints(call))
 
-    def _program_of(
-        self, call: Call, key: CallKey, traced: Program, out_tree: Any, shardings: TraceShardings
+    def _build(
+        self, call: Call, key: CallKey, new_program: Program, out_tree: Any, shardings: TraceShardings
     ) -> Program:
-        """The program that has these shardings: one that is there, or the one that was *traced*."""
+        """The program that has these shardings: one that is there, or *new_program*, with its ``jax.jit``."""
         assert shardings.outputs is not None
         arguments = tuple(
             [
@@ -331,8 +338,8 @@ class Dispatcher:
             if self.rules.any_explicit and sharding_key.outputs is None:
                 # JAX drops arguments that outputs do not depend on, and with them the devices to run on.
                 kwargs = {'keep_unused': True, **kwargs}
-            traced.compile(sharding_key, self.signature, self.mesh.size, kwargs)
-            program = self.programs.add(sharding_key, traced)
+            new_program.make_jit(sharding_key, self.signature, self.mesh.size, kwargs)
+            program = self.programs.add(sharding_key, new_program)
         if key.paths is not None:
             this = self._weak
             program.check_paths(key.paths, lambda: this._wrong_program())
@@ -348,10 +355,10 @@ class Dispatcher:
             return call.flat_args
         return placement.place(call.flat_args, read.sharded.shardings, read.moves, move)
 
-    def _run(self, read: ReadCall, resolved: Resolved, placed_args: Sequence[Any]) -> Any:
-        call = resolved.program.call
-        assert call is not None  # a resolved call has a compiled program
-        with self._placing:
+    def _run(self, read: ReadCall, entry: ProgramEntry, placed_args: Sequence[Any]) -> Any:
+        call = entry.program.call
+        assert call is not None  # the entry is of a program that is built
+        with self._args_placed:
             try:
                 outputs = call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -361,8 +368,8 @@ class Dispatcher:
                 if explained is None:
                     raise
                 raise explained from None
-        if not resolved.outputs_checked:
-            resolved.outputs_checked = True
+        if not entry.outputs_checked:
+            entry.outputs_checked = True
             placement_errors.warn_left_alone(read.sharded, outputs)
         return outputs
 
@@ -436,37 +443,35 @@ class Dispatcher:
         """
         if len(flat_args) != len(layout.slots):  # another number of extra positional arguments
             raise self._wrong_program()
-        if self._runs_inline() and (not self._placing or _inside_manual_region()):
-            raise self._wrong_program()
-        foreign = self._refuses_foreign and not self._placing
-        if foreign and any(
-            placement_errors.is_foreign(leaf, self.mesh) for leaf in jax.tree.leaves(flat_args)
-        ):
+        if self._runs_inline() and (not self._args_placed or _inside_manual_region()):
             raise self._wrong_program()
         call = Call(self.signature, layout, flat_args)
+        unchecked = self._refuses_foreign and not self._args_placed
+        if unchecked and placement_errors.any_foreign(call, self.mesh):
+            raise self._wrong_program()
         key = call_key(call)
         shardings = mine.get(key)
         if shardings is None:
-            if key.paths is not None and not self._placing:
+            if key.paths is not None and not self._args_placed:
                 raise self._wrong_program()  # later calls have to pass `Program.check_paths`
-            resolved = None if jax.config.jax_disable_jit else self._join(call, key)
-            if resolved is None or resolved.program.shardings is not mine:
+            entry = None if jax.config.jax_disable_jit else self._join(call, key)
+            if entry is None or entry.program.shardings is not mine:
                 raise self._wrong_program()
-            shardings = resolved.shardings
+            shardings = entry.shardings
         outputs, found = self._function.run(call, shardings)
         if found is not shardings:
             mine.put(key, found)
         return outputs
 
-    def _join(self, call: Call, key: CallKey) -> Resolved | None:
-        """Resolves a call key that some program was tried for; None if its types are not right yet."""
+    def _join(self, call: Call, key: CallKey) -> ProgramEntry | None:
+        """The program of a call key that some program was tried for; None if types are not right yet."""
         state = self._state(key, call)
-        if state.resolved is not None:
-            return state.resolved
-        unplaced = self.rules.any_explicit and not self._placing
+        if state.entry is not None:
+            return state.entry
+        unplaced = self.rules.any_explicit and not self._args_placed
         if unplaced and not placement.all_typed(call.flat_args, state.arguments):
             return None
-        return self._new(call, key, state)
+        return self._trace_and_build(call, key, state)
 
     def _wrong_program(self) -> WrongProgram:
         return WrongProgram(self, self.signature.name, other_types=self._runs_inline())
@@ -486,12 +491,8 @@ def _unknown() -> None:
     """The source of functions that have none."""
 
 
-class _Placing(threading.local):
-    """True in a thread that traces or runs a program whose arguments are placed, or are typed as placed.
-
-    A leaf without a sharding in its type is then one that only JAX can place, such as data of other
-    processes.
-    """
+class _ThreadFlag(threading.local):
+    """A context manager that is true in the threads that have entered it."""
 
     _depth = 0
 

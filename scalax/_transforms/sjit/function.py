@@ -29,7 +29,7 @@ from scalax._transforms.calls.call_key import explicit_spec
 from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
 from scalax._transforms.calls.placement import as_moved, moved, with_moved
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import Dispatcher, Resolved
+from scalax._transforms.sjit.dispatch import Dispatcher, ProgramEntry
 from scalax._transforms.sjit.program import sharding_tree
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
@@ -109,15 +109,15 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
-        resolved, placed = self._dispatcher.resolve(flat_args)
+        entry, placed = self._dispatcher.prepare(flat_args)
         if not kwargs and len(flat_args) == len(args):
-            return resolved.program.jitted.trace(*placed)
-        return _trace_as_called(self._dispatcher.signature, resolved, placed, len(args), list(kwargs))
+            return entry.program.jitted.trace(*placed)
+        return _trace_as_called(self._dispatcher.signature, entry, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        resolved, placed = self._dispatcher.resolve(self._flatten(args, kwargs))
-        return resolved.program.jitted.eval_shape(*placed)
+        entry, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
+        return entry.program.jitted.eval_shape(*placed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -126,20 +126,20 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         flat_args = self._flatten(args, kwargs)
-        resolved, _ = self._dispatcher.resolve(flat_args)
+        entry, _ = self._dispatcher.prepare(flat_args)
         inputs = tuple(
             sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in resolved.shardings.arguments.items()
+            for slot, shardings in entry.shardings.arguments.items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = resolved.shardings.outputs or ()
-        return inputs, sharding_tree(resolved.out_tree, outputs, 'they cannot be shown in place')
+        outputs = entry.shardings.outputs or ()
+        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
         flat_args = self._flatten(args, kwargs)
-        resolved, _ = self._dispatcher.resolve(flat_args)
-        program, kept = resolved.program, (self._dispatcher, self._given)
+        entry, _ = self._dispatcher.prepare(flat_args)
+        program, kept = entry.program, (self._dispatcher, self._given)
         if kwargs:
             return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
         if len(flat_args) == len(args):
@@ -291,7 +291,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
 
 
 def _trace_as_called(
-    signature: CallSignature, resolved: Resolved, flat_args: Sequence[Any], count: int, names: Sequence[str]
+    signature: CallSignature, entry: ProgramEntry, flat_args: Sequence[Any], count: int, names: Sequence[str]
 ) -> jax.stages.Traced:
     """Traces a program so that JAX's stages take arguments and keywords as the user writes them.
 
@@ -300,12 +300,12 @@ def _trace_as_called(
 
     Args:
         signature: how the user's function is called.
-        resolved: the program, with the shardings of the arguments.
+        entry: the program, with the shardings of the arguments.
         flat_args: the call.
         count: how many arguments were given by position.
         names: which were given by name.
     """
-    program = resolved.program
+    program = entry.program
 
     def as_called(*args: Any, **keywords: Any) -> Any:
         return program.flat_function(*signature.flatten(args, keywords))
@@ -314,7 +314,7 @@ def _trace_as_called(
     as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.flat_function
     typed = list(flat_args)
-    for slot, shardings in resolved.shardings.arguments.items():
+    for slot, shardings in entry.shardings.arguments.items():
         typed[slot] = _tree_with_shardings(flat_args[slot], shardings)
     args, keywords = signature.as_called(typed, count, names)
     selected = signature.selected_as_called(program.layout, count, names)

@@ -135,6 +135,9 @@ class Program:
         shardings: the call keys it serves, each with the shardings that its trace applies.
         jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
         call: what a call runs: `jitted`, behind checks where JAX needs them and the placing of host data.
+        _call_placed: `call` without the placing of host data.
+        _host_data: the shardings to which `call` places host data, by slot, in the form of `compress`. They
+            may be None in `_arguments`: what is placed already has a type, which then holds its sharding.
     """
 
     layout: CallLayout
@@ -142,14 +145,14 @@ class Program:
     shardings: LRUCache[CallKey, TraceShardings]
     jitted: Any = None
     call: Callable[..., Any] | None = None
-    _direct: Callable[..., Any] | None = None
+    _call_placed: Callable[..., Any] | None = None
     _arguments: tuple[Any, ...] = ()
     _options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _placed_first: frozenset[int] = frozenset()
+    _host_data: dict[int, Any] = dataclasses.field(default_factory=dict)
     _handed_out: weakref.ref[Any] | None = None
     _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
 
-    def compile(
+    def make_jit(
         self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: Mapping[str, Any]
     ) -> None:
         """Makes the ``jax.jit``; nothing is traced or compiled yet."""
@@ -159,14 +162,14 @@ class Program:
             self._options['out_shardings'] = expand(sharding_key.outputs)
         self.jitted = self._jit(self.flat_function, len(self.layout.slots))
         crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
-        self.call = self._direct = self._guarded(signature) if crashes else self.jitted
+        self.call = self._call_placed = self._guarded(signature) if crashes else self.jitted
 
     def _jit(self, fun: Callable[..., Any], count: int) -> Any:
-        """Compiles a function of the first *count* slots."""
+        """The ``jax.jit`` of a function of the first *count* slots."""
         dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
         forms = [form for slot, form in dynamic if slot < count]
         options = dict(self._options)
-        if any(form is not None for form in forms):
+        if forms.count(None) < len(forms):
             options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
             fun,
@@ -204,7 +207,7 @@ class Program:
 
     def check_paths(self, paths: tuple[str, ...], wrong_program: Callable[[], Exception]) -> None:
         """Makes calls compare leaf paths with these first: JAX takes trees with other paths for the same."""
-        direct, dynamic, known = self._direct, self.layout.dynamic, self._paths
+        call, dynamic, known = self._call_placed, self.layout.dynamic, self._paths
         checks = bool(known)
         known.add(paths)
         if checks:
@@ -213,27 +216,23 @@ class Program:
         def checked(*flat_args: Any) -> Any:
             if paths_of([flat_args[slot] for slot in dynamic]) not in known:
                 raise wrong_program()
-            assert direct is not None
-            return direct(*flat_args)
+            assert call is not None
+            return call(*flat_args)
 
-        self.call = self._direct = checked
-        self._placed_first = frozenset()
+        self.call = self._call_placed = checked
+        self._host_data = {}
 
-    def place_first(self, slots: frozenset[int], moves: Moves) -> None:
-        """Makes calls place host data in these slots before JAX sees it.
+    def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
+        """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
 
         Where types hold shardings, host data would be typed as unsharded: each call would trace, be refused
         and be dispatched.
         For calls of another key the shardings may be wrong, which the check inside the trace finds.
         """
-        direct, layout = self._direct, self.layout
-        if slots <= self._placed_first or direct is None:
+        call_placed = self._call_placed
+        if shardings.items() <= self._host_data.items() or call_placed is None:
             return
-        self._placed_first |= slots
-        slots = self._placed_first
-        forms = {
-            slot: form for slot, form in zip(layout.dynamic, self._arguments, strict=True) if slot in slots
-        }
+        self._host_data = forms = {**self._host_data, **shardings}
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*flat_args: Any) -> Any:
@@ -242,9 +241,9 @@ class Program:
                 found = list(flat_args)
                 for slot, form in forms.items():
                     found[slot] = jax.device_put(flat_args[slot], form)
-                return direct(*found)
+                return call_placed(*found)
             wanted = {slot: per_leaf(form, flat_args[slot]) for slot, form in forms.items()}
-            return direct(*place(flat_args, wanted, moves, moved))
+            return call_placed(*place(flat_args, wanted, moves, moved))
 
         self.call = placed
 
@@ -270,54 +269,54 @@ class Program:
 
 
 class ProgramTable:
-    """A dict from the look of a call to its program, for functions of several programs.
+    """The programs of calls by partial key, for functions of several programs.
 
-    A look is the tree structure of the arguments, the shape and dtype of each leaf, and the static values.
-    It is part of a `CallKey`, and costs a fraction. The key is computed where a look is new, or where calls
-    of several programs look alike (they differ in the trace context).
+    A partial key is the tree structure of the arguments, the shape and dtype of each leaf, and the static
+    values. It costs a fraction of a `CallKey`, which is computed where a partial key is new, or where calls
+    of several programs have the same one (they differ in the trace context).
 
     Args:
-        exact: finds the program of a call by its key, or None.
+        find_by_key: finds the program of a call by its `CallKey`, or None.
         wrong_program: makes the exception to raise for a call whose program is not known.
     """
 
     def __init__(
-        self, exact: Callable[[Sequence[Any]], Program | None], wrong_program: Callable[[], Exception]
+        self, find_by_key: Callable[[Sequence[Any]], Program | None], wrong_program: Callable[[], Exception]
     ) -> None:
-        self._exact, self._wrong_program = exact, wrong_program
+        self._find_by_key, self._wrong_program = find_by_key, wrong_program
         self._layouts: dict[int, CallLayout] = {}
-        self._programs: dict[Any, Program | None] = {}  # None where calls of several programs look alike
+        self._programs: dict[Any, Program | None] = {}  # None: of several programs
 
-    def learn(self, flat_args: Sequence[Any], program: Program) -> None:
+    def add(self, flat_args: Sequence[Any], program: Program) -> None:
         """Notes the program of a call."""
         if len(self._programs) >= SIZE:
             self._programs.clear()
         self._layouts[len(flat_args)] = program.layout
-        look = _look(program.layout, flat_args)
-        if self._programs.setdefault(look, program) is not program:  # None marks it as ambiguous for ever
-            self._programs[look] = None
+        key = _partial_key(program.layout, flat_args)
+        if self._programs.setdefault(key, program) is not program:  # None marks it as ambiguous for ever
+            self._programs[key] = None
 
-    def program(self, flat_args: Sequence[Any]) -> Program | None:
+    def find(self, flat_args: Sequence[Any]) -> Program | None:
         """The program for a call, or None."""
         try:
-            program = self._programs.get(_look(self._layouts[len(flat_args)], flat_args))
+            program = self._programs.get(_partial_key(self._layouts[len(flat_args)], flat_args))
             if program is None:
-                program = self._exact(flat_args)
+                program = self._find_by_key(flat_args)
                 if program is not None:
-                    self.learn(flat_args, program)
+                    self.add(flat_args, program)
             return program
         except Exception:  # of calls that nothing serves, which `dispatch` explains
             return None
 
     def __call__(self, *flat_args: Any) -> Any:
         """Runs the program of a call."""
-        program = self.program(flat_args)
+        program = self.find(flat_args)
         if program is None or program.call is None:
             raise self._wrong_program()
         return program.call(*flat_args)
 
 
-def _look(layout: CallLayout, flat_args: Sequence[Any]) -> Any:
+def _partial_key(layout: CallLayout, flat_args: Sequence[Any]) -> Any:
     leaves, treedef = jax.tree.flatten([flat_args[slot] for slot in layout.dynamic])
     try:
         types = [(leaf.shape, leaf.dtype) for leaf in leaves]

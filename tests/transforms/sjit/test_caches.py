@@ -258,7 +258,7 @@ def test_arrays_of_x64_keep_their_dtype_without_it(wide_first, kind, committed):
         assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, ROWS), 1)
 
 
-def test_arrays_of_x64_are_told_apart_by_a_look(monkeypatch):
+def test_arrays_of_x64_are_told_apart_by_a_partial_key(monkeypatch):
     with jax.enable_x64(True):
         wide = HELPER.shard(np.ones(8), ROWS)
     by_dtype = PolicyShardingRule(lambda path, leaf: ROWS if leaf.dtype == np.float64 else P())
@@ -712,7 +712,7 @@ def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatc
     never_slow(compiled, [(wide[0],), (wide[1],), (jnp.asarray(wide[0]),)], monkeypatch)
 
 
-def test_programs_are_told_apart_by_looks_at_numbers_too(monkeypatch):
+def test_programs_are_told_apart_by_numbers_too(monkeypatch):
     by_rank = PolicyShardingRule(lambda path, leaf: P('data') if leaf.shape else P())
     by_dtype = PolicyShardingRule(lambda path, leaf: P() if leaf.dtype == np.float32 else None)
     for rule in (by_rank, by_dtype):

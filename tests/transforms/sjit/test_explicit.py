@@ -323,6 +323,29 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
         check(batch)
 
 
+@pytest.mark.parametrize('placed_first', [False, True])
+def test_host_data_without_rules_is_dispatched_once(helper, monkeypatch, placed_first):
+    traces = []
+
+    @helper.sjit
+    def double(x):
+        traces.append(x.shape)
+        return x * 2
+
+    calls = [X, X[:4], X[:2, :4]]
+    if placed_first:
+        for x in calls[:2]:
+            double(helper.shard(x, P()))
+    for x in calls:
+        double(x)
+    monkeypatch.setattr(type(double._dispatcher), 'dispatch', lambda *_: pytest.fail('the slow path'))
+    for x in calls * 2:
+        out = double(x)
+        np.testing.assert_array_equal(out, x * 2)
+        assert lies(out, helper, P())
+    assert len(traces) == len(calls)
+
+
 def test_host_data_beside_arrays_that_lie_wrong():
     step = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC))
     step(X, X)
