@@ -413,13 +413,14 @@ def main() -> None:
             newest_is, oldest_is = describe_python(python), describe_python(oldest)
             print(f'newest: {newest_is}\noldest: {oldest_is}')
             steps += test_steps('tests (JAX newest)', python, scratch, 4, variables=UNOPTIMISED)
-            steps += test_steps('tests (JAX oldest)', oldest, scratch, 2, left_out=NOT_ON_OLDEST)
+            name = 'tests (JAX oldest)'
+            steps += test_steps(name, oldest, scratch, 2, left_out=NOT_ON_OLDEST, variables=UNOPTIMISED)
             if between:
                 between = between.absolute()
                 print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
                 if between_is != newest_is:  # all tests run on it then
                     name = 'tests (JAX between)'
-                    first = {'PYTHONPATH': str(between)}
+                    first = {**UNOPTIMISED, 'PYTHONPATH': str(between)}
                     steps += test_steps(
                         name, oldest, scratch, options=(), chosen=ON_ONE_BETWEEN, variables=first
                     )
