@@ -214,37 +214,47 @@ def test_steps_that_the_old_writer_saves_meanwhile_make_way(
     assert run_and_step(helper, tmp_path) == (2, 4)
 
 
+@pytest.fixture
+def second(tmp_path: Path) -> Checkpointer:
+    """The writer that looked for steps before the first one of its directory saved step 3."""
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    assert second.latest_step() is None
+    assert first.save(3, state(1, 3))
+    first.wait()
+    return second
+
+
+def assert_tries_again(second: Checkpointer, folder: Path, helper: MeshShardingHelper, error: str) -> None:
+    """Its save fails, which loses nothing of what there is; the next one replaces the step."""
+    with pytest.warns(CheckpointWarning, match='holds step 3'):
+        assert second.save(3, state(2, 3))
+    assert error in message(second.wait)
+    assert names(folder) == ['3', 'writer.json']
+    assert run_and_step(helper, folder) == (1, 3)
+    assert second.save(3, state(2, 3))
+    second.close()
+    assert run_and_step(helper, folder) == (2, 3)
+
+
 def test_steps_make_way_only_when_another_is_complete(
-    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, second: Checkpointer
 ) -> None:
-    """A restart that cannot write loses nothing of what there is."""
-    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
-    assert new.latest_step() is None
-    assert old.save(3, state(1, 3))
-    old.wait()
+    write_own, failed = _save.SaveThread._write_own, []
 
-    def full(*args: Any) -> None:
-        raise OSError(28, 'No space left on device')
+    def fails_once(save: Any, *args: Any) -> None:
+        if not failed:
+            failed.append(save)
+            raise OSError(28, 'No space left on device')
+        write_own(save, *args)
 
-    with monkeypatch.context() as patch, pytest.warns(CheckpointWarning):
-        patch.setattr(_save.SaveThread, '_write_own', full)
-        assert new.save(3, state(2, 3))
-        assert 'OSError: [Errno 28] No space left on device' in message(new.wait)
-    assert names(tmp_path) == ['3', 'writer.json']
-    assert run_and_step(helper, tmp_path) == (1, 3)
-    assert new.save(3, state(2, 3))
-    new.close()
-    assert run_and_step(helper, tmp_path) == (2, 3)
+    monkeypatch.setattr(_save.SaveThread, '_write_own', fails_once)
+    assert_tries_again(second, tmp_path, helper, 'OSError: [Errno 28] No space left on device')
 
 
 def test_a_step_that_has_made_way_comes_back_where_the_rename_fails(
-    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, second: Checkpointer
 ) -> None:
-    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
-    assert new.latest_step() is None
-    assert old.save(3, state(1, 3))
-    old.wait()
-    rename, failed = type(new._directory).rename, []
+    rename, failed = type(second._directory).rename, []
 
     def fails_once(path: Any, to: Any) -> Any:
         if Path(to).name == '3' and not failed:
@@ -252,35 +262,24 @@ def test_a_step_that_has_made_way_comes_back_where_the_rename_fails(
             raise OSError(5, 'Input/output error')
         return rename(path, to)
 
-    monkeypatch.setattr(type(new._directory), 'rename', fails_once)
-    with pytest.warns(CheckpointWarning, match='holds step 3'):
-        assert new.save(3, state(2, 3))
-    assert 'OSError: [Errno 5] Input/output error' in message(new.wait)
-    assert names(tmp_path) == ['3', 'writer.json']
-    assert run_and_step(helper, tmp_path) == (1, 3)
-    assert new.save(3, state(2, 3))
-    new.close()
-    assert run_and_step(helper, tmp_path) == (2, 3)
+    monkeypatch.setattr(type(second._directory), 'rename', fails_once)
+    assert_tries_again(second, tmp_path, helper, 'OSError: [Errno 5] Input/output error')
 
 
 def test_a_disk_that_cannot_be_read_once_the_directory_is_taken(
-    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, second: Checkpointer
 ) -> None:
     """The next save still knows which steps have come from the writer before."""
-    old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
-    assert new.latest_step() is None
-    assert old.save(3, state(1, 3))
-    old.wait()
 
     def fails() -> Any:
         raise OSError(5, 'Input/output error')
 
     with monkeypatch.context() as patch:
-        patch.setattr(new._writer, '_unfinished', fails)
-        assert 'Input/output error' in message(new.save, 3, state(2, 3))
+        patch.setattr(second._writer, '_unfinished', fails)
+        assert 'Input/output error' in message(second.save, 3, state(2, 3))
     with pytest.warns(CheckpointWarning, match='holds step 3'):
-        assert new.save(3, state(2, 3))
-    new.close()
+        assert second.save(3, state(2, 3))
+    second.close()
     assert run_and_step(helper, tmp_path) == (2, 3)
 
 

@@ -36,9 +36,10 @@ OPTIMIZER = OptimizerConfig(steps=STEPS, warmup=2)
 @pytest.fixture(scope='module', autouse=True)
 def compile_quickly() -> Iterator[None]:
     """Compiling is most of the work here, and how well says nothing about where things lie."""
+    before = jax.config.read('jax_disable_most_optimizations')
     jax.config.update('jax_disable_most_optimizations', True)
     yield
-    jax.config.update('jax_disable_most_optimizations', False)
+    jax.config.update('jax_disable_most_optimizations', before)
 
 
 @functools.cache
@@ -91,8 +92,14 @@ def assert_placed(trainer: Trainer, state: TrainState) -> None:
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (path, leaf.sharding, sharding)
 
 
-# Each of them on eight devices; on fewer, those that split the most.
-RUNS = [*((name, 8) for name in STRATEGIES), ('fsdp_tp_sp', 4), ('zero2', 2), ('fsdp_tp', 1)]
+# Each of them on eight devices; one on a single device, where nothing is split. In between, the same code
+# runs with other sizes of axes.
+RUNS = [
+    *((name, 8) for name in STRATEGIES),
+    ('fsdp_tp', 1),
+    pytest.param('fsdp_tp_sp', 4, marks=pytest.mark.slow),
+    pytest.param('zero2', 2, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(('name', 'devices'), RUNS)

@@ -57,9 +57,15 @@ def names_of_checks(module: str) -> list[str]:
 
 
 def run_checks(
-    module: str, processes: int, devices: int, names: Sequence[str] = (), timeout: float = LONGEST_S
+    modules: str | Sequence[str],
+    processes: int,
+    devices: int,
+    names: Sequence[str] = (),
+    timeout: float = LONGEST_S,
 ) -> Outcome:
-    """Runs checks of a module, or all, in so many processes with so many simulated devices each."""
+    """Runs checks of modules, or all, in so many processes with so many simulated devices each."""
+    modules = [modules] if isinstance(modules, str) else modules
+    checks = [f'{module}:{name}' for module in modules for name in names or names_of_checks(module)]
     paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
     # Not buffered: what a process said before it was ended counts.
@@ -67,7 +73,7 @@ def run_checks(
     env.pop('XLA_FLAGS', None)
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
         command = [sys.executable, '-W', 'error', '-m', 'tests.support.processes']
-        command += [module, str(processes), str(port)]
+        command += [str(processes), str(port)]
         # What is printed is for people: other libraries print too, in the middle of lines.
         printed = [Path(folder, f'{index}.txt') for index in range(processes)]
         passed = [Path(folder, f'{index}.passed') for index in range(processes)]
@@ -76,7 +82,7 @@ def run_checks(
             for index in range(processes):
                 passed[index].touch()
                 with printed[index].open('wb') as out:
-                    full = [*command, str(index), str(passed[index]), *(names or names_of_checks(module))]
+                    full = [*command, str(index), str(passed[index]), *checks]
                     running.append(subprocess.Popen(full, env=env, stdout=out, stderr=subprocess.STDOUT))
             _wait(running, timeout)
         finally:
@@ -172,7 +178,7 @@ def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
         time.sleep(0.05)
 
 
-def _main(module: str, processes: str, port: str, index: str, passed: str, *names: str) -> int:
+def _main(processes: str, port: str, index: str, passed: str, *checks: str) -> int:
     """What each process runs."""
     import jax
 
@@ -181,10 +187,9 @@ def _main(module: str, processes: str, port: str, index: str, passed: str, *name
     jax.distributed.initialize(
         address, int(processes), int(index), initialization_timeout=300, shutdown_timeout_seconds=60
     )
-    checks = importlib.import_module(module)
-    for name in names:
+    for module, _, name in (check.partition(':') for check in checks):
+        check: Callable[[], None] = getattr(importlib.import_module(module), name)
         start = time.monotonic()
-        check: Callable[[], None] = getattr(checks, name)
         try:
             check()
         except BaseException:
