@@ -28,6 +28,8 @@ def check_plan(
     before: Plan | None,
 ) -> None:
     """Checks the limits; see `Plan.check`."""
+    if not any(fits is value for value in (True, False, None)):
+        raise ArgumentError(f'fits is True, False or None, got {fits!r}')
     if not isinstance(moved, Mapping):
         raise ArgumentError(f'bytes takes a dict of limits by mesh axes, got {moved!r}')
     if before is not None:
@@ -52,7 +54,9 @@ def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
 
 def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
     for given, limit in limits.items():
-        axes = (given,) if isinstance(given, str) else tuple(given)
+        axes = given if isinstance(given, tuple) else (given,)
+        if not axes:
+            raise ArgumentError('a limit of bytes names no mesh axis: ()')
         for axis in axes:
             if axis not in plan.mesh:
                 raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), plan.mesh)})')
@@ -69,6 +73,8 @@ def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
 def _number(name: str, limit: Any) -> float:
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
         raise ArgumentError(f'the limit of {name} is not a number: {limit!r}')
+    if limit < 0:
+        raise ArgumentError(f'the limit of {name} is below 0, which every plan exceeds: {limit!r}')
     return float(limit)
 
 

@@ -28,7 +28,7 @@ def plan():
 def test_limits_that_are_kept(plan):
     plan.check()
     plan.check(peak=plan.memory.peak, bytes={'fsdp': 8 * KIB, 'tp': 0, ('fsdp', 'tp'): 0})
-    plan.check(bytes={('fsdp',): 1e9})
+    plan.check(bytes={('fsdp',): 1e9, ('tp', 'fsdp'): 0})
     on_tpu = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit=2**30))
     on_tpu.check(fits=True)
 
@@ -70,6 +70,10 @@ def test_whether_it_fits_is_not_known(plan):
         ({'bytes': ['fsdp']}, 'bytes takes a dict'),
         ({'seconds': True}, 'the limit of seconds is not a number: True'),
         ({'before': 3}, 'another plan'),
+        ({'bytes': {'tp': -1}}, r"bytes along \('tp',\) is below 0, which every plan exceeds: -1"),
+        ({'bytes': {3: 1}}, "the mesh has no axis 3 .*'fsdp'"),
+        ({'bytes': {(): 1}}, 'names no mesh axis'),
+        ({'fits': 'yes'}, "fits is True, False or None, got 'yes'"),
     ],
 )
 def test_wrong_limits(plan, limits, message):
