@@ -85,7 +85,7 @@ class Collective:
     scattered: bool = False
     networks: tuple[Network, ...] = ()
     cause: Cause = 'sharding'
-    partitioned_as: str = ''
+    partitioned_as: Literal['', Kind] = ''
     phase: Part = 'other'
 
 

@@ -98,7 +98,8 @@ class Plan:
         if not 0 < self.devices <= size:
             raise PlanError(f'devices are {self.devices}, and the mesh has {size}')
         for row in self.collectives:
-            if not self.mesh.keys() >= set(row.axes) or any(device >= size for device in row.part):
+            known = self.mesh.keys() >= set(row.axes) and len(set(row.axes)) == len(row.axes)
+            if not known or any(device >= size for device in row.part):
                 raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
         if self.places:
             axes = {len(place.coords) for place in self.places}

@@ -109,13 +109,20 @@ def test_what_is_not_a_whole_plan(changes, message):
 
 
 def test_a_collective_of_other_devices():
-    for wrong in ({'axes': ['dp']}, {'part': [0, 8]}):
+    for wrong in ({'axes': ['dp']}, {'axes': ['tp', 'tp']}, {'part': [0, 8]}):
         values = written()
         values['collectives'][0] |= wrong
         with pytest.raises(
             DataError, match='a collective is of devices that the mesh does not have: Collective'
         ):
             Plan.load(json.dumps(values))
+
+
+def test_a_kind_that_the_partitioner_does_not_know():
+    values = written()
+    values['collectives'][0]['partitioned_as'] = 'a\nb'
+    with pytest.raises(DataError, match=r"collectives\[0\].partitioned_as is none of '', 'all-gather', "):
+        Plan.load(json.dumps(values))
 
 
 def test_whatever_is_in_a_file_is_refused_or_can_be_shown():
