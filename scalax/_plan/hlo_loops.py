@@ -34,8 +34,13 @@ class Visit:
     scope: str = ''
 
     def op_name(self, instruction: Instruction) -> str:
-        """The whole op name of an instruction, with those of the calls around it; empty if it has none."""
-        return f'{self.scope}/{instruction.op_name}'.lstrip('/') if instruction.op_name else ''
+        """The whole op name of an instruction, with those of the calls around it; empty if it has none.
+
+        What the compiler itself puts into a call keeps its whole name.
+        """
+        own = instruction.op_name
+        whole = not own or not self.scope or f'{own}/'.startswith(f'{self.scope}/')
+        return own if whole else f'{self.scope}/{own}'
 
     def part_of(self, instruction: Instruction) -> Part:
         """The part of a step that an instruction belongs to."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from scalax._plan.collective_runs import runs
 from scalax._plan.flops import count_flops
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import Work, flops_of, work_of
@@ -278,3 +279,23 @@ def test_products_of_an_optimized_program():
     # A fusion has the name of something else that is in it.
     parts = {'forward': two, 'backward': heads}
     assert work_of(parse(OPTIMIZED)) == Work(two + heads, moved, EXACTLY, parts, kernels=1)
+
+
+def test_a_call_of_the_compiler_has_whole_names_inside():
+    """That for tpu7x puts an all-gather into a call with the name of the operation, and keeps it inside."""
+    name = 'jit(f)/jvp()/squeeze'
+    groups = 'channel_id=8, replica_groups={{0,1}}, dimensions={0}'
+    text = f"""HloModule m, is_scheduled=true, num_partitions=2
+
+%gather (a: f32[4]) -> f32[8] {{
+  %a = f32[4]{{0}} parameter(0)
+  ROOT %g = f32[8]{{0}} all-gather(%a), {groups}, metadata={{op_name="{name}"}}
+}}
+
+ENTRY %main (a: f32[4]) -> f32[8] {{
+  %a = f32[4]{{0}} parameter(0)
+  ROOT %c = f32[8]{{0}} call(%a), to_apply=%gather, metadata={{op_name="{name}"}}
+}}
+"""
+    [run] = runs(parse(text))
+    assert run.op_name == name
