@@ -24,7 +24,7 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
 from scalax._plan.parts import Part, part_of
-from scalax._plan.provenance import Source, is_of_the_partitioner, source_of
+from scalax._plan.provenance import Source, is_of_the_partitioner, neighbourhood, source_of
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -128,7 +128,7 @@ def collectives(
                 source=Source(),
                 part=found.part,
                 networks=found.networks,
-                phase=part_of(run.op_name),
+                phase=_phase(run),
             )
             counts[_explained(row, run, module, before, found.groups)] += run.visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
@@ -159,8 +159,21 @@ def _explained(
         source=source,
         cause='padding' if padded else _cause(origin),
         partitioned_as='' if origin.kind == row.kind else origin.kind,
-        phase=part_of(run.op_name or origin.op_name),
+        phase=_phase(run if run.op_name else origin),
     )
+
+
+def _phase(run: Run) -> Part:
+    """The part of a step that a collective belongs to.
+
+    That which moves the state of a loop has no op name. It is part of what is next to it, else of the loop.
+    """
+    around: Sequence[str] = [run.op_name]
+    if not run.op_name:
+        near = neighbourhood(run.computation, run.instruction)
+        around = [run.visit.op_name(item) for item in near if item.opcode != 'parameter']
+        around += [] if run.visit.caller is None else [run.visit.caller.op_name]
+    return next((part for part in map(part_of, around) if part != 'other'), 'other')
 
 
 def _cause(run: Run) -> Cause:

@@ -187,3 +187,25 @@ def test_the_model_of_the_llama_steps(case):
     assert count_model_flops(jaxpr) == found['forward'] + found['backward']
     assert count_model_flops(jaxpr) == pytest.approx(by_hand + masked, rel=0.01)
     assert found['backward'] == 2 * found['forward']
+
+
+def test_what_moves_the_state_of_a_loop_has_the_phase_of_the_loop():
+    """The partitioner gives it no name: it gathers the activations of each layer, forward."""
+
+    def loss(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+    specs = P(None, 'fsdp', 'tp'), P('fsdp')
+    arguments = leaf(4, 64, 64), leaf(128, 64)
+    training = HELPER.plan(
+        HELPER.sjit(jax.grad(loss), in_shardings=specs, out_shardings=specs[0]), *arguments
+    )
+    assert {row.phase for row in training.collectives} == {'forward', 'backward'}
+    assert {
+        row.phase for row in training.collectives if row.kind == 'all-gather' and row.axes == ('tp',)
+    } == {
+        'forward',
+        'backward',
+    }
+    inference = HELPER.plan(HELPER.sjit(loss, in_shardings=specs), *arguments)
+    assert {row.phase for row in inference.collectives} == {'other'}
