@@ -33,10 +33,13 @@ class Partitioned:
         """Reads a program; *axes_of* gives the mesh axes of one of its collectives."""
         self.module = module
         self._by_op_name: dict[str, list[_Origin]] = collections.defaultdict(list)
+        self._by_function: dict[str, list[_Origin]] = collections.defaultdict(list)
         self._by_channel: dict[str, list[_Origin]] = collections.defaultdict(list)
         for run in runs(module):
             origin = _Origin(run, axes_of(run))
             self._by_op_name[run.op_name].append(origin)
+            if function := _function(run.op_name):
+                self._by_function[function].append(origin)
             self._by_channel[run.channel].append(origin)
 
     def origin(self, run: Run, later: Module, axes: tuple[str, ...], group: int) -> Run | None:
@@ -57,7 +60,8 @@ class Partitioned:
         if run.op_name:
             alike: Sequence[_Origin] = self._by_op_name.get(run.op_name, [])
         else:
-            found = map(wanted.among, self._near(run, later))
+            near = [*self._near(run, later)]
+            found = (*map(wanted.equal, near), *map(wanted.among, near))
             alike = next((some for some in found if some), [])
         best = max(alike, key=wanted.likeness, default=None)
         return None if best is None else best.run
@@ -67,7 +71,10 @@ class Partitioned:
         computation, holder = run.holder
         for instruction in itertools.islice(_around(computation, holder), _FAR):
             yield from (self._by_channel.get(channel, []) for channel in _channels(instruction, later))
-            yield self._by_op_name.get(run.visit.op_name(instruction), [])
+            if op_name := run.visit.op_name(instruction):
+                yield self._by_op_name.get(op_name, [])
+                yield self._by_function.get(_function(op_name), [])
+        yield self._by_op_name.get('', [])
 
 
 class _Origin(NamedTuple):
@@ -100,18 +107,28 @@ class _Wanted(NamedTuple):
             other.run.whole_bytes(self.group) in self._sizes,
         )
 
+    def equal(self, origins: Sequence[_Origin]) -> list[_Origin]:
+        """Those of its axes, kind and bytes."""
+        return [other for other in origins if all(self.likeness(other)[1:])]
+
     def among(self, origins: Sequence[_Origin]) -> list[_Origin]:
         """Those that may have become this; if there are several, those of its axes, kind and bytes."""
         fitting = [other for other in origins if self._may_be(other)]
         if len({other.run.instruction.name for other in fitting}) <= 1:
             return fitting
-        return [other for other in fitting if all(self.likeness(other)[1:])]
+        return self.equal(fitting)
 
     def _may_be(self, other: _Origin) -> bool:
         kind, own = other.run.kind, self.run.kind
         if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
             return self.axes == other.axes
         return {*self.axes} <= {*other.axes} and own in (kind, *_BECOMES.get(kind, ()))
+
+
+def _function(op_name: str) -> str:
+    """The function of JAX that an operation is in, such as ``.../jit(dynamic_index_in_dim)``; else empty."""
+    function = op_name.rpartition('/')[0]
+    return function if function.endswith(')') and '/jit(' in f'/{function.rpartition("/")[2]}' else ''
 
 
 def _around(computation: Computation, start: Instruction) -> Iterator[Instruction]:

@@ -62,6 +62,38 @@ def quick(over, fun, *arguments):
 # --- Collectives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    'over',
+    [
+        functools.partial(helper, 'v5e:2x4', ('fsdp', 2), ('tp', 4)),
+        # The compiler unrolls a part of the backward pass, of whose gathers none has a name.
+        functools.partial(
+            helper, 'v5e:2x4', ('data', 4), ('fsdp', 2), ('tp', 4), num_slices=4, dcn_axis_dims=(4, 1, 1)
+        ),
+        # The compiler puts gathers into calls that have their names.
+        functools.partial(helper, 'tpu7x:2x2x1', ('fsdp', 2), ('tp', 4)),
+    ],
+    ids=['one slice', 'four slices', 'tpu7x'],
+)
+def test_a_gather_is_that_of_its_pass(over):
+    over = over()
+
+    def step(w, x):
+        def loss(w):
+            return jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]).mean()
+
+        return w - jax.grad(loss)(w)
+
+    weights, batch = P(None, 'fsdp', 'tp'), P([*over.mesh.shape][:-1])
+    fun = over.sjit(step, in_shardings=(weights, batch), out_shardings=weights)
+    plan = quick(over, fun, array(4, 1024, 1024), array(4096, 1024))
+    gathers = {(row.axes, row.phase): row.count for row in plan.collectives if row.kind == 'all-gather'}
+    axes = ('fsdp',), ('tp',)
+    assert gathers == {(axis, phase): 4 for axis in axes for phase in ('forward', 'backward')}
+    assert {row.cause for row in plan.collectives} == {'sharding'}
+    assert {row.partitioned_as for row in plan.collectives} == {'', 'all-reduce'}
+
+
 @functools.cache
 def block():
     """Gathered weights, partial sums, and products that wait for both: in full."""
