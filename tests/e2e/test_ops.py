@@ -52,8 +52,8 @@ PRINTED = {
         loss: 9.594, gradients lie as P('data',) and P(None, 'tp')
         the same as by the compiler: True
         logits of the rows of one device: 4.0 MiB
-        cross_entropy: holds 0.50 of that while it runs, sends 545 KiB
-        by_the_compiler: holds 0.75 of that while it runs, sends 545 KiB
+        cross_entropy: holds 0.50 of that while it runs, sends 546 KiB
+        by_the_compiler: holds 0.75 of that while it runs, sends 546 KiB
         """,
     'pallas_kernel': """
         the result is sharded as P('data',), and is right: True
