@@ -63,7 +63,7 @@ def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
 
 def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[Visit]:
     yield visit
-    for instruction in visit.computation.instructions.values():
+    for instruction in visit.computation.calling:
         # A fusion has the name of one of its instructions, which may be of another part than the others.
         scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
         called = [

@@ -24,7 +24,7 @@ from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.memory import constant_bytes
 from scalax._plan.plan import Plan
-from scalax._plan.torus import places_of
+from scalax._plan.torus import Place, places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, names_of_arguments, sjit
 from scalax._tree.paths import join
@@ -101,7 +101,7 @@ def make_plan(
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, asked)
-    rows = _collectives(compiled, program, partitioned, mesh) if compiled.partitioned else ()
+    rows = _collectives(compiled, program, partitioned, mesh, places) if compiled.partitioned else ()
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args)
     if names is None:
@@ -131,13 +131,13 @@ def make_plan(
 
 
 def _collectives(
-    compiled: Compiled, program: Module, partitioned: Module, mesh: Mesh
+    compiled: Compiled, program: Module, partitioned: Module, mesh: Mesh, places: Sequence[Place]
 ) -> tuple[Collective, ...]:
     """The collectives of the program that runs; of simulated devices, of the partitioner's program."""
     return collectives(
         program,
         dict(mesh.shape),
-        places_of(mesh.devices.flat),
+        places,
         partitioned if compiled.optimized else None,
         [device.id for device in mesh.devices.flat],
     )
