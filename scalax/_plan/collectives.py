@@ -20,10 +20,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from scalax._plan.collective_runs import Kind, Run, runs
-from scalax._plan.formulas import Counted
+from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.parts import Part, part_of
 from scalax._plan.provenance import Source, is_of_the_partitioner, source_of
 from scalax._plan.replica_groups import (
     Groups,

@@ -125,6 +125,11 @@ class Computation:
                 users.setdefault(operand.partition('#')[0], []).append(instruction)
         return users
 
+    def makers_of(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that make the operands of one."""
+        names = (operand.partition('#')[0] for operand in instruction.operands)
+        return [self.instructions[name] for name in names if name in self.instructions]
+
     @functools.cached_property
     def calling(self) -> list[Instruction]:
         """The instructions that may call other computations."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from scalax._plan.formulas import Counted
+from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_integers import ElidedConstantError, Integers
 from scalax._plan.loop_rounds import State, solved_rounds
-from scalax._plan.parts import Part, part_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Visit:
         return part_of(self.op_name(instruction) or self.scope)
 
 
-Measure = Callable[[Visit, Instruction], float]
+Measure = Callable[[Visit, Instruction], int]
 """How much of something one execution of an instruction takes, such as its flops."""
 
 
@@ -59,6 +58,19 @@ def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
             all branches come, each of which runs at most so often.
     """
     return _visits(module, measure, Visit(module.computations[module.entry], 1, Counted.EXACTLY))
+
+
+def executed(module: Module, measure: Measure) -> Iterator[tuple[Visit, Instruction, int]]:
+    """What takes anything of a measure: each instruction with the sum of all its executions in a visit.
+
+    Args:
+        module: the program.
+        measure: as for `visits`.
+    """
+    for visit in visits(module, measure):
+        for instruction in visit.computation.instructions.values():
+            if amount := measure(visit, instruction):
+                yield visit, instruction, visit.count * amount
 
 
 def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[Visit]:

@@ -50,6 +50,7 @@ LOOPS = {
     'down, unsigned': (while_(lambda i: i > 0, lambda i: i - 1, 5, jnp.uint32), 5, EXACTLY),
     'unlike': (while_(lambda i: i != 12, lambda i: i + 3, 0), 4, EXACTLY),
     'unlike, passed by': (while_(lambda i: i != 10, lambda i: i + 3, 0, jnp.int8), 174, EXACTLY),
+    'up to the end of its type': (while_(lambda i: i < 127, lambda i: i + 2, 1, jnp.int8), 63, EXACTLY),
     'like': (while_(lambda i: i == 3, lambda i: i + 1, 3), 1, EXACTLY),
     'the other way around': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACTLY),
     'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACTLY),
