@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,38 +41,34 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
     params = equation.params
     asked, body = params['cond_jaxpr'], params['body_jaxpr']
     of_test, of_body = params['cond_nconsts'], params['body_nconsts']
-    around = _Integers(outside, {})
+    around = _Integers(outside)
     given = [around.values(operand) for operand in equation.invars]
     start = dict(enumerate(given[of_test + of_body :]))
-
-    def integers(jaxpr: Any, constants: list[Values | None], state: State) -> _Integers:
-        known = {**dict(enumerate(constants)), **{len(constants) + i: value for i, value in state.items()}}
-        return _Integers(jaxpr, known)
+    in_test, in_body = _Integers(asked.jaxpr), _Integers(body.jaxpr)
 
     def test(state: State) -> Values | None:
-        return integers(asked.jaxpr, given[:of_test], state).values(asked.jaxpr.outvars[0])
+        in_test.give([*given[:of_test], *state.values()])
+        return in_test.values(asked.jaxpr.outvars[0])
 
     def following(state: State) -> State:
-        reader = integers(body.jaxpr, given[of_test : of_test + of_body], state)
-        return {i: reader.values(body.jaxpr.outvars[i]) for i in state}
+        in_body.give([*given[of_test : of_test + of_body], *state.values()])
+        return {i: in_body.values(body.jaxpr.outvars[i]) for i in state}
 
     return solved_rounds(start, test, following)
 
 
 class _Integers:
-    """The integers of a jaxpr.
+    """The integers of a jaxpr; without one, only literals are known."""
 
-    Args:
-        jaxpr: the jaxpr; None for one in which only literals are known.
-        given: index of an argument -> its value.
-    """
-
-    def __init__(self, jaxpr: Any, given: Mapping[int, Values | None]) -> None:
-        self._equations: dict[int, Any] = {}
+    def __init__(self, jaxpr: Any) -> None:
+        self._arguments = () if jaxpr is None else jaxpr.invars
+        equations = () if jaxpr is None else jaxpr.eqns
+        self._equations = {id(var): equation for equation in equations for var in equation.outvars}
         self._known: dict[int, Values | None] = {}
-        if jaxpr is not None:
-            self._equations = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
-            self._known = {id(jaxpr.invars[index]): value for index, value in given.items()}
+
+    def give(self, arguments: Sequence[Values | None]) -> None:
+        """Sets the values of the arguments of the jaxpr, and forgets what was computed from others."""
+        self._known = {id(var): value for var, value in zip(self._arguments, arguments, strict=True)}
 
     def values(self, var: Any, depth: int = 0) -> Values | None:
         """The value of a variable or literal, in one row; None if it is no integer, or is not known."""
@@ -93,8 +89,9 @@ class _Integers:
         if name in _CALLS:
             jaxpr = equation.params['jaxpr' if 'jaxpr' in equation.params else 'call_jaxpr']
             jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
-            given = {index: self.values(operand, depth) for index, operand in enumerate(operands)}
-            return _Integers(jaxpr, given).values(jaxpr.outvars[place], depth)
+            inner = _Integers(jaxpr)
+            inner.give([self.values(operand, depth) for operand in operands])
+            return inner.values(jaxpr.outvars[place], depth)
         if name not in OPERATIONS:
             return None
         return computed(name, [self.values(operand, depth) for operand in operands])
