@@ -10,11 +10,14 @@ from jax.experimental.compilation_cache import compilation_cache
 @pytest.fixture(scope='module', autouse=True)
 def no_cache_of_compilations() -> Iterator[None]:
     """Of a program from a cache the compiler writes nothing down, and plans compile it again."""
-    before = jax.config.jax_compilation_cache_dir, jax.config.read('jax_disable_most_optimizations')
+    before = {
+        'jax_compilation_cache_dir': jax.config.jax_compilation_cache_dir,
+        'jax_disable_most_optimizations': jax.config.read('jax_disable_most_optimizations'),
+    }
     jax.config.update('jax_compilation_cache_dir', None)
     jax.config.update('jax_disable_most_optimizations', False)
     compilation_cache.reset_cache()
     yield
-    jax.config.update('jax_compilation_cache_dir', before[0])
-    jax.config.update('jax_disable_most_optimizations', before[1])
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
