@@ -130,7 +130,7 @@ def main(tokens: int = 512, devices: int | None = None, seed: int = 0) -> float:
     on_one = jax.jit(functools.partial(step, on_one_layer))(params, batch)
     on_all = helper.sjit(functools.partial(step, sharded_expert_layer(helper)), in_shardings=(PARAMS, TOKENS))
     for row in helper.plan(on_all, params, batch).collectives:
-        print(f'{row.count:3} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes')
+        print(f'{row.count:3} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes, {row.phase}')
     differences = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), on_one, on_all(params, batch)
     )

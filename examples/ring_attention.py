@@ -149,7 +149,7 @@ def main(sequence: int = 512, devices: int | None = None, seed: int = 0) -> floa
     )
     plan = helper.plan(around_the_ring, inputs)
     for row in plan.collectives:
-        print(f'{row.count:3} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes')
+        print(f'{row.count:3} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes, {row.phase}')
     differences = jax.tree.map(
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), on_one, around_the_ring(inputs)
     )

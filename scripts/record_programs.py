@@ -1,6 +1,6 @@
 """Compiles the programs of tests/support/tpu_programs.py for TPUs that are not here, and records them.
 
-Usage: python -m scripts.record_programs [--quick] [--dumps FOLDER] [NAME ...]
+Usage: python -m scripts.record_programs [--dumps FOLDER] [NAME ...]
        python -m scripts.record_programs --check [NAME ...]
 
 A recording is a file in tests/recorded, which tests/support/recorded.py reads: the program as the partitioner
@@ -8,10 +8,9 @@ leaves it, the program after all optimizations, the compiler's tables of memory 
 plans read these and need no compiler. Record anew with a new release of JAX, or after a change of
 tests/support/tpu_programs.py, whose lines the programs name.
 
---quick records what quick plans are made of, in files of their own; otherwise it is the default compilation.
-
 --check compiles the programs anew and counts what their executables send and compute, by a reader that shares
-no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings.
+no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings, and of
+quick plans.
 --dumps keeps what the compiler writes in a folder, and does not compile again what is there.
 
 Needs the TPU compiler: pip install "jax[tpu]". All default compilations take about 1,100 CPU seconds and
@@ -36,8 +35,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 
-from scalax._plan import compilation
-from scalax.plan import HARDWARE
+from scalax.plan import make_plan
 from tests.support import executable_reader
 from tests.support.executable_reader import Counts
 from tests.support.recorded import TABLES, Recorded, recorded, write
@@ -52,9 +50,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.names or list(PROGRAMS):
             folder = Path(arguments.dumps or temporary) / name.replace(' ', '_') / 'full'
-            if arguments.quick:
-                print(f'{name}: {write(quickly(name), quick=True):,} bytes', flush=True)
-            elif arguments.check:
+            if arguments.check:
                 message = compared(name, folder)
                 wrong += [name] if message else []
                 print(f'{name}: {message or "as recorded"}', flush=True)
@@ -98,30 +94,20 @@ def fully(name: str, folder: Path) -> Recorded:
     )
 
 
-def quickly(name: str) -> Recorded:
-    """The compilation of a quick plan: what plans are made of."""
-    lowered = _lowered(name)
-    generation = PROGRAMS[name].topology.partition(':')[0]
-    before = time.process_time()
-    compiled = compilation.compile_lowered(lowered, 'tpu', quick=True, limit=HARDWARE[generation].hbm_bytes)
-    return Recorded(
-        **_program(name),
-        partitioned=compiled.text,
-        optimized=getattr(compiled, 'optimized', ''),
-        tables=tuple(getattr(compiled, 'tables', ('', '', ''))),
-        memory={},
-        executable='',
-        seconds=round(time.process_time() - before, 1),
-        refusal=compiled.refusal,
-    )
-
-
 def compared(name: str, folder: Path) -> str:
     """What differs between an executable and the recording; empty if nothing does."""
     compile_fully(name, folder)
     then = recorded(name)
     here, before = _counts(name, _dump(folder, 'executable')), _counts(name, then.executable)
-    return '' if here == before else f'{here}, but recorded with {then.versions} is {before}'
+    if here != before:
+        return f'{here}, but recorded with {then.versions} is {before}'
+    helper = PROGRAMS[name].helper()
+    fun, arguments = PROGRAMS[name].make(helper)
+    found: dict[Any, tuple[int, int]] = {}
+    for row in make_plan(helper, fun, arguments, {}, quick=True).collectives:
+        count, size = found.get((row.kind, row.axes), (0, 0))
+        found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
+    return '' if found == here.collectives else f'a quick plan has {found}, and runs {here.collectives}'
 
 
 def _counts(name: str, text: str) -> Counts:
@@ -152,7 +138,6 @@ def _dump(folder: Path, what: str) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
     parser.add_argument('names', nargs='*', metavar='NAME', help='programs; all, without any')
-    parser.add_argument('--quick', action='store_true', help='record what quick plans are made of')
     parser.add_argument('--check', action='store_true', help='compare with the recordings')
     parser.add_argument('--dumps', metavar='FOLDER', help='keep what the compiler writes')
     arguments = parser.parse_args()

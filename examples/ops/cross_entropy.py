@@ -101,7 +101,7 @@ def report(helper: MeshShardingHelper, steps: dict, arrays: tuple) -> None:
     for name, step in steps.items():
         plan = helper.plan(step, *arrays)
         held = plan.memory.temporaries / (rows * VOCABULARY * 4)
-        sent = sum(row.bytes for row in plan.collectives) / 2**10
+        sent = sum(row.count * row.bytes for row in plan.collectives) / 2**10
         print(f'{name}: holds {held:.2f} of that while it runs, sends {sent:.0f} KiB')
 
 

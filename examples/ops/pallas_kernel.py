@@ -64,7 +64,7 @@ def main() -> None:
     print(f'the result is sharded as {spec_of(normed)}, and is right: {right}')
     for name, fun in (('rms_norm', rms_norm), ('by_kernel', by_kernel)):
         step = helper.sjit(fun, in_shardings=(P('data'), P()))
-        sent = sum(row.bytes for row in helper.plan(step, x, scale).collectives)
+        sent = sum(row.count * row.bytes for row in helper.plan(step, x, scale).collectives)
         print(f'{name}: sends {sent:,} bytes, the result is sharded as {spec_of(step(x, scale))}')
     helper = helper_of(2, 1, ('data', 'tp'))
     print(f'the same in all {rms_norm.check(x[:4], scale, mesh=helper)} placements')

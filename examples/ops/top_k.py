@@ -42,7 +42,7 @@ def main() -> None:
 
     for name, fun in (('top_k', top_k), ('jax.lax.top_k', jax.lax.top_k)):
         step = helper.sjit(lambda x, fun=fun: fun(x, k=4), in_shardings=P('data', 'tp'))
-        sent = sum(row.bytes for row in helper.plan(step, logits).collectives)
+        sent = sum(row.count * row.bytes for row in helper.plan(step, logits).collectives)
         print(f'{name}: {sent:,} bytes gathered for a group of devices')
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ def check_plan(
     before: Plan | None,
 ) -> None:
     """Checks the limits; see `Plan.check`."""
+    if not isinstance(moved, Mapping):
+        raise ArgumentError(f'bytes takes a dict of limits by mesh axes, got {moved!r}')
+    if before is not None:
+        plan.diff(before)  # raises for what is no plan, also if no limit is exceeded
     problems = [*_memory(plan, fits, peak), *_moved(plan, moved), *_seconds(plan, seconds)]
     if problems:
         lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
@@ -57,12 +62,12 @@ def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterato
 
 
 def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
-    if limit is not None and plan.step_seconds.bound > _number('seconds', limit):
+    if limit is not None and _number('seconds', limit) < plan.step_seconds.bound:
         yield f'a step: {1e3 * plan.step_seconds.bound:,.3f} ms at least, at most {1e3 * limit:,.3f} ms'
 
 
 def _number(name: str, limit: Any) -> float:
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or math.isnan(limit):
         raise ArgumentError(f'the limit of {name} is not a number: {limit!r}')
     return float(limit)
 

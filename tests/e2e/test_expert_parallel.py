@@ -109,12 +109,15 @@ def test_a_token_without_a_place_gets_nothing(params, tokens):
 
 def test_main_says_what_is_sent(capsys):
     assert expert_parallel.main(tokens=64) < 1e-5
+    there_and_back = [
+        f'  1 x all-to-all along expert, 12,288 bytes, {way}' for way in ('forward', 'backward')
+    ]
     assert capsys.readouterr().out.splitlines() == [
-        '  2 x all-to-all along expert, 12,288 bytes',
-        '  2 x all-to-all along expert, 12,288 bytes',
-        '  1 x all-reduce along dp, 16,384 bytes',
-        '  1 x all-reduce along dp, 16,384 bytes',
-        '  1 x all-reduce along dp, expert, 1,024 bytes',
+        '  1 x all-reduce along dp, 16,384 bytes, backward',
+        '  1 x all-reduce along dp, 16,384 bytes, backward',
+        *there_and_back,
+        *there_and_back,
+        '  1 x all-reduce along dp, expert, 1,024 bytes, backward',
     ]
 
 

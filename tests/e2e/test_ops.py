@@ -39,7 +39,7 @@ PRINTED = {
         the results lie as P('data',) and P('data',)
         values of row 0: [4095.0, 4094.0, 4093.0, 4092.0]
         the same as on one device: True
-        top_k: 256 bytes gathered for a group of devices
+        top_k: 512 bytes gathered for a group of devices
         jax.lax.top_k: 196,608 bytes gathered for a group of devices
         """,
     'top_p': """
@@ -52,13 +52,13 @@ PRINTED = {
         loss: 9.594, gradients lie as P('data',) and P(None, 'tp')
         the same as by the compiler: True
         logits of the rows of one device: 4.0 MiB
-        cross_entropy: holds 0.50 of that while it runs, sends 545 KiB
-        by_the_compiler: holds 0.75 of that while it runs, sends 545 KiB
+        cross_entropy: holds 0.50 of that while it runs, sends 546 KiB
+        by_the_compiler: holds 0.75 of that while it runs, sends 546 KiB
         """,
     'pallas_kernel': """
         the result is sharded as P('data',), and is right: True
         rms_norm: sends 0 bytes, the result is sharded as P('data',)
-        by_kernel: sends 8,192 bytes, the result is sharded as P()
+        by_kernel: sends 65,536 bytes, the result is sharded as P()
         the same in all 6 placements
         """,
 }

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from typing import NamedTuple
 
+import jax
 import pytest
 
 from scalax._plan.collectives import Collective, collectives
 from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import Work, work_of
+from scalax._plan.host_moves import HostMoves, host_moves
+from scalax._plan.layout import MemoryTables, read_layout
+from scalax._plan.memory import Memory, assigned_memory
 from scalax._plan.torus import places_of
+from scalax.plan import HARDWARE, Plan, Roofline
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader
 from tests.support.recorded import names, recorded
 from tests.support.tpu_programs import PROGRAMS
 
 
+class Read(NamedTuple):
+    """What a plan reads of a program, and what the second reader finds."""
+
+    rows: tuple[Collective, ...]
+    work: Work
+    host_moves: HostMoves
+    memory: Memory
+    second: executable_reader.Counts
+
+
 @functools.cache
-def rows_of(name: str) -> tuple[Collective, ...]:
+def read(name: str) -> Read:
     made, devices = recorded(name), PROGRAMS[name].helper().mesh.devices.ravel()
-    return collectives(
-        parse(made.optimized),
-        made.mesh,
-        places_of(devices),
-        parse(made.partitioned),
-        [device.id for device in devices],
+    program, partitioned = parse(made.optimized), parse(made.partitioned)
+    ids = [device.id for device in devices]
+    return Read(
+        collectives(program, made.mesh, places_of(devices), partitioned, ids),
+        work_of(program),
+        host_moves(program),
+        assigned_memory(read_layout(MemoryTables(*made.tables))),
+        executable_reader.read(made.executable, made.mesh, made.slices),
     )
+
+
+def rows_of(name: str) -> tuple[Collective, ...]:
+    return read(name).rows
 
 
 def moved(rows: tuple[Collective, ...]) -> int:
@@ -36,8 +63,7 @@ def test_both_readers_count_the_same(name: str) -> None:
     for row in rows_of(name):
         count, size = found.get((row.kind, row.axes), (0, 0))
         found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
-    made = recorded(name)
-    assert found == executable_reader.read(made.executable, made.mesh, made.slices).collectives
+    assert found == read(name).second.collectives
     assert found
 
 
@@ -94,3 +120,68 @@ def test_a_wrong_join_is_noticed() -> None:
     made, other = recorded('fsdp v5e'), recorded('rings v5e')
     rows = collectives(parse(made.optimized), made.mesh, (), parse(other.partitioned.replace('sp', 'xy')))
     assert {row.cause for row in rows} == {'compiler'}
+
+
+@pytest.mark.parametrize('name', names())
+def test_both_readers_count_the_same_work(name: str) -> None:
+    _, work, moves, _, second = read(name)
+    assert (work.flops, moves.to_host, moves.from_host) == (second.flops, second.to_host, second.from_host)
+
+
+# --- Time ---------------------------------------------------------------------------------------------
+
+HELPER = MeshShardingHelper([8], ['x'])
+
+
+@functools.cache
+def any_plan() -> Plan:
+    return HELPER.plan(HELPER.sjit(lambda x: x, in_shardings=P('x')), jax.ShapeDtypeStruct((8,), 'float32'))
+
+
+def roofline_of(name: str) -> Roofline:
+    made, mesh = read(name), PROGRAMS[name].helper().mesh
+    return dataclasses.replace(
+        any_plan(),
+        mesh=PROGRAMS[name].mesh,
+        devices=mesh.size,
+        memory=made.memory,
+        collectives=made.rows,
+        work=made.work,
+        host_moves=made.host_moves,
+        device_kind=mesh.devices.flat[0].device_kind,
+        places=places_of(mesh.devices.flat),
+        flops=0,
+    ).roofline()
+
+
+def seconds_by_hand(name: str) -> tuple[float, float]:
+    """The times of the network if each chip receives over all of its links at once, and over one of them."""
+    made, hardware = PROGRAMS[name], HARDWARE[PROGRAMS[name].topology[:3]]
+    counts = read(name).second.collectives
+    w, hop, links = hardware.ici_bytes_per_second, hardware.hop_seconds, 2 * hardware.torus_axes
+    between_slices = hardware.dcn_bytes_per_second / hardware.chips_per_host
+    all_links = one_link = 0.0
+    for (kind, axes), (count, size) in counts.items():
+        group = math.prod(made.mesh[axis] for axis in axes)
+        times = {'all-reduce': 2, 'all-to-all': 1 / group, 'collective-permute': 1 / (group - 1)}.get(kind, 1)
+        received = size * (group - 1) / group * times
+        across = made.slices > 1 and axes == ('data',)
+        all_links += 0 if across else received / (w * links)
+        # A group that no ring joins needs more hops, and all-to-all crosses the middle of a line.
+        one_link += received / between_slices if across else 4 * received / w + count * hop * 64
+    return all_links, one_link
+
+
+@pytest.mark.parametrize('name', names())
+def test_the_least_time_is_a_lower_bound(name: str) -> None:
+    roofline, step = roofline_of(name), roofline_of(name).step_seconds
+    hardware = HARDWARE[PROGRAMS[name].topology[:3]]
+    assert roofline.compute == read(name).second.flops / hardware.flops_per_second
+    least, most = seconds_by_hand(name)
+    network = sum(row.seconds for row in roofline.communication)
+    assert least <= network <= most
+    assert max(roofline.compute, roofline.hbm) <= step.bound <= step.estimate
+    assert step.estimate == pytest.approx(
+        roofline.compute + roofline.hbm + network + roofline.to_host + roofline.from_host
+    )
+    assert sum(seconds for _, seconds in roofline.collectives) == pytest.approx(network)

@@ -32,11 +32,10 @@ class Recorded:
         partitioned: the program as the partitioner leaves it.
         optimized: the program after all optimizations.
         tables: the texts of `TABLES`.
-        memory: ``memory_analysis()``, name -> bytes; empty for a quick compilation, which has none.
+        memory: ``memory_analysis()``, name -> bytes.
         executable: what ``Compiled.as_text()`` printed; *optimized* where a second reader found the same in
             both.
         seconds: CPU seconds of the compilation.
-        refusal: what the compiler said instead of making an executable.
     """
 
     name: str
@@ -50,36 +49,34 @@ class Recorded:
     memory: dict[str, int]
     executable: str
     seconds: float
-    refusal: str = ''
 
 
-def names(*, quick: bool = False) -> list[str]:
+def names() -> list[str]:
     """The programs that are recorded."""
-    files = (path.name.partition('.') for path in FOLDER.glob('*.json.xz'))
-    return sorted(name.replace('-', ' ') for name, _, ending in files if ending.startswith('quick') == quick)
+    return sorted(path.name.partition('.')[0].replace('-', ' ') for path in FOLDER.glob('*.json.xz'))
 
 
-def file_of(name: str, *, quick: bool = False) -> Path:
-    return FOLDER / f'{name.replace(" ", "-")}{".quick" * quick}.json.xz'
+def file_of(name: str) -> Path:
+    return FOLDER / f'{name.replace(" ", "-")}.json.xz'
 
 
 @functools.lru_cache(maxsize=4)
-def recorded(name: str, *, quick: bool = False) -> Recorded:
-    """The recorded compilation of a program: the default one, or that of a quick plan."""
-    packed = file_of(name, quick=quick).read_bytes()
+def recorded(name: str) -> Recorded:
+    """The recorded compilation of a program."""
+    packed = file_of(name).read_bytes()
     content = {key: here(value) for key, value in json.loads(lzma.decompress(packed)).items()}
     content['executable'] = content['executable'] or content['optimized']
     return Recorded(name, **content)
 
 
-def write(recording: Recorded, *, quick: bool = False) -> int:
+def write(recording: Recorded) -> int:
     """Writes a recording, and returns its size in bytes."""
     content = {key: anywhere(value) for key, value in dataclasses.asdict(recording).items() if key != 'name'}
     if content['executable'] == content['optimized']:
         content['executable'] = ''
     packed = lzma.compress(json.dumps(content).encode(), preset=9 | lzma.PRESET_EXTREME)
     FOLDER.mkdir(exist_ok=True)
-    file_of(recording.name, quick=quick).write_bytes(packed)
+    file_of(recording.name).write_bytes(packed)
     return len(packed)
 
 

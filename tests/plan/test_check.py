@@ -1,0 +1,77 @@
+"""Limits that a plan has to keep."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from scalax.errors import ArgumentError, PlanError
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support.leaves import leaf
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+KIB = 2**10
+
+
+@pytest.fixture(scope='module')
+def plan():
+    """A sum along fsdp of 8 KiB, and nothing along tp."""
+
+    def gradient(w, x):
+        return (x.T @ (x @ w)) * jnp.float32(2)
+
+    step = HELPER.sjit(gradient, in_shardings=(P(), P('fsdp')), out_shardings=P())
+    return HELPER.plan(step, leaf(64, 32), leaf(16, 64))
+
+
+def test_limits_that_are_kept(plan):
+    plan.check()
+    plan.check(peak=plan.memory.peak, bytes={'fsdp': 8 * KIB, 'tp': 0, ('fsdp', 'tp'): 0})
+    plan.check(bytes={('fsdp',): 1e9})
+    on_tpu = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, limit=2**30))
+    on_tpu.check(fits=True)
+
+
+def test_all_that_are_exceeded_are_named(plan, snapshot):
+    held = {'arguments': 0, 'outputs': 0, 'temporaries': 3 * KIB, 'peak': 3 * KIB}
+    memory = dataclasses.replace(plan.memory, limit=KIB, **held)
+    large = dataclasses.replace(plan, memory=memory)
+    with snapshot.raises(AssertionError):
+        large.check(fits=True, peak=2 * KIB, bytes={'fsdp': KIB, 'tp': 0})
+    small = dataclasses.replace(large, collectives=())
+    with pytest.raises(
+        AssertionError, match=r'since the plan before:\n(.*\n)*.*all-reduce  fsdp  8.0 KiB  0 -> 1'
+    ):
+        large.check(bytes={'fsdp': 0}, before=small)
+
+
+def test_the_time_of_a_step(plan):
+    with pytest.raises(PlanError, match='hardware'):
+        plan.check(seconds=1)
+    on_chips = dataclasses.replace(plan, device_kind='TPU v5e', collectives=())
+    on_chips.check(seconds=1)
+    with pytest.raises(AssertionError, match=r'a step: [\d.]+ ms at least, at most 0.000 ms'):
+        on_chips.check(seconds=0)
+
+
+def test_whether_it_fits_is_not_known(plan):
+    with pytest.raises(AssertionError, match='it is not known to fit'):
+        plan.check(fits=True)
+
+
+@pytest.mark.parametrize(
+    ('limits', 'message'),
+    [
+        ({'bytes': {'fsdb': 1}}, "the mesh has no axis 'fsdb' .*'fsdp'"),
+        ({'bytes': {'fsdp': '1 GiB'}}, 'not a number'),
+        ({'peak': '1 GiB'}, "the limit of peak is not a number: '1 GiB'"),
+        ({'peak': float('nan')}, 'the limit of peak is not a number: nan'),
+        ({'bytes': ['fsdp']}, 'bytes takes a dict'),
+        ({'seconds': True}, 'the limit of seconds is not a number: True'),
+        ({'before': 3}, 'another plan'),
+    ],
+)
+def test_wrong_limits(plan, limits, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan.check(**limits)
