@@ -115,9 +115,8 @@ class _Reader:
         if instruction.opcode in _TUPLES:
             return
         for operand in instruction.operands:
-            name, _, element = operand.partition('#')
-            if name in computation.instructions:
-                near = _Place(computation, computation.instructions[name], element)
+            near = self._operand(computation, operand)
+            if near is not None:
                 yield self._made(near)
                 # A round may only move the state to and fro.
                 before = self._before(near)

@@ -193,15 +193,13 @@ def _continues(run: Run, module: Module) -> bool:
     outside, holder = run.holder
     if holder is run.instruction:
         return False
-    todo = list(holder.operands)
+    todo = outside.makers_of(holder)
     while todo:
-        feeder = outside.instructions.get(todo.pop().partition('#')[0])
-        if feeder is None:
-            continue
-        if feeder.opcode in _FORWARDS:
-            todo += feeder.operands
-        elif feeder.opcode == 'fusion':
-            inside = module.computations[feeder.called('calls')[0]]
+        maker = todo.pop()
+        if maker.opcode in _FORWARDS:
+            todo += outside.makers_of(maker)
+        elif maker.opcode == 'fusion':
+            inside = module.computations[maker.called('calls')[0]]
             if run.channel and run.channel in map(channel_of, inside.instructions.values()):
                 return True
     return False

@@ -20,10 +20,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from scalax._plan.collective_runs import Kind, Run, runs
-from scalax._plan.formulas import Counted
+from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.parts import Part, part_of
 from scalax._plan.provenance import Source, is_of_the_partitioner, neighbourhood, source_of
 from scalax._plan.replica_groups import (
     Groups,
@@ -108,15 +107,15 @@ def collectives(
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices = Devices(mesh, places, device_ids)
+    devices = _Devices(mesh, places, device_ids)
     before = (
         None
         if partitioned is None
-        else Partitioned(partitioned, lambda run: _groups_on_mesh(run, partitioned.partitions, devices).axes)
+        else Partitioned(partitioned, lambda run: devices.groups_of(run, partitioned.partitions).axes)
     )
     counts: collections.Counter[Collective] = collections.Counter()
     for run in runs(module):
-        found = _groups_on_mesh(run, module.partitions, devices)
+        found = devices.groups_of(run, module.partitions)
         if found.group > 1:
             row = Collective(
                 kind=run.kind,
@@ -189,32 +188,56 @@ def _cause(run: Run) -> Cause:
     return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
 
 
-class Devices(NamedTuple):
+class _GroupsOnMesh(NamedTuple):
+    """The groups of a collective, and `Collective.axes`, `group`, `part` and `networks`."""
+
+    groups: Groups
+    axes: tuple[str, ...]
+    group: int
+    part: tuple[int, ...]
+    networks: tuple[Network, ...]
+
+
+class _Devices:
     """The devices of a mesh, in its order, and which of them run a program.
 
-    Attributes:
+    Args:
         mesh: mesh axis name -> size.
         places: their positions; none if they are not known.
         ids: their ids; none if the program does not name them.
     """
 
-    mesh: Mapping[str, int]
-    places: Sequence[Place] = ()
-    ids: Sequence[int] = ()
+    def __init__(self, mesh: Mapping[str, int], places: Sequence[Place], ids: Sequence[int]) -> None:
+        self._mesh, self._places, self._ids = mesh, places, ids
+        # Hundreds of collectives of a program have the same groups, of thousands of devices.
+        self._known: dict[tuple[object, ...], _GroupsOnMesh] = {}
 
-    def groups_in(self, run: Run, partitions: int) -> Groups:
-        """The groups of a collective, one a row, of positions in the mesh.
-
-        Args:
-            run: the collective.
-            partitions: the number of devices of the program.
+    def groups_of(self, run: Run, partitions: int) -> _GroupsOnMesh:
+        """The groups of a collective of a program of so many devices.
 
         Raises:
             PlanError: they do not fit the devices.
         """
+        named = map(run.instruction.attribute, ('source_target_pairs', '_xla_megascale_target'))
+        key = run.kind, run.instruction.opcode, partitions, written_groups(run.instruction.attributes), *named
+        if key not in self._known:
+            self._known[key] = self._on_mesh(run, self._groups(run, partitions))
+        return self._known[key]
+
+    def _on_mesh(self, run: Run, groups: Groups) -> _GroupsOnMesh:
+        axes = axes_of_groups(groups, self._mesh)
+        along = devices_along(axes, self._mesh)
+        networks = networks_of(groups, self._places)
+        if run.kind == 'collective-permute':
+            return _GroupsOnMesh(groups, axes, along, (), networks)
+        whole = groups.shape[1] == along
+        part = () if whole else tuple(map(int, groups[0]))
+        return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks)
+
+    def _groups(self, run: Run, partitions: int) -> Groups:
         instruction = run.instruction
         if instruction.opcode == 'recv':
-            return groups_between_slices(instruction.attribute('_xla_megascale_target') or '', self.ids)
+            return groups_between_slices(instruction.attribute('_xla_megascale_target') or '', self._ids)
         if run.kind == 'collective-permute':
             text = instruction.attribute('source_target_pairs') or ''
             groups = source_target_pairs(text)
@@ -236,33 +259,11 @@ class Devices(NamedTuple):
 
     def _programs(self, partitions: int) -> list[Groups]:
         """The positions of the devices of each program: all of them, or those of one slice each."""
-        size = math.prod(self.mesh.values())
+        size = math.prod(self._mesh.values())
         if partitions == size:
             return [np.arange(size)]
-        numbers = np.array([place.slice for place in self.places])
+        numbers = np.array([place.slice for place in self._places])
         slices = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
         if not slices or {len(places) for places in slices} != {partitions}:
             raise PlanError(f'a program of {partitions} devices is not that of a slice of the mesh')
         return slices
-
-
-class _GroupsOnMesh(NamedTuple):
-    """The groups of a collective, and `Collective.axes`, `group`, `part` and `networks`."""
-
-    groups: Groups
-    axes: tuple[str, ...]
-    group: int
-    part: tuple[int, ...]
-    networks: tuple[Network, ...]
-
-
-def _groups_on_mesh(run: Run, partitions: int, devices: Devices) -> _GroupsOnMesh:
-    groups = devices.groups_in(run, partitions)
-    axes = axes_of_groups(groups, devices.mesh)
-    along = devices_along(axes, devices.mesh)
-    networks = networks_of(groups, devices.places)
-    if run.kind == 'collective-permute':
-        return _GroupsOnMesh(groups, axes, along, (), networks)
-    whole = groups.shape[1] == along
-    part = () if whole else tuple(map(int, groups[0]))
-    return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks)

@@ -21,13 +21,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from scalax._plan.formulas import (
+    PARTS,
     Counted,
+    Part,
     fft_flops,
+    inner_part,
+    part_of,
     product_flops,
     window_overlaps,
 )
 from scalax._plan.jaxpr_loops import rounds_of_while
-from scalax._plan.parts import PARTS, Part, inner_part, part_of
 
 Live = tuple[bool, ...]
 

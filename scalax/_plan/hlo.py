@@ -27,8 +27,10 @@ _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_CLOSING = {'(': ')', '{': '}', '[': ']'}
+_SEPARATOR = re.compile(r'[(){}\[\],]')
+_CALLING = ('async-start', 'call', 'conditional', 'custom-call', 'fusion', 'while')
+_BRACKET_OR_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
+_DEPTH = {**dict.fromkeys('({[', 1), **dict.fromkeys(')}]', -1)}
 
 
 MAIN, HOST = 0, 5
@@ -86,7 +88,7 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """The text of one attribute: up to the comma that ends it."""
         found = re.search(rf'(?:^|[ ,]){name}=', self.attributes)
-        return None if found is None else next(iter(_split(self.attributes[found.end() :])), '').strip()
+        return None if found is None else next(_split(self.attributes[found.end() :]), '').strip()
 
     def called(self, name: str) -> tuple[str, ...]:
         """The computations that an attribute names."""
@@ -122,6 +124,16 @@ class Computation:
             for operand in instruction.operands:
                 users.setdefault(operand.partition('#')[0], []).append(instruction)
         return users
+
+    def makers_of(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that make the operands of one."""
+        names = (operand.partition('#')[0] for operand in instruction.operands)
+        return [self.instructions[name] for name in names if name in self.instructions]
+
+    @functools.cached_property
+    def calling(self) -> list[Instruction]:
+        """The instructions that may call other computations."""
+        return [each for each in self.instructions.values() if each.opcode in _CALLING]
 
     def operands_of(self, instruction: Instruction) -> list[Array]:
         """The types of the operands of an instruction."""
@@ -249,39 +261,30 @@ def _end_of_type(text: str) -> int:
 
 def _closing(text: str, start: int) -> int:
     """The index of the bracket that closes the one at *start*; quoted text does not count."""
-    near = text.find(_CLOSING[text[start]], start)
-    if not any(char in text[start + 1 : near] for char in '([{"'):
-        return near  # the usual case, and much faster
-    depth, quoted, place = 0, False, start
-    while place < len(text):
-        char = text[place]
-        if char == '\\' and quoted:
-            place += 1
-        elif char == '"':
-            quoted = not quoted
-        elif not quoted:
-            depth += (char in _CLOSING) - (char in _CLOSING.values())
-            if depth == 0:
-                return place
-        place += 1
+    depth = 0
+    for found in _BRACKET_OR_QUOTED.finditer(text, start):
+        depth += _DEPTH.get(found[0], 0)
+        if depth == 0:
+            return found.start()
     raise PlanError(f'an instruction of an HLO module does not close its brackets: {text[:200]!r}')
 
 
 def _is_open(text: str) -> bool:
     """Whether a bracket of a text is not closed in it."""
-    depth = sum((char in _CLOSING) - (char in _CLOSING.values()) for char in _QUOTED.sub('', text))
-    return depth > 0
+    return sum(_DEPTH.get(token, 0) for token in _BRACKET_OR_QUOTED.findall(text)) > 0
 
 
-def _split(text: str) -> list[str]:
+def _split(text: str) -> Iterator[str]:
     """The parts between commas outside of brackets."""
-    parts, start, depth = [], 0, 0
-    for place, char in enumerate(text):
-        depth += (char in _CLOSING) - (char in _CLOSING.values())
-        if char == ',' and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
-    return [part for part in [*parts, text[start:]] if part.strip()]
+    start, depth = 0, 0
+    for found in _SEPARATOR.finditer(text):
+        depth += _DEPTH.get(found[0], 0)
+        if found[0] == ',' and depth == 0:
+            if text[start : found.start()].strip():
+                yield text[start : found.start()]
+            start = found.end()
+    if text[start:].strip():
+        yield text[start:]
 
 
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:

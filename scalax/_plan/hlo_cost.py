@@ -21,10 +21,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from scalax._plan.formulas import Counted, fft_flops, product_flops, window_overlaps
+from scalax._plan.formulas import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
 from scalax._plan.hlo import MAIN, Array, Instruction, Module
-from scalax._plan.hlo_loops import Visit, visits
-from scalax._plan.parts import PARTS, Part
+from scalax._plan.hlo_loops import Visit, executed
 from scalax._util.strict_json import brief
 from scalax.errors import PlanError
 
@@ -70,22 +69,14 @@ def work_of(module: Module) -> Work:
     """
     by_part: collections.Counter[Part] = collections.Counter()
     moved, counted = 0, Counted.EXACTLY
-    for measure in (flops_of, _bytes_of):
-        for visit in visits(module, measure):
-            for instruction in visit.computation.instructions.values():
-                amount = measure(visit, instruction)
-                if amount:
-                    counted = counted.along(visit.counted)
-                if measure is flops_of:
-                    by_part[visit.part_of(instruction)] += visit.count * amount
-                else:
-                    moved += visit.count * amount
+    for visit, instruction, flops in executed(module, flops_of):
+        by_part[visit.part_of(instruction)] += flops
+        counted = counted.along(visit.counted)
+    for visit, _, size in executed(module, _bytes_of):
+        moved += size
+        counted = counted.along(visit.counted)
     parts = {part: by_part[part] for part in PARTS if by_part[part]}
-    kernels = sum(
-        visit.count * _is_kernel(instruction)
-        for visit in visits(module, lambda _, instruction: _is_kernel(instruction))
-        for instruction in visit.computation.instructions.values()
-    )
+    kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
     return Work(sum(parts.values()), moved, counted, parts, kernels)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator
 
-from scalax._plan.formulas import Counted
+import numpy as np
+
+from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.loop_rounds import OPERATIONS, Element, Scalar, constant_of, solved_rounds
-from scalax._plan.parts import Part, part_of
+from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.loop_rounds import State, solved_rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Visit:
         return part_of(self.op_name(instruction) or self.scope)
 
 
-Measure = Callable[[Visit, Instruction], float]
+Measure = Callable[[Visit, Instruction], int]
 """How much of something one execution of an instruction takes, such as its flops."""
 
 
@@ -64,9 +65,22 @@ def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
     return _visits(module, measure, Visit(module.computations[module.entry], 1, Counted.EXACTLY))
 
 
+def executed(module: Module, measure: Measure) -> Iterator[tuple[Visit, Instruction, int]]:
+    """What takes anything of a measure: each instruction with the sum of all its executions in a visit.
+
+    Args:
+        module: the program.
+        measure: as for `visits`.
+    """
+    for visit in visits(module, measure):
+        for instruction in visit.computation.instructions.values():
+            if amount := measure(visit, instruction):
+                yield visit, instruction, visit.count * amount
+
+
 def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[Visit]:
     yield visit
-    for instruction in visit.computation.instructions.values():
+    for instruction in visit.computation.calling:
         # A fusion has the name of one of its instructions, which may be of another part than the others.
         scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
         called = [
@@ -142,85 +156,62 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple
             return int(digits), Counted.EXACTLY
     condition = module.computations[loop.called('condition')[0]]
     body = module.computations[loop.called('body')[0]]
-    given, following = _Scalars(module, outside), _Scalars(module, body, _element)
 
-    def state(index: int) -> Element:
-        start = constant_of(given.scalar(f'{loop.operands[0]}#{index}'))
-        return Element(start, following.scalar(f'{body.root}#{index}'))
+    def integers(computation: Computation, state: State) -> Integers:
+        return Integers(
+            computation,
+            lambda instruction, index: state.get(index) if instruction.opcode == 'parameter' else None,
+            computations=module.computations,
+        )
 
-    test = _Scalars(module, condition, _element).scalar(condition.root)
-    return solved_rounds(test, state)
+    def elements(computation: Computation, operand: str, places: Iterable[int], state: State) -> State:
+        reader = integers(computation, state)
+        return {place: reader.values(f'{operand}#{place}') for place in places}
+
+    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
+    try:
+        start = elements(outside, loop.operands[0], scalars, {})
+        rounds = _rounds_of_a_range(condition, body, start)
+        if rounds is not None:
+            return rounds, Counted.EXACTLY
+        return solved_rounds(
+            start,
+            lambda state: integers(condition, state).values(condition.root),
+            lambda state: elements(body, body.root, scalars, state),
+        )
+    except ElidedConstantError:
+        return 1, Counted.AT_LEAST
 
 
-def _element(number: int, index: int, type_: str) -> Scalar:
-    return Scalar(type_, 'element', number=index)
+def _rounds_of_a_range(condition: Computation, body: Computation, start: State) -> int | None:
+    """The rounds of ``while i < n: i += k``, as JAX writes scans, which may be too many to run them."""
+    test, returned = condition.instructions[condition.root], body.instructions[body.root]
+    if test.attribute('direction') != 'LT' or returned.opcode != 'tuple':
+        return None
+    place = _element_of_the_state(condition, test.operands[0])
+    first = None if place is None else start.get(place)
+    if place is None or first is None:
+        return None
+    grown = body.instructions[returned.operands[place]]
+    if grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
+        return None
+    end, step = _constant(condition, test.operands[1]), _constant(body, grown.operands[1])
+    # A number that leaves its type would begin again at the other end.
+    if end is None or step is None or step <= 0 or end + step > np.iinfo(first.dtype).max:
+        return None
+    return len(range(int(first[0]), end, step))
 
 
-def _nothing(number: int, index: int, type_: str) -> None:
-    return None
+def _element_of_the_state(computation: Computation, operand: str) -> int | None:
+    """Which element of a loop's state an operand is."""
+    instruction = computation.instructions.get(operand)
+    if instruction is None or instruction.opcode != 'get-tuple-element':
+        return None
+    source = computation.instructions.get(instruction.operands[0])
+    is_state = source is not None and source.opcode == 'parameter'
+    return int(instruction.attribute('index') or 0) if is_state else None
 
 
-_FORWARDING = ('bitcast', 'broadcast', 'copy', 'copy-done', 'copy-start', 'reshape')
-_DEEP = 30  # operations from the test of a loop to its state
-
-
-class _Scalars:
-    """The integers of one computation."""
-
-    def __init__(
-        self,
-        module: Module,
-        computation: Computation,
-        given: Callable[[int, int, str], Scalar | None] = _nothing,
-    ) -> None:
-        """*given* has the parameters: their number, the element of a tuple, and its type."""
-        self.module, self.computation, self.given = module, computation, given
-        self.known: dict[str, Scalar | None] = {}
-
-    def scalar(self, operand: str, depth: int = 0) -> Scalar | None:
-        """An operand (``name#2`` is an element of a tuple); None if it is no integer, or is not known."""
-        if operand not in self.known and depth < _DEEP:
-            self.known[operand] = self._read(operand, depth + 1)
-        return self.known.get(operand)
-
-    def _read(self, operand: str, depth: int) -> Scalar | None:
-        name, _, place = operand.partition('#')
-        instruction = self.computation.instructions.get(name)
-        if instruction is None or '#' in place:  # an element of an element is not followed
-            return None
-        opcode, operands, index = instruction.opcode, instruction.operands, int(place or 0)
-        if opcode == 'get-tuple-element':
-            return self.scalar(f'{operands[0]}#{instruction.attribute("index")}', depth)
-        if opcode == 'opt-barrier':
-            return self.scalar(f'{operands[0]}#{index}', depth)
-        if opcode == 'tuple':
-            return self.scalar(operands[index], depth)
-        type_, dims, _ = instruction.arrays[index] if index < len(instruction.arrays) else ('', (), 0)
-        if dims or not (type_ == 'pred' or re.fullmatch(r'[su]\d+', type_)):
-            return None
-        if opcode == 'parameter':
-            return self.given(int(operands[0]), index, type_)
-        if opcode == 'constant':
-            text = {'true': '1', 'false': '0'}.get(operands[0].strip(), operands[0].strip())
-            return Scalar(type_, 'constant', number=int(text)) if re.fullmatch(r'-?\d+', text) else None
-        if opcode in _FORWARDING:
-            return self.scalar(operands[0], depth)
-        if opcode in ('call', 'fusion'):
-            called = self.module.computations.get(
-                next((name for key in ('to_apply', 'calls') for name in instruction.called(key)), '')
-            )
-            if called is None:
-                return None
-            inner = _Scalars(
-                self.module,
-                called,
-                lambda number, index, _: self.scalar(
-                    operands[number] + (f'#{index}' if index else ''), depth
-                ),
-            )
-            return inner.scalar(f'{called.root}#{index}', depth)
-        if opcode == 'compare':
-            opcode = instruction.attribute('direction') or ''
-        known = opcode in OPERATIONS
-        parts = tuple(self.scalar(part, depth) for part in operands) if known else ()
-        return Scalar(type_, opcode, parts) if known else None
+def _constant(computation: Computation, operand: str) -> int | None:
+    values = Integers(computation, lambda *_: None).values(operand)
+    return None if values is None else int(values[0])

@@ -10,7 +10,7 @@ import dataclasses
 
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import HOST, Instruction, Module
-from scalax._plan.hlo_loops import Visit, visits
+from scalax._plan.hlo_loops import Visit, executed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ def host_moves(module: Module) -> HostMoves:
     counted = Counted.EXACTLY
     if not any(_is_on_host(i) for c in module.computations.values() for i in c.instructions.values()):
         return HostMoves()
-    for visit in visits(module, lambda visit, instruction: sum(_moved(visit, instruction))):
-        for instruction in visit.computation.instructions.values():
-            to_host, from_host = _moved(visit, instruction)
-            sent += visit.count * to_host
-            read += visit.count * from_host
-            counted = counted.along(visit.counted) if to_host or from_host else counted
+    for visit, instruction, moved in executed(module, _moved):
+        if instruction.arrays[0].space == HOST:
+            sent += moved
+        else:
+            read += moved
+        counted = counted.along(visit.counted)
     return HostMoves(sent, read, counted)
 
 
@@ -55,13 +55,12 @@ def _is_on_host(instruction: Instruction) -> bool:
 _MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
 
 
-def _moved(visit: Visit, instruction: Instruction) -> tuple[int, int]:
-    """The bytes that one execution moves to the host, and from it."""
+def _moved(visit: Visit, instruction: Instruction) -> int:
+    """The bytes that one execution moves to the host, or from it."""
     if instruction.opcode not in _MOVED_OPERAND:
-        return 0, 0
-    name, _, element = instruction.operands[_MOVED_OPERAND[instruction.opcode]].partition('#')
-    operand, result = visit.computation.instructions[name].arrays[int(element or 0)], instruction.arrays[0]
-    size = (operand if instruction.opcode == 'dynamic-update-slice' else result).bytes
+        return 0
+    operand = visit.computation.operands_of(instruction)[_MOVED_OPERAND[instruction.opcode]]
+    result = instruction.arrays[0]
     if (operand.space == HOST) == (result.space == HOST):
-        return 0, 0
-    return (0, size) if operand.space == HOST else (size, 0)
+        return 0
+    return (operand if instruction.opcode == 'dynamic-update-slice' else result).bytes

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from scalax._plan.formulas import Counted
-from scalax._plan.loop_rounds import (
-    COMPARED,
-    COMPUTED,
-    ONE_OPERAND,
-    Element,
-    Scalar,
-    constant_of,
-    solved_rounds,
-)
+from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 
-# JAX's names -> XLA's. Comparisons are written in small letters here.
-_NAMES = {
-    **{name: name for name in (*COMPUTED, *ONE_OPERAND)},
-    **{name.lower(): name for name in COMPARED},
-    'convert_element_type': 'convert',
-    'div': 'divide',
-    'max': 'maximum',
-    'min': 'minimum',
-    'mul': 'multiply',
-    'neg': 'negate',
-    'rem': 'remainder',
-    'sub': 'subtract',
-}
 _FORWARDING = (
     'broadcast_in_dim',
+    'convert_element_type',
     'copy',
     'optimization_barrier',
     'reshape',
@@ -42,7 +21,6 @@ _FORWARDING = (
 )
 _CALLS = ('jit', 'pjit', 'closed_call', 'core_call')
 _DEEP = 30  # operations from the test of a loop to its state
-_Given = Callable[[int], Scalar | None]
 
 
 def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
@@ -63,93 +41,57 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
     params = equation.params
     asked, body = params['cond_jaxpr'], params['body_jaxpr']
     of_test, of_body = params['cond_nconsts'], params['body_nconsts']
-    around = _Scalars(outside)
-    constants = equation.invars[: of_test + of_body]
-    begin = equation.invars[of_test + of_body :]
+    around = _Integers(outside)
+    given = [around.values(operand) for operand in equation.invars]
+    start = dict(enumerate(given[of_test + of_body :]))
+    in_test, in_body = _Integers(asked.jaxpr), _Integers(body.jaxpr)
 
-    def given(first: int, count: int) -> _Given:
-        """The arguments of the test or of the body: constants, and then the state."""
+    def test(state: State) -> Values | None:
+        in_test.give([*given[:of_test], *state.values()])
+        return in_test.values(asked.jaxpr.outvars[0])
 
-        def argument(index: int) -> Scalar | None:
-            if index < count:
-                return around.scalar(constants[first + index])
-            return _typed(begin[index - count], 'element', number=index - count)
+    def following(state: State) -> State:
+        in_body.give([*given[of_test : of_test + of_body], *state.values()])
+        return {i: in_body.values(body.jaxpr.outvars[i]) for i in state}
 
-        return argument
-
-    test = _Scalars(asked.jaxpr, given(0, of_test)).scalar(asked.jaxpr.outvars[0])
-    following = _Scalars(body.jaxpr, given(of_test, of_body))
-
-    def state(index: int) -> Element:
-        start = constant_of(around.scalar(begin[index]))
-        return Element(start, following.scalar(body.jaxpr.outvars[index]))
-
-    return solved_rounds(test, state)
+    return solved_rounds(start, test, following)
 
 
-class _Scalars:
-    """The integers of a jaxpr.
+class _Integers:
+    """The integers of a jaxpr; without one, only literals are known."""
 
-    Args:
-        jaxpr: the jaxpr; None for one in which only literals are known.
-        given: index of an argument -> its value; by default none is known.
-    """
+    def __init__(self, jaxpr: Any) -> None:
+        self._arguments = () if jaxpr is None else jaxpr.invars
+        equations = () if jaxpr is None else jaxpr.eqns
+        self._equations = {id(var): equation for equation in equations for var in equation.outvars}
+        self._known: dict[int, Values | None] = {}
 
-    def __init__(self, jaxpr: Any, given: _Given = lambda index: None) -> None:
-        self.given = given
-        self.equations, self.arguments = {}, {}
-        if jaxpr is not None:
-            self.equations = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
-            self.arguments = {id(var): index for index, var in enumerate(jaxpr.invars)}
-        self.known: dict[int, Scalar | None] = {}
+    def give(self, arguments: Sequence[Values | None]) -> None:
+        """Sets the values of the arguments of the jaxpr, and forgets what was computed from others."""
+        self._known = {id(var): value for var, value in zip(self._arguments, arguments, strict=True)}
 
-    def scalar(self, var: Any, depth: int = 0) -> Scalar | None:
-        """The value of a variable or literal; None if it is no integer, or is not known."""
-        if hasattr(var, 'val'):
-            return _literal(var)
-        if id(var) not in self.known and depth < _DEEP:
-            self.known[id(var)] = self._read(var, depth + 1)
-        return self.known.get(id(var))
-
-    def _read(self, var: Any, depth: int) -> Scalar | None:
-        if id(var) in self.arguments:
-            return self.given(self.arguments[id(var)])
-        equation = self.equations.get(id(var))
-        if equation is None or not _type(var.aval):
+    def values(self, var: Any, depth: int = 0) -> Values | None:
+        """The value of a variable or literal, in one row; None if it is no integer, or is not known."""
+        if getattr(var.aval, 'shape', None) != () or var.aval.dtype.kind not in 'biu':
             return None
+        if hasattr(var, 'val'):
+            return np.array([var.val], var.aval.dtype)
+        if id(var) not in self._known and id(var) in self._equations and depth < _DEEP:
+            self._known[id(var)] = self._read(var, self._equations[id(var)], depth + 1)
+        return self._known.get(id(var))
+
+    def _read(self, var: Any, equation: Any, depth: int) -> Values | None:
         name, operands = equation.primitive.name, equation.invars
+        place = next(i for i, out in enumerate(equation.outvars) if out is var)
         if name in _FORWARDING:
-            place = next(i for i, out in enumerate(equation.outvars) if out is var)
-            return self.scalar(operands[place], depth)
+            value = self.values(operands[place], depth)
+            return None if value is None else value.astype(var.aval.dtype)
         if name in _CALLS:
             jaxpr = equation.params['jaxpr' if 'jaxpr' in equation.params else 'call_jaxpr']
             jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
-            inner = _Scalars(jaxpr, lambda index: self.scalar(operands[index], depth))
-            place = next(i for i, out in enumerate(equation.outvars) if out is var)
-            return inner.scalar(jaxpr.outvars[place], depth)
-        parts = tuple(self.scalar(operand, depth) for operand in operands)
-        if name == 'select_n' and len(parts) == 3:
-            return _typed(var, 'select', (parts[0], parts[2], parts[1]))
-        return _typed(var, _NAMES[name], parts) if name in _NAMES else None
-
-
-def _literal(var: Any) -> Scalar | None:
-    return _typed(var, 'constant', number=int(var.val)) if _type(var.aval) and not np.ndim(var.val) else None
-
-
-def _typed(
-    var: Any, operation: str, operands: tuple[Scalar | None, ...] = (), number: int = 0
-) -> Scalar | None:
-    type_ = _type(var.aval)
-    return Scalar(type_, operation, operands, number) if type_ else None
-
-
-def _type(aval: Any) -> str:
-    """XLA's name of the type of an integer or truth value; empty for anything else."""
-    if getattr(aval, 'shape', None) != ():
-        return ''
-    if jnp.issubdtype(aval.dtype, jnp.bool_):
-        return 'pred'
-    signed = jnp.issubdtype(aval.dtype, jnp.signedinteger)
-    integer = jnp.issubdtype(aval.dtype, jnp.integer)
-    return f'{"s" if signed else "u"}{8 * aval.dtype.itemsize}' if integer else ''
+            inner = _Integers(jaxpr)
+            inner.give([self.values(operand, depth) for operand in operands])
+            return inner.values(jaxpr.outvars[place], depth)
+        if name not in OPERATIONS:
+            return None
+        return computed(name, [self.values(operand, depth) for operand in operands])

@@ -16,10 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from scalax._plan.hlo import MAIN
 from scalax.errors import PlanError
-
-DEVICE, HOST = 0, 5
-"""The numbers of two spaces: the main memory of a device, and what a program holds on the host for it."""
 
 _TOTAL = re.compile(r'Memory Space: \S+ \(color=(\d+)\)\s+Total bytes: (\d+)')
 _ALLOCATION = re.compile(r'allocation \d+: size (\d+)(?:, color (\d+))?, ')
@@ -108,7 +106,7 @@ class Layout:
         """
         fullest = self._at(self._fullest_moment())
         # If an output takes over the buffer of an argument, the argument comes first.
-        always = ((a.bytes, next(iter(a.values), None)) for a in self.of(DEVICE) if not a.shared)
+        always = ((a.bytes, next(iter(a.values), None)) for a in self.of(MAIN) if not a.shared)
         return (*((value.bytes, value) for value in fullest), *always)
 
     def _fullest_moment(self) -> int:
@@ -149,7 +147,7 @@ class Layout:
                     yield value
 
     def _shared(self) -> Iterator[Allocation]:
-        return (allocation for allocation in self.of(DEVICE) if allocation.shared)
+        return (allocation for allocation in self.of(MAIN) if allocation.shared)
 
     def _lifetime(self, value: Value) -> tuple[int, int]:
         """The first and the last moment; an empty range if they are not known."""
@@ -179,7 +177,7 @@ def read_layout(tables: MemoryTables) -> Layout:
         for found in map(_LIVE.match, tables.live.splitlines())
         if found
     }
-    if DEVICE not in totals or not allocations or not live:
+    if MAIN not in totals or not allocations or not live:
         raise PlanError('the compiler wrote the memory of the program in an unknown form')
     return Layout(totals, allocations, live)
 
@@ -206,7 +204,7 @@ def _allocation(head: str, values: list[Value]) -> Allocation:
     if found is None:
         raise PlanError(f'the compiler wrote an allocation in an unknown form: {head[:200]!r}')
     return Allocation(
-        space=int(found[2] or DEVICE),
+        space=int(found[2] or MAIN),
         bytes=int(found[1]),
         parameter=', parameter ' in head,
         output='maybe-live-out' in head,

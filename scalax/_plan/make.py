@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._mesh.meshes import require_devices
 from scalax._plan.buffers import largest_buffers
-from scalax._plan.collectives import Collective, collectives
+from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hardware import hardware_of
-from scalax._plan.hlo import Module, parse
+from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.memory import constant_bytes
@@ -101,7 +101,8 @@ def make_plan(
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, asked)
-    rows = _collectives(compiled, program, partitioned, mesh) if compiled.partitioned else ()
+    before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
+    rows = collectives(program, sizes, places, before, ids) if compiled.partitioned else ()
     positional, by_name = lowered.args_info
     names = names_of_arguments(function, args)
     if names is None:
@@ -127,19 +128,6 @@ def make_plan(
         refusal=compiled.refusal,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
-    )
-
-
-def _collectives(
-    compiled: Compiled, program: Module, partitioned: Module, mesh: Mesh
-) -> tuple[Collective, ...]:
-    """The collectives of the program that runs; of simulated devices, of the partitioner's program."""
-    return collectives(
-        program,
-        dict(mesh.shape),
-        places_of(mesh.devices.flat),
-        partitioned if compiled.optimized else None,
-        [device.id for device in mesh.devices.flat],
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from scalax._plan.hlo import Module
-from scalax._plan.layout import DEVICE, HOST, Layout
+from scalax._plan.hlo import HOST, MAIN, Module
+from scalax._plan.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Memory:
 def assigned_memory(layout: Layout) -> Memory:
     """The memory of a program that a compiler for TPUs has laid out."""
     arguments = donated = outputs = 0
-    for allocation in layout.of(DEVICE):
+    for allocation in layout.of(MAIN):
         arguments += allocation.bytes if allocation.parameter else 0
         donated += allocation.bytes if allocation.parameter and allocation.output else 0
         outputs += allocation.bytes if allocation.output and not allocation.parameter else 0
     return Memory(
         arguments,
         outputs,
-        max(0, layout.totals[DEVICE] - arguments - outputs),
+        max(0, layout.totals[MAIN] - arguments - outputs),
         donated,
         estimated=False,
         peak=sum(size for size, _ in layout.held),

@@ -139,9 +139,7 @@ def _around(computation: Computation, start: Instruction) -> Iterator[Instructio
     while todo:
         instruction = todo.popleft()
         yield instruction
-        names = (operand.partition('#')[0] for operand in instruction.operands)
-        operands = (computation.instructions[name] for name in names if name in computation.instructions)
-        for other in (*computation.users.get(instruction.name, ()), *operands):
+        for other in (*computation.users.get(instruction.name, ()), *computation.makers_of(instruction)):
             if other.name not in seen:
                 seen.add(other.name)
                 todo.append(other)

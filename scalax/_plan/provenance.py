@@ -98,13 +98,7 @@ def _users(computation: Computation, instruction: Instruction) -> Iterator[Instr
 
 def _operands(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
     """The operands of an instruction, also through instructions that only forward them."""
-    found = computation.instructions
-
-    def step(item: Instruction) -> Iterator[Instruction]:
-        names = (operand.partition('#')[0] for operand in item.operands)
-        return (found[name] for name in names if name in found)
-
-    return _reached(instruction, step)
+    return _reached(instruction, computation.makers_of)
 
 
 def _reached(

@@ -9,25 +9,12 @@ part.
 
 from __future__ import annotations
 
-import math
-import re
-
 import numpy as np
-import numpy.typing as npt
 
 from scalax._plan.hlo import Computation, Instruction
-from scalax._plan.loop_rounds import COMPARED, COMPUTED
+from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.loop_rounds import Values
 from scalax._plan.replica_groups import Groups
-
-Values = npt.NDArray[np.int64]
-"""A number, or a list of them, for each device."""
-
-_DEEP = 30  # instructions from the number of a device to the start of its part
-_FORWARDING = ('bitcast', 'convert', 'copy', 'reshape')
-
-
-class _ElidedConstant(Exception):
-    """A constant is not printed, because it is too long."""
 
 
 def is_reduce_scatter(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
@@ -49,63 +36,19 @@ def _takes_own_part(
     if user.opcode != 'dynamic-slice' or user.bytes * count != instruction.bytes:
         return False
     whole, part = instruction.arrays[0].dims, user.arrays[0].dims
-    evaluation, starts = _Evaluation(computation, groups.size), []
+    numbers = np.arange(groups.size)
+
+    def own_number(instruction: Instruction, _: int) -> Values | None:
+        return numbers if instruction.opcode == 'partition-id' else None
+
+    integers, starts = Integers(computation, own_number, groups.size), []
     for dimension, (size, taken) in enumerate(zip(whole, part, strict=True)):
         if taken < size:
             try:
-                start = evaluation.value(user.operands[1 + dimension])
-            except _ElidedConstant:
+                start = integers.values(user.operands[1 + dimension])
+            except ElidedConstantError:
                 return True
             if start is None or start.ndim != 1 or (start % taken).any():
                 return False
             starts.append(np.clip(start, 0, size - taken)[groups])
     return all(len(set(zip(*rows, strict=True))) == count for rows in zip(*starts, strict=True))
-
-
-class _Evaluation:
-    """The values of instructions on each device, as far as they depend on its number alone."""
-
-    def __init__(self, computation: Computation, devices: int) -> None:
-        self.computation, self.devices = computation, devices
-        self.known: dict[str, Values | None] = {}
-
-    def value(self, name: str, depth: int = 0) -> Values | None:
-        """The value of an instruction; None if it depends on more, or is computed in too many steps."""
-        if name not in self.known:
-            instruction = self.computation.instructions.get(name)
-            number = instruction is not None and [array.dtype[0] in 'sup' for array in instruction.arrays]
-            self.known[name] = self._compute(instruction, depth) if number == [True] and instruction else None
-        return self.known[name]
-
-    def _compute(self, instruction: Instruction, depth: int) -> Values | None:
-        dims, opcode = instruction.arrays[0].dims, instruction.opcode
-        if opcode == 'partition-id':
-            return np.arange(self.devices)
-        if opcode == 'constant':
-            return self._constant(instruction.operands[0], dims)
-        values = []
-        for operand in instruction.operands if depth < _DEEP else ():
-            value = self.value(operand, depth + 1)
-            if value is None:
-                return None
-            values.append(value)
-        if opcode in _FORWARDING and values:
-            return values[0].reshape(self.devices, *dims)
-        if opcode == 'dynamic-slice' and dims == (1,) and [value.ndim for value in values] == [2, 1]:
-            table, start = values
-            return table[np.arange(self.devices), np.clip(start, 0, table.shape[1] - 1)][:, None]
-        if len({value.shape for value in values}) != 1:
-            return None
-        if opcode in COMPUTED and not (opcode in ('divide', 'remainder') and (values[1] <= 0).any()):
-            return np.asarray(COMPUTED[opcode](*values), np.int64)
-        if opcode == 'compare' and (compared := COMPARED.get(instruction.attribute('direction') or '')):
-            return np.asarray(compared(*values), np.int64)
-        return np.where(values[0] != 0, values[1], values[2]) if opcode == 'select' else None
-
-    def _constant(self, text: str, dims: tuple[int, ...]) -> Values | None:
-        if '...' in text:
-            raise _ElidedConstant
-        numbers = [int(number) for number in re.findall(r'-?\d+', text)]
-        if len(dims) > 1 or len(numbers) != math.prod(dims):
-            return None
-        return np.tile(np.array(numbers).reshape(dims), (self.devices, *[1] * len(dims)))

@@ -6,9 +6,9 @@ import pytest
 
 from examples import plan_llama
 from scalax._plan.flops import count_flops, count_model_flops
+from scalax._plan.formulas import part_of
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import Work, work_of
-from scalax._plan.parts import part_of
 from scalax.errors import PlanError
 from scalax.plan import Flops, Plan
 from scalax.sharding import MeshShardingHelper
