@@ -8,7 +8,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from scalax._plan.collective_seconds import collective_seconds
@@ -20,6 +19,7 @@ from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support.torus_seconds import seconds
 
 V4, V5E, V5P, V6E = (HARDWARE[name] for name in ('v4', 'v5e', 'v5p', 'v6e'))
 US = 1e-6
@@ -28,16 +28,6 @@ BF16 = 2
 
 def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def seconds(kind, whole, hardware, shape, axes):
-    """One collective along axes of a mesh that is the torus itself; the first device's group."""
-    mesh = dict(zip('XYZ', shape, strict=False))
-    places = places_on_torus(mesh, mesh, hardware)
-    grid = np.arange(len(places)).reshape(shape)
-    group = grid[tuple(slice(None) if name in axes else 0 for name in mesh)].reshape(-1)
-    route = route_of([places[i] for i in group], torus_of(places, hardware), axes)
-    return collective_seconds(kind, whole, route, hardware, 1).ici
 
 
 # --- "Sharded Matrices and How to Multiply Them" (sharding.md) -------------------------------------

@@ -1,0 +1,24 @@
+"""The seconds of one collective on a torus, for problems that are about that alone."""
+
+import numpy as np
+
+from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.torus import places_on_torus, route_of, torus_of
+
+
+def seconds(kind, whole, hardware, shape, axes):
+    """One collective along axes of a mesh that is the torus itself; the first device's group.
+
+    Args:
+        kind: the kind of the collective.
+        whole: the bytes of the whole array of one group.
+        hardware: the hardware that has the torus.
+        shape: the lengths of its axes, which are called X, Y and Z.
+        axes: those along which the collective runs, such as ``'XY'``.
+    """
+    mesh = dict(zip('XYZ', shape, strict=False))
+    places = places_on_torus(mesh, mesh, hardware)
+    grid = np.arange(len(places)).reshape(shape)
+    group = grid[tuple(slice(None) if name in axes else 0 for name in mesh)].reshape(-1)
+    route = route_of([places[i] for i in group], torus_of(places, hardware), axes)
+    return collective_seconds(kind, whole, route, hardware, 1).ici
