@@ -93,16 +93,17 @@ def flops_of(visit: Visit, instruction: Instruction) -> int:
 def _bytes_of(visit: Visit, instruction: Instruction) -> int:
     """The bytes that a product, or the fusion that it is in, moves from and to the memory of the device.
 
-    A fusion may read a slice of a larger array, so of each of its operands no more counts than the largest
-    operand of the product.
+    A fusion may read slices of larger arrays, and more than the product needs. So no array counts for more
+    than the largest operand of the product, and all of them for no more than its operands together.
     """
     if instruction.opcode not in _COUNTS:
         return 0
     read = visit.computation.operands_of(instruction)
-    most, written = max(array.bytes for array in read), instruction.arrays
+    needed, written = [array.bytes for array in read], instruction.arrays
     if visit.caller is not None and visit.outside is not None and visit.caller.opcode == 'fusion':
         read, written = visit.outside.operands_of(visit.caller), visit.caller.arrays
-    return _in_main_memory(read, most) + _in_main_memory(written, instruction.bytes)
+    least = min(_in_main_memory(read, max(needed)), sum(needed))
+    return least + min(_in_main_memory(written, instruction.bytes), instruction.bytes)
 
 
 def _in_main_memory(arrays: Iterable[Array], most: int) -> int:
