@@ -68,6 +68,8 @@ class PlanView(Protocol):
     @property
     def networks(self) -> Mapping[tuple[str, ...], tuple[Network, ...]]: ...
     @property
+    def explained(self) -> float: ...
+    @property
     def known_roofline(self) -> Roofline | None: ...
     def roofline(self) -> Roofline: ...
 
@@ -192,6 +194,8 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
     heads, rows = collective_cells(plan, _SHOWN)
     yield from table([heads, *rows], width, len(heads) - 1, 3)
     yield from rest_of_collectives(plan, _SHOWN)
+    if plan.explained < 1:
+        yield f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():

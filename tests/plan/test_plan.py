@@ -182,6 +182,18 @@ def test_text():
     assert [not line for line in narrow[10:]] == [False, False, True, False]  # the row takes two lines
 
 
+def test_what_is_not_explained_is_said():
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    first, *rest = plan.collectives
+    assert plan.explained == 1 and 'no origin' not in str(plan)
+    added = dataclasses.replace(plan, collectives=(dataclasses.replace(first, cause='compiler'), *rest))
+    share = first.count * first.bytes / sum(row.count * row.bytes for row in plan.collectives)
+    assert added.explained == pytest.approx(1 - share)
+    lines = added.to_text(120).splitlines()
+    assert f'{share:.1%} of the bytes have no origin in the program after partitioning' in lines
+    assert any(line.endswith(f'added by the compiler: {first.source}') for line in lines)
+
+
 def test_text_of_memory_and_of_quick_plans():
     plan = HELPER.plan(STEP, *ARGUMENTS)
     memory = Memory(2**20, outputs=0, temporaries=5 * 2**20, estimated=False, limit=2**34, peak=2**22)
