@@ -37,6 +37,11 @@ from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
 
+# The operations of JAX that ask for collectives; psum has several names.
+_ASKED_FOR = (
+    *('all_gather', 'all_to_all', 'pbroadcast', 'pmax', 'pmin', 'ppermute', 'psum', 'ragged_all_to_all'),
+    'reduce_scatter',
+)
 Cause = Literal['program', 'sharding', 'halo', 'ring', 'padding', 'compiler']
 
 
@@ -178,7 +183,9 @@ def _phase(run: Run) -> Part:
 def _cause(run: Run) -> Cause:
     """Why the partitioner's program has a collective."""
     instruction = run.instruction
-    if not is_of_the_partitioner(instruction):
+    # Older compilers do not mark what the partitioner added.
+    asked = instruction.op_name.rpartition('/')[2].startswith(_ASKED_FOR)
+    if asked and not is_of_the_partitioner(instruction):
         return 'program'
     if run.kind != 'collective-permute':
         return 'sharding'

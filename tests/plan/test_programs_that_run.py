@@ -20,9 +20,12 @@ from scalax._plan.torus import places_of
 from scalax.plan import HARDWARE, Plan, Roofline
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
-from tests.support import executable_reader
+from tests.support import executable_reader, tpu_compiler
 from tests.support.recorded import names, recorded
 from tests.support.tpu_programs import PROGRAMS
+
+# The positions of devices are those of the compiler's topologies.
+pytestmark = tpu_compiler.needed
 
 
 class Read(NamedTuple):
