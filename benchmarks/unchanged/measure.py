@@ -1,0 +1,88 @@
+"""The table: what a step of each model moves and needs, plain, followed and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+from benchmarks.unchanged.model import Model, Strategy
+from scalax.plan import Plan, make_plan
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+VARIANTS = ('plain', 'hand')
+
+
+def make_step(
+    model: Model, strategy: Strategy, helper: MeshShardingHelper, variant: str, rows: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """A training step with AdamW, and its arguments: (params, optimizer state), batch, key."""
+    optimizer = optax.adamw(1e-3)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    state = params, jax.eval_shape(optimizer.init, params)
+    rule, batch = strategy.rule(model), P(strategy.batch_axes)
+    by_hand = model.hand_loss if variant == 'hand' else None
+
+    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+        if by_hand is not None:
+            return by_hand(params, batch, key, strategy.batch_axes)
+        return model.loss(params, batch, key)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    named = {name: strategy.bound(spec) for name, spec in model.hand.items()} if variant == 'hand' else {}
+    fun = helper.sjit(
+        step,
+        in_shardings=(rule, batch, P()),
+        out_shardings=(rule, P()),
+        annotation_shardings=named,
+        donate_argnums=0,
+    )
+    return fun, (state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+
+
+def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:
+    """The quick plan of one cell of the table."""
+    helper = strategy.helper(topology)
+    step, args = make_step(model, strategy, helper, variant, model.rows * helper.mesh.size)
+    return make_plan(helper, step, args, {}, quick=True)
+
+
+def figures(found: Plan) -> dict[str, float]:
+    """GiB moved and at peak, and the seconds of the roofline without overlap and with it."""
+    seconds = found.roofline().step_seconds
+    return {
+        'moved': sum(row.bytes * row.count for row in found.collectives) / 2**30,
+        'peak': found.memory.peak / 2**30,
+        'estimate': seconds.estimate,
+        'bound': seconds.bound,
+    }
+
+
+def rows(models: list[Model], strategies: tuple[Strategy, ...], topology: str) -> Iterator[str]:
+    """A line for each cell."""
+    for model in models:
+        for strategy in strategies:
+            for variant in VARIANTS:
+                found = figures(plan(model, strategy, topology, variant))
+                cells = ' '.join(f'{name} {value:.4g}' for name, value in found.items())
+                yield f'{model.name} | {strategy.name} | {variant} | {cells}'
+
+
+if __name__ == '__main__':
+    import sys
+
+    from benchmarks.unchanged.catalogue import all_models
+    from benchmarks.unchanged.model import STRATEGIES
+
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ''
+    topology = sys.argv[2] if len(sys.argv) > 2 else 'v5p:4x4x4'
+    for line in rows([m for m in all_models('large') if wanted in m.name], STRATEGIES, topology):
+        print(line, flush=True)

@@ -1,0 +1,80 @@
+"""What a model of the table consists of, and the strategies that it is compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+Tree = Any
+Size = Literal['small', 'large']
+Loss = Callable[[Tree, Tree, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model with its loss, written for one device.
+
+    The code may name values (`with_sharding_annotation`). Names do nothing unless *hand* is bound to them:
+    the same code is the plain program and the expert's.
+
+    Attributes:
+        name: how the table calls it.
+        init: from a key to the parameters (float32 or bfloat16 arrays, in any tree).
+        batch: from a number of rows to a batch: a tree of ShapeDtypeStructs.
+        loss: from parameters, a batch and a key to the mean loss over the rows.
+        columns_and_rows: where parameters are over the axes fsdp and tp, in the FSDP x TP strategy.
+        hand: annotation name -> spec in which the axis 'batch' stands for the axes of the batch; 'tp' is left
+            out where the mesh has none.
+        hand_loss: the loss as an expert writes it, where names cannot say it; takes a further argument, the
+            axes of the batch.
+        rows: rows of a batch for each device, in plans.
+    """
+
+    name: str
+    init: Callable[[jax.Array], Tree]
+    batch: Callable[[int], Tree]
+    loss: Loss
+    columns_and_rows: TreePathShardingRule
+    hand: Mapping[str, P]
+    hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], jax.Array] | None = None
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A mesh, the axes over which the rows of a batch are, and the rule of the parameters."""
+
+    name: str
+    mesh: Mapping[str, int]
+    batch_axes: tuple[str, ...]
+    slices: int = 1
+
+    def helper(self, topology: str) -> MeshShardingHelper:
+        """Over TPUs that are not here."""
+        dims, names = list(self.mesh.values()), list(self.mesh)
+        dcn = [self.slices if name == 'data' else 1 for name in names] if self.slices > 1 else None
+        return MeshShardingHelper.from_topology(
+            topology, dims, names, mesh_axis_splitting=True, num_slices=self.slices, dcn_axis_dims=dcn
+        )
+
+    def rule(self, model: Model) -> ShardingRule:
+        """Where the parameters of a model are."""
+        return model.columns_and_rows if 'tp' in self.mesh else FSDPShardingRule()
+
+    def bound(self, spec: P) -> P:
+        """A spec of `Model.hand` over this mesh."""
+        known = {'batch': self.batch_axes, **{name: name for name in self.mesh}}
+        return P(*(known.get(entry) if isinstance(entry, str) else entry for entry in spec))
+
+
+STRATEGIES = (
+    Strategy('FSDP', {'fsdp': -1}, ('fsdp',)),
+    Strategy('FSDP x TP', {'fsdp': -1, 'tp': 4}, ('fsdp',)),
+    Strategy('HSDP, 2 slices', {'data': 2, 'fsdp': -1}, ('data', 'fsdp'), slices=2),
+)

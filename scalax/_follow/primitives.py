@@ -1,0 +1,309 @@
+"""Where the rows of the batch are in the results of each primitive of JAX, from where they are in its operands.
+
+A primitive that is not in the table loses the trail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scalax._follow.trail import LOST, Trail, merged, of_dims
+
+Rule = Callable[[Any, Sequence[Trail]], list[Trail]]
+"""Takes an equation and the trails of its operands; gives those of its results."""
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, 'shape', ()))
+
+
+def _elementwise(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """All operands and results have the same dimensions; or an operand is a scalar."""
+    return [merged(trails, len(_shape(out))) for out in eqn.outvars]
+
+
+def _each(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Each result is an operand."""
+    return list(trails[: len(eqn.outvars)])
+
+
+def _alike(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Parts or wholes of the operands, of the same number of dimensions."""
+    return _elementwise(eqn, trails)
+
+
+def _broadcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    out, operand = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
+    places = eqn.params['broadcast_dimensions']
+    dims = {
+        place: axes
+        for place, axes, size in zip(places, trails[0], operand, strict=False)
+        if out[place] == size
+    }
+    return [of_dims(dims, len(out))]
+
+
+def _reshape(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Dimensions that are merged or split: the major one of each group keeps its rows."""
+    if eqn.params.get('dimensions') is not None or not trails[0]:
+        return [LOST]
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    dims = {b[0]: trails[0][a[0]] for a, b in _groups(old, new)}
+    return [of_dims(dims, len(new))]
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The groups of dimensions, of more than one element, that a reshape makes of groups of others."""
+    groups: list[tuple[list[int], list[int]]] = []
+    left = [i for i, size in enumerate(old) if size != 1]
+    right = [i for i, size in enumerate(new) if size != 1]
+    while left and right:
+        mine, theirs = [left.pop(0)], [right.pop(0)]
+        a, b = old[mine[0]], new[theirs[0]]
+        while a != b:
+            if a < b and left:
+                a *= old[left[0]]
+                mine.append(left.pop(0))
+            elif b < a and right:
+                b *= new[right[0]]
+                theirs.append(right.pop(0))
+            else:
+                return groups
+        groups.append((mine, theirs))
+    return groups
+
+
+def _transpose(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    return [tuple(trails[0][i] for i in eqn.params['permutation']) if trails[0] else LOST]
+
+
+def _without(dims: Sequence[int], trail: Trail) -> Trail:
+    kept = tuple(axes for i, axes in enumerate(trail) if i not in dims)
+    return kept if any(kept) else LOST
+
+
+def _squeeze(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    return [_without(eqn.params['dimensions'], trails[0])]
+
+
+def _reduce(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    dims = eqn.params['axes'] if 'axes' in eqn.params else eqn.params['dimensions']
+    operands = len(_shape(eqn.invars[0]))
+    return [_without(dims, merged(trails, operands))] * len(eqn.outvars)
+
+
+def _top_k(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    rank = len(_shape(eqn.invars[0]))
+    axis = eqn.params.get('axis', eqn.params.get('reduction_dimension', rank - 1)) % rank
+    kept = {i: axes for i, axes in enumerate(trails[0]) if i != axis}
+    return [of_dims(kept, rank)] * len(eqn.outvars)
+
+
+def _dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    (contracted, batch) = eqn.params['dimension_numbers']
+    return [_product(eqn, trails, contracted, batch)]
+
+
+def _product(eqn: Any, trails: Sequence[Trail], contracted: Any, batch: Any, grouped: Any = ()) -> Trail:
+    """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
+    left, right = (list(trail) or [()] * len(_shape(x)) for trail, x in zip(trails, eqn.invars, strict=False))
+    gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
+    dims = [
+        *(left[i] or right[j] for i, j in zip(*batch, strict=True)),
+        *(axes for i, axes in enumerate(left) if i not in gone[0]),
+        *(axes for i, axes in enumerate(right) if i not in gone[1]),
+    ]
+    dims = [()] * (len(_shape(eqn.outvars[0])) - len(dims)) + dims
+    return tuple(dims) if any(dims) else LOST
+
+
+def _ragged_dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Rows in groups, each multiplied by the matrix of its group; or groups of rows contracted."""
+    numbers = eqn.params['ragged_dot_dimension_numbers']
+    contracted, batch = numbers.dot_dimension_numbers
+    return [_product(eqn, trails[:2], contracted, batch, numbers.rhs_group_dimensions)]
+
+
+def _conv(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
+    numbers = eqn.params['dimension_numbers']
+    if eqn.params['batch_group_count'] != 1:
+        return [LOST]
+    images, kernel = trails[0], trails[1]
+    dims = {
+        numbers.out_spec[0]: images[numbers.lhs_spec[0]] if images else (),
+        numbers.out_spec[1]: kernel[numbers.rhs_spec[0]] if kernel else (),
+    }
+    return [of_dims(dims, len(_shape(eqn.outvars[0])))]
+
+
+def _gather(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Rows follow the indices; in dimensions that are taken whole, the operand."""
+    numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
+    operand, indices = trails
+    shape, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
+    batch = [i for i in range(rank) if i not in numbers.offset_dims]
+    dims: dict[int, tuple[str, ...]] = dict(zip(batch, indices, strict=False)) if indices else {}
+    if operand:
+        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        whole = [i for i in range(len(shape)) if i not in gone]
+        for place, i in zip(numbers.offset_dims, whole, strict=True):
+            if sizes[i] == shape[i]:
+                dims[place] = operand[i]
+        for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            dims[batch[j]] = dims.get(batch[j]) or operand[i]
+    return [of_dims(dims, rank)]
+
+
+def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Rows stay those of the operand; in dimensions that are updated whole, also of the updates."""
+    numbers = eqn.params['dimension_numbers']
+    operand, indices, updates = trails[0], trails[1], trails[2]
+    shape, update = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    dims = dict(enumerate(operand))
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = [i for i in range(len(shape)) if i not in gone]
+    rows = [i for i in range(len(update)) if i not in numbers.update_window_dims]
+    if updates:
+        for place, i in zip(numbers.update_window_dims, windows, strict=True):
+            if update[place] == shape[i]:
+                dims[i] = dims.get(i) or updates[place]
+    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        dims[i] = (
+            dims.get(i) or (updates[rows[j]] if updates else ()) or (indices[j] if indices else ())
+        )
+    return [of_dims(dims, len(shape))]
+
+
+def _update_slice(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    shape, update = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    whole = [axes if a == b else () for axes, a, b in zip(trails[1], shape, update, strict=False)]
+    return [merged([trails[0], tuple(whole)], len(shape))] if any(whole) else [trails[0]]
+
+
+def _window(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Windows over some dimensions; the others are kept."""
+    return [
+        of_dims(
+            {
+                i: axes
+                for i, axes in enumerate(merged(trails, len(_shape(out))))
+                if all(len(_shape(x)) <= i or _shape(x)[i] == _shape(out)[i] for x in eqn.invars)
+            },
+            len(_shape(out)),
+        )
+        for out in eqn.outvars
+    ]
+
+
+def _leading(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Stacks of matrices, or of vectors: leading dimensions of the same sizes are the stack."""
+    found = []
+    for out in eqn.outvars:
+        dims: dict[int, tuple[str, ...]] = {}
+        for atom, trail in zip(eqn.invars, trails, strict=True):
+            for i, (axes, a, b) in enumerate(zip(trail, _shape(atom), _shape(out), strict=False)):
+                if a != b or i >= len(_shape(atom)) - 2:
+                    break
+                dims[i] = dims.get(i) or axes
+        found.append(of_dims(dims, len(_shape(out))))
+    return found
+
+
+def _fft(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    rank = len(_shape(eqn.outvars[0]))
+    kept = rank - len(eqn.params['fft_lengths'])
+    return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < kept}, rank)]
+
+
+def _longer(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """Keys of random numbers: what is drawn from each has further dimensions."""
+    rank = len(_shape(eqn.outvars[0]))
+    return [of_dims(dict(enumerate(trails[0])), rank) if trails[0] else LOST] * len(eqn.outvars)
+
+
+def _shorter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    rank = len(_shape(eqn.outvars[0]))
+    return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < rank}, rank)]
+
+
+def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """What the user says holds; dimensions that are left open stay as they were."""
+    open_ = eqn.params['unconstrained_dims']
+    spec = getattr(eqn.params['sharding'], 'spec', None)
+    rank = len(_shape(eqn.outvars[0]))
+    if spec is None:
+        return [LOST]
+    said = [*spec, *[None] * rank][:rank]
+    before = trails[0] or ((),) * rank
+    axes = {name for each in before for name in each}
+    dims = {}
+    for i, entry in enumerate(said):
+        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        dims[i] = before[i] if i in open_ else tuple(name for name in names if name in axes)
+    return [of_dims(dims, rank)]
+
+
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div eq eq_to erf
+    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
+    lgamma log log1p log2 logistic lt lt_to max min mul name ne neg nextafter not one_minus_square or polygamma
+    population_count pow random_gamma_grad real reduce_precision regularized_incomplete_beta rem rev round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort sqrt square stop_gradient
+    sub tan tanh threefry2x32 xor zeta random_fold_in
+"""
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(('optimization_barrier', 'device_put', 'copy_p', 'pvary'), _each),
+    **dict.fromkeys(('concatenate', 'pad', 'slice', 'dynamic_slice', 'split'), _alike),
+    **dict.fromkeys(
+        [f'reduce_{name}' for name in ('sum', 'max', 'min', 'prod', 'and', 'or', 'xor')], _reduce
+    ),
+    **dict.fromkeys(('reduce', 'argmax', 'argmin'), _reduce),
+    **dict.fromkeys(('top_k', 'approx_top_k'), _top_k),
+    **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul', 'scatter-min', 'scatter-max'), _scatter),
+    **dict.fromkeys(('scatter_add', 'scatter_mul', 'scatter_min', 'scatter_max', 'scatter_sub'), _scatter),
+    **dict.fromkeys(
+        (
+            *('reduce_window', 'reduce_window_sum', 'reduce_window_max', 'reduce_window_min'),
+            *('select_and_scatter_add', 'select_and_gather_add', 'select_and_scatter'),
+        ),
+        _window,
+    ),
+    **dict.fromkeys(
+        (
+            *('cholesky', 'eig', 'eigh', 'householder_product', 'lu', 'qr', 'schur', 'svd'),
+            *('triangular_solve', 'tridiagonal', 'tridiagonal_solve', 'hessenberg', 'geqrf'),
+        ),
+        _leading,
+    ),
+    **dict.fromkeys(('random_bits', 'random_split', 'random_unwrap', 'random_seed'), _longer),
+    'random_wrap': _shorter,
+    'broadcast_in_dim': _broadcast,
+    'reshape': _reshape,
+    'transpose': _transpose,
+    'squeeze': _squeeze,
+    'dot_general': _dot,
+    'ragged_dot_general': _ragged_dot,
+    'conv_general_dilated': _conv,
+    'gather': _gather,
+    'dynamic_update_slice': _update_slice,
+    'fft': _fft,
+    'sharding_constraint': _constraint,
+}
+
+# The compiler chooses how their results are sharded: operands of different layouts meet in them.
+PINNED = frozenset(
+    {
+        *('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather', 'scatter', 'scatter-add'),
+        *('scatter_add', 'select_and_scatter_add', 'reduce_window_max', 'reduce_window_sum', 'sort', 'cumsum'),
+    }
+)
+
+
+def size_of(atom: Any) -> int:
+    """The number of elements of a value."""
+    return math.prod(_shape(atom))

@@ -1,0 +1,44 @@
+"""The trail of a value: which of its dimensions hold rows of the batch, and over which mesh axes they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+Trail = tuple[tuple[str, ...], ...]
+"""For each dimension the mesh axes that shard it; an empty tuple altogether if no dimension is followed."""
+
+LOST: Trail = ()
+
+
+def of_dims(dims: Mapping[int, tuple[str, ...]], ndim: int) -> Trail:
+    """The trail with these dimensions."""
+    return tuple(dims.get(i, ()) for i in range(ndim)) if any(dims.values()) else LOST
+
+
+def merged(trails: Iterable[Trail], ndim: int) -> Trail:
+    """The trail of a value of *ndim* dimensions that lies as each of several does: the first one decides."""
+    found: list[tuple[str, ...]] = [()] * ndim
+    any_found = False
+    for trail in trails:
+        if trail and len(trail) == ndim:
+            any_found = True
+            found = [mine or theirs for mine, theirs in zip(found, trail, strict=True)]
+    return tuple(found) if any_found else LOST
+
+
+def possible(trail: Trail, shape: Sequence[int], sizes: Mapping[str, int]) -> Trail:
+    """The part of a trail that a value of this shape can have.
+
+    A mesh axis shards one dimension, the first one; and dimensions are sharded evenly.
+    """
+    if not trail:
+        return LOST
+    used: set[str] = set()
+    found = []
+    for axes, size in zip(trail, shape, strict=True):
+        if used.intersection(axes) or size % math.prod(sizes[axis] for axis in axes):
+            axes = ()
+        used.update(axes)
+        found.append(axes)
+    return tuple(found) if used else LOST
