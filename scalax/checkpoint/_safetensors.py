@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -91,7 +92,7 @@ def _load(
     tensors: Sequence[Tensor],
     rules: RuleLike,
     mapping: NameMapping,
-    opened: Mapping[Path, BinaryIO],
+    opened: Mapping[Path, io.FileIO],
 ) -> Any:
     wanted = destinations([tensor.name for tensor in tensors], mapping)
     tree: dict[str, Any] = {}
@@ -278,9 +279,9 @@ def _list_indexed(index: Path) -> dict[Path, list[str]]:
     return listed
 
 
-def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, BinaryIO]:
+def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, io.FileIO]:
     """All files, opened once: header and tensors are read from one file, even if its path changes."""
-    opened: dict[Path, BinaryIO] = {}
+    opened: dict[Path, io.FileIO] = {}
     problems = []
     for file in listed:
         try:
@@ -293,7 +294,7 @@ def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]
     return opened
 
 
-def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
+def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, io.FileIO]) -> list[Tensor]:
     """The tensors of all files, in the order of the files."""
     found: list[Tensor] = []
     where: dict[str, Path] = {}
