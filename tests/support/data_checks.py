@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._hostdata import collectives
 from scalax._hostdata.batch_layout import layout_of
-from scalax._hostdata.exchange import exchange_for
+from scalax._hostdata.exchange import exchange_for, program_of
 from scalax._trace import resharding
 from scalax.errors import DataError
 from scalax.sharding import MeshShardingHelper
@@ -276,7 +276,7 @@ def check_what_moves_is_the_least() -> None:
                 if owners[move.source] != owners[move.target]
             )
             buffers = [exchange.stage(np.zeros((brought, 3), np.float32), 0)] * 2
-            text = exchange.program((0, 0)).lower(buffers).compile().as_text()
+            text = program_of(exchange, (0, 0)).lower(buffers).compile().as_text()
             assert text.count(' collective-permute(') == 2 * len(exchange.rounds), text
             for other in ('all-gather', 'all-reduce', 'all-to-all', 'reduce-scatter'):
                 assert f' {other}(' not in text, text
