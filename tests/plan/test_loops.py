@@ -270,7 +270,7 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) 
   %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/pallas_call"}
   ROOT %r = bf16[16,2,8]{2,1,0} fusion(%o, %b), kind=kOutput, calls=%products
 }
-"""  # noqa: E501
+"""  # noqa: E501 - as the compiler prints it
 
 
 def test_products_of_an_optimized_program():
