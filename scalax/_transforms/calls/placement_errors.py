@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
-from scalax._trace.constraints import is_compiled
+from scalax._trace.constraints import is_compiled, is_in_types
 from scalax._transforms.calls.call_key import Call, type_of
 from scalax._transforms.calls.placement import (
     Shardings,
@@ -148,11 +148,7 @@ def _is_foreign(leaf: Any, mesh: Any) -> bool:
     if not isinstance(leaf, jax.core.Tracer):
         return False
     sharding = getattr(type_of(leaf), 'sharding', None)
-    return (
-        sharding is not None
-        and AxisType.Explicit in sharding.mesh.axis_types
-        and not same_types(sharding.mesh, mesh)
-    )
+    return is_in_types(sharding) and not same_types(sharding.mesh, mesh)
 
 
 def _axes_of(mesh: Any) -> str:
