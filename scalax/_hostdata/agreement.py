@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import collectives
+from scalax._tree import specs
 from scalax._tree.paths import canonical_dtype
 from scalax.errors import DataError, ScalaxError, shown
 
@@ -170,7 +171,8 @@ def placed_text(leaf: Any) -> str:
     )
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
-            text += f' {getattr(leaf.sharding, "spec", leaf.sharding)}'
+            sharding = leaf.sharding
+            text += f' {specs.text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding}'
         if leaf.is_deleted():
             text += ', deleted'
     return text

@@ -537,6 +537,17 @@ def check_shard_of_keys() -> None:
             assert_global(helper.shard(whole, rules), whole)
 
 
+def check_specs_that_hold_sets() -> None:
+    """JAX prints the axes of a set in an order of each process's own; the processes still agree."""
+    helper = MeshShardingHelper(
+        [-1, 2, 1, 1, 1], ['a', 'b', 'c', 'd', 'e'], axis_types=jax.sharding.AxisType.Explicit
+    )
+    whole = np.arange(4 * jax.device_count())
+    parts = helper.shard(whole, P('a', unreduced={'b', 'c', 'd', 'e'}))
+    moved = helper.shard(parts, P('a', reduced={'b', 'c', 'd', 'e'}))
+    assert_same(helper.gather(moved), whole)
+
+
 def check_rows_of_arrays_sharded_along_other_axes() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     whole = np.arange(8 * 4 * jax.device_count()).reshape(-1, 8)

@@ -23,6 +23,7 @@ from scalax._transforms.calls.placement import (
     is_reference,
     same_types,
 )
+from scalax._tree import specs
 from scalax._tree.paths import describe_leaf, optional_path
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import (
@@ -347,4 +348,4 @@ def _short(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'
-    return f'{sharding.spec}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'
+    return f'{specs.text(sharding.spec)}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'
