@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import collectives
 from scalax._tree import specs
-from scalax._tree.paths import canonical_dtype
+from scalax._tree.paths import canonical_dtype, type_text
 from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
@@ -166,9 +166,10 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
 
 def placed_text(leaf: Any) -> str:
     """An array or a number, without its values, and how it is placed where processes share it."""
-    text = (
-        array_text(np.shape(leaf), leaf.dtype) if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
-    )
+    if hasattr(leaf, 'dtype'):
+        text = type_text(canonical_dtype(leaf.dtype), np.shape(leaf))
+    else:
+        text = f'Python {type(leaf).__name__}'
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             sharding = leaf.sharding
@@ -176,11 +177,6 @@ def placed_text(leaf: Any) -> str:
         if leaf.is_deleted():
             text += ', deleted'
     return text
-
-
-def array_text(shape: Sequence[int], dtype: Any) -> str:
-    """An array without its values."""
-    return f'{canonical_dtype(dtype)}{list(shape)}'
 
 
 def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:

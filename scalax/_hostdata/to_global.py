@@ -30,6 +30,7 @@ from scalax._tree.paths import (
     is_key,
     leaf_shape,
     overflowed_dtype,
+    type_text,
 )
 from scalax._tree.specs import MeshAxes
 from scalax.errors import DataError, ScalaxError, shown
@@ -202,7 +203,7 @@ def _statement_leaves(part: ProcessBatch) -> list[tuple[str, str]]:
             path,
             agreement.scalar_text(leaf, dtype_on_devices(leaf))
             if not shape
-            else agreement.array_text(shape, dtype_on_devices(leaf)),
+            else type_text(dtype_on_devices(leaf), shape),
         )
         for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
     ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._mesh import meshes
-from scalax._tree.paths import canonical_dtype
+from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax.checkpoint._safetensors_file import (
     Box,
@@ -206,7 +206,7 @@ def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
         return tensor.shape
     if sorted(axes) != list(range(len(tensor.shape))):
         raise CheckpointError(
-            f'{tensor.label} is {tensor.dtype}{list(tensor.shape)}, and the mapping gives it the axes '
+            f'{tensor.label} is {leaf_text(tensor)}, and the mapping gives it the axes '
             f'{tuple(axes)}: they are the numbers 0 to {len(tensor.shape) - 1} in another order'
         )
     return tuple(tensor.shape[axis] for axis in axes)
@@ -214,7 +214,7 @@ def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
 
 def _require_dtypes(tensors: Iterable[Tensor]) -> None:
     changed = [
-        f'{tensor.label}: {tensor.dtype}{list(tensor.shape)} would become {canonical_dtype(tensor.dtype)}'
+        f'{tensor.label}: {leaf_text(tensor)} would become {canonical_dtype(tensor.dtype)}'
         for tensor in tensors
         if canonical_dtype(tensor.dtype) != tensor.dtype
     ]
