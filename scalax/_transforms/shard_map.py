@@ -255,15 +255,16 @@ class _Mapped:
             for i, (answer, shape) in enumerate(
                 zip(resolution.decisions, resolution.tree.shapes, strict=True)
             ):
-                cut = PartitionSpec() if answer.spec is None else self._cut(answer.spec)
-                for dim, names in specs.indivisible(cut, shape, self._axes):
+                if answer.spec is None:
+                    continue
+                for dim, names in specs.indivisible(self._cut(answer.spec), shape, self._axes):
                     fault = specs.divisibility_fault(dim, names, shape, self._axes)
                     problems.append(
                         Problem(
                             fault.kind,
                             resolution.tree.describe(i),
                             fault.detail,
-                            spec=str(answer.spec),
+                            spec=specs.text(answer.spec),
                             rule=answer.origin,
                             hint='pad or change the array: whatever on_indivisible says, a dimension is not '
                             'left whole along manual axes: every device would compute with all of it.',

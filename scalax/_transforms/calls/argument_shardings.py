@@ -313,7 +313,7 @@ def _of_no_arrays(resolution: Resolution) -> list[Problem]:
                     'no-array',
                     f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
                     f'{name} is no type of arrays, and has no sharding',
-                    spec=str(sharding.spec),
+                    spec=text(sharding.spec),
                     rule=resolution.decisions[i].origin,
                     hint='give None for what is no array.',
                 )
