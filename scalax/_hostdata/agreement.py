@@ -112,6 +112,8 @@ def together(
 ) -> Value:
     """Runs *prepare*, and returns its value once every process has made the same statement.
 
+    One process agrees with itself, and communicates nothing.
+
     Args:
         mesh: as for `agree`.
         what: as for `agree`.
@@ -123,6 +125,9 @@ def together(
     Raises:
         ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
     """
+    if not collectives.processes_of(mesh).several:
+        _, value = prepare()
+        return value
     try:
         leaves, value = prepare()
     except Exception as error:

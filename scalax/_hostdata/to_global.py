@@ -96,12 +96,11 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def prepare() -> tuple[list[tuple[str, str]], tuple[ProcessBatch, Finish]]:
-        reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
         part = read(options, pytree)
         finish = place(part)
         return _statement_leaves(part) if several else [], (part, finish)
 
-    if check and several:
+    if check:
         part, finish = agreement.together(
             options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
         )
