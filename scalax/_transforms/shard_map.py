@@ -93,10 +93,8 @@ class _Mapped:
             self._mapped = [name for name in free if is_mapped(self.mesh, name)]
         self._manual = chosen or frozenset(free).difference(self._mapped)
         self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
-        manual, mapped = (
-            sorted(self._manual.difference(free)),
-            sorted(self._manual.intersection(self._mapped)),
-        )
+        manual = sorted(self._manual.difference(free))
+        mapped = sorted(self._manual.intersection(self._mapped))
         if mapped or (self._mapped and not self._manual):
             axes = ', '.join(map(repr, mapped or self._mapped))
             raise MeshError(
