@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import collectives
 from scalax._tree import specs
-from scalax._tree.paths import canonical_dtype, type_text
+from scalax._tree.paths import dtype_on_devices, type_text
 from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
@@ -170,17 +170,15 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
 
 
 def placed_text(leaf: Any) -> str:
-    """An array or a number, without its values, and how it is placed where processes share it."""
-    if hasattr(leaf, 'dtype'):
-        text = type_text(canonical_dtype(leaf.dtype), np.shape(leaf))
-    else:
-        text = f'Python {type(leaf).__name__}'
-    if isinstance(leaf, jax.Array):
-        if not leaf.is_fully_addressable:
-            sharding = leaf.sharding
-            text += f' {specs.text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding}'
-        if leaf.is_deleted():
-            text += ', deleted'
+    """An array, a struct, a number or its type, without values; with the spec where processes share it."""
+    if not hasattr(leaf, 'dtype'):
+        return f'Python {(leaf if isinstance(leaf, type) else type(leaf)).__name__}'
+    text = type_text(dtype_on_devices(leaf), np.shape(leaf))
+    sharding = getattr(leaf, 'sharding', None)
+    if sharding is not None and not sharding.is_fully_addressable:
+        text += f' as {specs.text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding}'
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        text += ', deleted'
     return text
 
 

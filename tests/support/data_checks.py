@@ -413,7 +413,7 @@ def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
     def placed() -> jax.Array:
         return helper.shard(whole, P('data'))
 
-    said = f'int32[{len(whole)}] {P("data")}'
+    said = f'int32[{len(whole)}] as {P("data")}'
     line = f'process {odd}: x is {said}, deleted, and {said} on process 0'
     with says(f'gather: the processes disagree ({call}):\n  {line}'):
         helper.gather({'x': deleted_on_the_last(placed())})
