@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
 from scalax._plan.text import (
-    PlanView,
     collective_cells,
     head,
     held_heading,
@@ -23,6 +23,9 @@ from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes
 from scalax.errors import PlanError
 
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
+
 MOST_ROWS = 100
 _MOST_LAYERS = 32
 _MOST_SQUARES = 8  # in a row
@@ -32,7 +35,7 @@ _HEADING = 'font-size: 15px; font-weight: 650; margin: 26px 0 8px'
 _NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums'
 
 
-def render_fragment(plan: PlanView) -> str:
+def render_fragment(plan: Plan) -> str:
     """A plan as part of a page, in the colours and fonts of that page."""
     parts = [
         _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
@@ -44,7 +47,7 @@ def render_fragment(plan: PlanView) -> str:
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
 
 
-def render_page(plan: PlanView, title: str) -> str:
+def render_page(plan: Plan, title: str) -> str:
     """A plan as a page of HTML that loads nothing and runs no script."""
     return still_page(title, f'<h1 style="font-size: 21px">{escape(title)}</h1>{render_fragment(plan)}')
 
@@ -57,7 +60,7 @@ def _texts(lines: Sequence[str]) -> str:
     return paragraphs(lines, 'overflow-wrap: anywhere')
 
 
-def _memory(plan: PlanView) -> str:
+def _memory(plan: Plan) -> str:
     whole, bars = memory_bars(plan.memory)
     parts = ''.join(
         f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
@@ -85,7 +88,7 @@ def _memory(plan: PlanView) -> str:
     )
 
 
-def _limit(plan: PlanView, whole: float) -> str:
+def _limit(plan: Plan, whole: float) -> str:
     """A line at the limit of the memory, if the program is larger."""
     limit = plan.memory.limit
     if limit is None or limit >= whole:
@@ -96,7 +99,7 @@ def _limit(plan: PlanView, whole: float) -> str:
     )
 
 
-def _times(plan: PlanView) -> str:
+def _times(plan: Plan) -> str:
     try:
         roofline = plan.roofline()
     except PlanError as error:
@@ -120,7 +123,7 @@ def _time_row(bar: Bar, longest: float) -> str:
     )
 
 
-def _collectives(plan: PlanView) -> str:
+def _collectives(plan: Plan) -> str:
     if not plan.collectives:
         return _texts(['none'])
     heads, rows = collective_cells(plan, MOST_ROWS)
@@ -134,7 +137,7 @@ def _wide(body: str) -> str:
     return f'<div style="overflow-x: auto">{body}</div>'
 
 
-def _torus(plan: PlanView) -> str:
+def _torus(plan: Plan) -> str:
     shown = axes_on_torus(plan.mesh, plan.places)
     if not shown:
         return ''

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.host_moves import HostMoves
-from scalax._plan.memory import Memory
 from scalax._plan.provenance import Source
-from scalax._plan.roofline import Roofline
-from scalax._plan.torus import Network, Place
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
 
 _SHOWN = 15
 _WHY = {
@@ -32,75 +32,33 @@ _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
-class PlanView(Protocol):
-    """The parts of a `Plan` that text, pages and pictures show; so that these do not import `Plan`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-    @property
-    def devices(self) -> int: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def places(self) -> tuple[Place, ...]: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def buffers(self) -> tuple[Buffer, ...]: ...
-    @property
-    def host_moves(self) -> HostMoves: ...
-    @property
-    def fits(self) -> bool | None: ...
-    @property
-    def quick(self) -> bool: ...
-    @property
-    def refusal(self) -> str: ...
-    @property
-    def flops(self) -> int: ...
-    @property
-    def flops_counted(self) -> Counted: ...
-    @property
-    def collectives(self) -> tuple[Collective, ...]: ...
-    @property
-    def totals(self) -> Mapping[tuple[str, ...], Mapping[str, int]]: ...
-    @property
-    def networks(self) -> Mapping[tuple[str, ...], tuple[Network, ...]]: ...
-    @property
-    def explained(self) -> float: ...
-    @property
-    def known_roofline(self) -> Roofline | None: ...
-    def roofline(self) -> Roofline: ...
-
-
-def render(plan: PlanView, width: int | None) -> str:
+def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
     lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
     return '\n'.join(map(visible, lines))
 
 
-def head(plan: PlanView) -> str:
+def head(plan: Plan) -> str:
     """The name of the step, and what it runs on."""
     size = math.prod(plan.mesh.values())
     on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
     return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
 
 
-def verdict(plan: PlanView) -> str:
+def verdict(plan: Plan) -> str:
     """The memory needed and available, whether the program fits, and how well that is known."""
     return f'{_taken(plan)}{_how_known(plan)}'
 
 
-def _flops(plan: PlanView) -> str:
+def _flops(plan: Plan) -> str:
     """One line; blank without any flops."""
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
     return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
 
 
-def _times(plan: PlanView) -> Iterable[str]:
+def _times(plan: Plan) -> Iterable[str]:
     """The roofline, or why there is none; nothing for simulated devices."""
     if plan.platform != 'cpu':
         try:
@@ -110,7 +68,7 @@ def _times(plan: PlanView) -> Iterable[str]:
         yield ''
 
 
-def _memory(plan: PlanView) -> Iterable[str]:
+def _memory(plan: Plan) -> Iterable[str]:
     memory = plan.memory
     yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
@@ -135,7 +93,7 @@ def _host_text(moves: HostMoves) -> str:
     )
 
 
-def _held(plan: PlanView) -> Iterable[str]:
+def _held(plan: Plan) -> Iterable[str]:
     """The largest arrays at the peak and the sum of the rest: the lines add up to the peak."""
     shown, rest = shown_buffers(plan)
     yield f'  {held_heading(plan)}:'
@@ -144,14 +102,14 @@ def _held(plan: PlanView) -> Iterable[str]:
         yield f'    {human_bytes(rest):>10}  smaller ones'
 
 
-def held_heading(plan: PlanView) -> str:
+def held_heading(plan: Plan) -> str:
     """The bytes of the peak, and how much of it is traced to a line or an argument."""
     peak = plan.memory.peak
     named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
     return f'held at the peak: {human_bytes(peak)}, {100 * named // max(peak, 1)} % of it with a source'
 
 
-def shown_buffers(plan: PlanView) -> tuple[Sequence[Buffer], int]:
+def shown_buffers(plan: Plan) -> tuple[Sequence[Buffer], int]:
     """The largest arrays at the peak, up to most of it, and the bytes of the others."""
     shown, rest = 0, plan.memory.peak
     for row in plan.buffers[:_MOST_BUFFERS]:
@@ -167,7 +125,7 @@ def held_text(row: Buffer) -> str:
     return array if row.count == 1 else f'{row.count} x {array}'
 
 
-def _how_known(plan: PlanView) -> str:
+def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
     if not plan.quick:
@@ -176,7 +134,7 @@ def _how_known(plan: PlanView) -> str:
     return f' (quick, as laid out before code is made{guide})'
 
 
-def _taken(plan: PlanView) -> str:
+def _taken(plan: Plan) -> str:
     memory = plan.memory
     taken, limit = human_bytes(memory.peak), memory.limit
     if limit is not None and memory.peak <= limit < memory.total:
@@ -185,7 +143,7 @@ def _taken(plan: PlanView) -> str:
     return f'{taken}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
 
 
-def _collectives(plan: PlanView, width: int) -> Iterable[str]:
+def _collectives(plan: Plan, width: int) -> Iterable[str]:
     if not plan.collectives:
         yield 'collectives in one call: none'
         return
@@ -203,14 +161,14 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
         yield f'along {_along(axes, networks[axes])}: {each}'
 
 
-def rest_of_collectives(plan: PlanView, shown: int) -> list[str]:
+def rest_of_collectives(plan: Plan, shown: int) -> list[str]:
     """The number and the bytes of the collectives that a table does not show; empty if it shows all."""
     rest = plan.collectives[shown:]
     moved = human_bytes(sum(row.count * row.bytes for row in rest))
     return [f'... and {len(rest)} more, {moved} together'] if rest else []
 
 
-def collective_cells(plan: PlanView, shown: int) -> tuple[list[str], list[list[str]]]:
+def collective_cells(plan: Plan, shown: int) -> tuple[list[str], list[list[str]]]:
     """The heads and the rows of a table of the first collectives; with seconds where these are known."""
     heads, rows = ['collective', 'axes', 'times', 'bytes'], [_cells(row) for row in plan.collectives[:shown]]
     roofline = plan.known_roofline
