@@ -35,7 +35,7 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
-    lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
+    lines = [head(plan), _flops(plan), *memory_lines(plan), '', *_times(plan), *_collectives(plan, width)]
     return '\n'.join(map(visible, lines))
 
 
@@ -48,7 +48,7 @@ def head(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """The memory needed and available, whether the program fits, and how well that is known."""
-    return f'{_taken(plan)}{_how_known(plan)}'
+    return f'{_verdict(plan)}{_how_known(plan)}'
 
 
 def _flops(plan: Plan) -> str:
@@ -68,9 +68,10 @@ def _times(plan: Plan) -> Iterable[str]:
         yield ''
 
 
-def _memory(plan: Plan) -> Iterable[str]:
+def memory_lines(plan: Plan) -> Iterable[str]:
+    """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
     memory = plan.memory
-    yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
+    yield f'memory of each device{_how_known(plan)}: {_verdict(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
@@ -134,13 +135,18 @@ def _how_known(plan: Plan) -> str:
     return f' (quick, as laid out before code is made{guide})'
 
 
-def _taken(plan: Plan) -> str:
+def memory_taken(plan: Plan) -> str:
+    """The memory needed and available; with the gaps between arrays if only these make it too much."""
     memory = plan.memory
     taken, limit = human_bytes(memory.peak), memory.limit
     if limit is not None and memory.peak <= limit < memory.total:
         taken += f', and {human_bytes(memory.total)} with gaps between arrays,'
-    of = '' if limit is None else f' of {human_bytes(limit)}'
-    return f'{taken}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
+    return taken if limit is None else f'{taken} of {human_bytes(limit)}'
+
+
+def _verdict(plan: Plan) -> str:
+    fits = '' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit'
+    return f'{memory_taken(plan)}{fits}'
 
 
 def _collectives(plan: Plan, width: int) -> Iterable[str]:
