@@ -20,7 +20,7 @@ from scalax._plan.text import (
 )
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
-from scalax._report.tables import human_bytes
+from scalax._report.tables import human_bytes, milliseconds
 from scalax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _time_row(bar: Bar, longest: float) -> str:
     return (
         f'<span style="{weight}">{escape(bar.label)}</span><span style="{_TRACK}; height: 16px">'
         f'<span style="width: {_percent(bar.value, longest)}; background: {bar.color}"></span></span>'
-        f'<span style="{_NUMBER}; {weight}">{1e3 * bar.value:,.3f} ms</span>'
+        f'<span style="{_NUMBER}; {weight}">{milliseconds(bar.value)}</span>'
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalax._plan.text import collective_cells, head, memory_lines, memory_taken
 from scalax._report.pages import visible
-from scalax._report.tables import human_bytes, table
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds, table
 from scalax.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
         found = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[plan.fits]
         yield f'it {found}: {memory_taken(plan)}'
     if peak is not None and plan.memory.peak > _number('peak', peak):
-        yield f'peak of memory: {human_bytes(plan.memory.peak)}, at most {human_bytes(round(peak))}'
+        found, most = distinct_texts(plan.memory.peak, round(peak), human_bytes, 'B')
+        yield f'peak of memory: {found}, at most {most}'
 
 
 def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
@@ -62,14 +63,16 @@ def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterato
         for axis in axes:
             if axis not in plan.mesh:
                 raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), plan.mesh)})')
-        found = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
-        if found > _number(f'bytes along {axes}', limit):
-            yield f'along {" x ".join(axes)}: {human_bytes(found)}, at most {human_bytes(round(limit))}'
+        moved = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
+        if moved > _number(f'bytes along {axes}', limit):
+            found, most = distinct_texts(moved, round(limit), human_bytes, 'B')
+            yield f'along {" x ".join(axes)}: {found}, at most {most}'
 
 
 def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
     if limit is not None and _number('seconds', limit) < plan.step_seconds.bound:
-        yield f'a step: {1e3 * plan.step_seconds.bound:,.3f} ms at least, at most {1e3 * limit:,.3f} ms'
+        found, most = distinct_texts(plan.step_seconds.bound, float(limit), milliseconds, 's')
+        yield f'a step: {found} at least, at most {most}'
 
 
 def _number(name: str, limit: Any) -> float:
