@@ -51,7 +51,7 @@ def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
         found = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[plan.fits]
         yield f'it {found}: {memory_taken(plan)}'
     if peak is not None and plan.memory.peak > _number('peak', peak):
-        found, most = distinct_texts(plan.memory.peak, round(peak), human_bytes, 'B')
+        found, most = distinct_texts(plan.memory.peak, round(peak), human_bytes, ' B')
         yield f'peak of memory: {found}, at most {most}'
 
 
@@ -65,13 +65,13 @@ def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterato
                 raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), plan.mesh)})')
         moved = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
         if moved > _number(f'bytes along {axes}', limit):
-            found, most = distinct_texts(moved, round(limit), human_bytes, 'B')
+            found, most = distinct_texts(moved, round(limit), human_bytes, ' B')
             yield f'along {" x ".join(axes)}: {found}, at most {most}'
 
 
 def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
     if limit is not None and _number('seconds', limit) < plan.step_seconds.bound:
-        found, most = distinct_texts(plan.step_seconds.bound, float(limit), milliseconds, 's')
+        found, most = distinct_texts(plan.step_seconds.bound, float(limit), milliseconds, ' s')
         yield f'a step: {found} at least, at most {most}'
 
 
