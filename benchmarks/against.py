@@ -1,4 +1,4 @@
-"""How does this scalax do beside a release? Each against hand-written JAX, in processes of their own.
+"""This scalax beside a release: each against hand-written JAX, in processes of their own.
 
 Two libraries of one name cannot take turns within a process. So each is compared with hand-written JAX
 inside its own process, call by call, and what is set side by side are the ratios; the processes alternate,

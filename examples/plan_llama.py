@@ -1,4 +1,4 @@
-"""Does LLaMA-3 fit, and what bounds it? Plans of a training step on TPUs that are not here.
+"""Plans of a training step of LLaMA-3 on TPUs that are not here: whether it fits, and what bounds it.
 
     python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
     python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so

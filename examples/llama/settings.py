@@ -1,4 +1,4 @@
-"""Which settings go together? Everything that can be refused is refused here, before any work.
+"""Checks of the settings: everything that can be refused is refused here, before any work.
 
 Each check says what was asked for, why it cannot be, and what to change.
 """
