@@ -42,6 +42,8 @@ def table(release: str, rounds: int, only: str, repeats: int) -> str:
         library: [Row(**row) for process in found for row in process['rows']]
         for library, found in measured.items()
     }
+    if not rows['checkout']:
+        sys.exit(f'no group that {release} can run holds {only!r} in its name')
     columns = ('what', 'by hand', 'scalax / by hand', f'{release} / by hand')
     return f'{head}\n\n{render(columns, merged(rows["checkout"], rows["installed"]))}'
 

@@ -40,12 +40,15 @@ def plan(asked: argparse.Namespace) -> bool | None:
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
+    constraints = dict(asked.sizes)
+    if len(constraints) < len(asked.sizes):
+        raise ArgumentError('--sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4')
     make_step = _load_function(asked.function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
         [name.strip() for name in asked.axes.split(',')],
-        constraints=dict(asked.sizes),
+        constraints=constraints,
         num_slices=asked.slices,
         dcn_axis=asked.dcn,
         full=asked.full,

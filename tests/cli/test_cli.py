@@ -223,6 +223,13 @@ def test_usage_of_search(job, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+def test_sizes_of_one_axis_are_given_once(job, capsys):
+    on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1', '--sizes', 'tp=2']
+    assert main(['search', f'{job}:make_step', *on]) == 2
+    said = 'error: --sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4\n'
+    assert capsys.readouterr().err == said
+
+
 @tpu_compiler.needed
 def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job):
     done = run('search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')

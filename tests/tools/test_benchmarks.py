@@ -7,8 +7,10 @@ import sys
 import jax
 import pytest
 
+import benchmarks.__main__
 from benchmarks import against, calls, checkpoints, decoder, groups, operations, programs, timing
 from benchmarks.timing import Row
+from examples import plan_llama
 
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
 
@@ -43,6 +45,23 @@ def test_groups_run(group):
     assert measured
     assert all(math.isfinite(row.ratio) and row.ratio > 0 for row in measured)
     assert len({row.name for row in measured}) == len(measured)
+
+
+@pytest.mark.parametrize(
+    ('main', 'said'),
+    [
+        (benchmarks.__main__.main, "no group holds 'nothing' in its name: cached, host, "),
+        (plan_llama.main, "no name begins with 'nothing': 1b-v5e, 8b-v5e, "),
+    ],
+    ids=['benchmarks', 'plans'],
+)
+def test_a_name_that_nothing_has_is_an_error(main, said, monkeypatch, capsys):
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '8')  # they are set up already
+    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'nothing'])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
