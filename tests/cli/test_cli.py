@@ -213,6 +213,7 @@ def test_explain_needs_no_devices(job, capsys):
     ('arguments', 'said'),
     [
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
+        (['--sizes', 'tp=0,2'], "'0' is not a number of at least 1"),
         (['--full', '-1'], "'-1' is not a number of at least 0"),
     ],
 )
