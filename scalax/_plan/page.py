@@ -14,7 +14,8 @@ from scalax._plan.text import (
     head,
     held_heading,
     held_text,
-    rest_of_collectives,
+    moved_to_host,
+    notes_on_collectives,
     shown_buffers,
     verdict,
 )
@@ -82,9 +83,11 @@ def _memory(plan: Plan) -> str:
         largest = _texts([held_heading(plan)]) + _wide(
             table(('bytes', 'array', 'what it is'), rows, right=[0])
         )
+    moved = moved_to_host(plan)
+    host = _texts([f'on the host: {human_bytes(plan.memory.host)}, {moved}'] if moved else [])
     return (
         f'{_texts([verdict(plan)])}<div style="{_TRACK}; height: 26px; position: relative">{parts}'
-        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{largest}'
+        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{host}{largest}'
     )
 
 
@@ -128,8 +131,8 @@ def _collectives(plan: Plan) -> str:
         return _texts(['none'])
     heads, rows = collective_cells(plan, MOST_ROWS)
     shown = table(heads, rows, right=range(2, len(heads) - 1))
-    more = rest_of_collectives(plan, MOST_ROWS)
-    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *more])
+    notes = notes_on_collectives(plan, MOST_ROWS)
+    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *notes])
 
 
 def _wide(body: str) -> str:

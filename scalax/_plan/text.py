@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.host_moves import HostMoves
 from scalax._plan.provenance import Source
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes, table, terminal_width
@@ -80,14 +79,17 @@ def memory_lines(plan: Plan) -> Iterable[str]:
     unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
     unused += '; in full, gaps between arrays may be larger' if plan.quick else ''
     yield f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}'
-    if memory.host or plan.host_moves.to_host or plan.host_moves.from_host:
-        yield f'  on the host  {human_bytes(memory.host):>10}, {_host_text(plan.host_moves)}'
+    if moved := moved_to_host(plan):
+        yield f'  on the host  {human_bytes(memory.host):>10}, {moved}'
     if plan.buffers:
         yield from _held(plan)
 
 
-def _host_text(moves: HostMoves) -> str:
-    """What a device and its host exchange."""
+def moved_to_host(plan: Plan) -> str:
+    """What a device and its host exchange; empty if the program does not use the memory of the host."""
+    moves = plan.host_moves
+    if not (plan.memory.host or moves.to_host or moves.from_host):
+        return ''
     sign = _SIGNS[moves.counted]
     return (
         f'{sign}{human_bytes(moves.to_host)} are written there and {sign}{human_bytes(moves.from_host)} '
@@ -158,9 +160,7 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
     yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
     heads, rows = collective_cells(plan, _SHOWN)
     yield from table([heads, *rows], width, len(heads) - 1, 3)
-    yield from rest_of_collectives(plan, _SHOWN)
-    if plan.explained < 1:
-        yield f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
+    yield from notes_on_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():
@@ -168,11 +168,17 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
         yield f'along {_along(axes, networks[axes])}: {each}'
 
 
-def rest_of_collectives(plan: Plan, shown: int) -> list[str]:
-    """The number and the bytes of the collectives that a table does not show; empty if it shows all."""
-    rest = plan.collectives[shown:]
-    moved = human_bytes(sum(row.count * row.bytes for row in rest))
-    return [f'... and {len(rest)} more, {moved} together'] if rest else []
+def notes_on_collectives(plan: Plan, shown: int) -> list[str]:
+    """The collectives that a table of *shown* rows leaves out, and the share of bytes without an origin."""
+    notes = []
+    if rest := plan.collectives[shown:]:
+        moved = human_bytes(sum(row.count * row.bytes for row in rest))
+        notes.append(f'... and {len(rest)} more, {moved} together')
+    if plan.explained < 1:
+        notes.append(
+            f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
+        )
+    return notes
 
 
 def collective_cells(plan: Plan, shown: int) -> tuple[list[str], list[list[str]]]:
