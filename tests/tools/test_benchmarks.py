@@ -76,6 +76,11 @@ def test_checkpoints_are_measured(what, tmp_path_factory):
     assert measured['seconds'] > 0 and measured['cpu'] > 0 and 0 <= measured['peak'] < 2**31
 
 
+def test_an_unknown_contestant_is_no_other_one(tmp_path):
+    with pytest.raises(KeyError, match='load-rowz'):
+        checkpoints.run('load-rowz', 4, tmp_path)
+
+
 def test_by_hand_and_with_rules_are_one_step():
     """What is compared computes the same, and lies alike."""
     helper = decoder.mesh_helper()
