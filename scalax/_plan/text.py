@@ -77,7 +77,7 @@ def memory_lines(plan: Plan) -> Iterable[str]:
     gaps = memory.total - memory.peak
     of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
     unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
-    unused += '; in full, gaps between arrays may be larger' if plan.quick else ''
+    unused += '; a full plan may have more' if plan.quick else ''
     yield f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}'
     if moved := moved_to_host(plan):
         yield f'  on the host  {human_bytes(memory.host):>10}, {moved}'
