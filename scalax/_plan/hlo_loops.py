@@ -192,8 +192,8 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
     first = None if place is None else start.get(place)
     if place is None or first is None:
         return None
-    grown = body.instructions[returned.operands[place]]
-    if grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
+    grown = body.instructions.get(returned.operands[place])
+    if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
         return None
     end, step = _constant(condition, test.operands[1]), _constant(body, grown.operands[1])
     # A number that leaves its type would begin again at the other end.
@@ -204,12 +204,13 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
 
 def _element_of_the_state(computation: Computation, operand: str) -> int | None:
     """Which element of a loop's state an operand is."""
-    instruction = computation.instructions.get(operand)
-    if instruction is None or instruction.opcode != 'get-tuple-element':
-        return None
-    source = computation.instructions.get(instruction.operands[0])
-    is_state = source is not None and source.opcode == 'parameter'
-    return int(instruction.attribute('index') or 0) if is_state else None
+    name, _, element = operand.partition('#')
+    instruction = computation.instructions.get(name)
+    if instruction is not None and instruction.opcode == 'get-tuple-element':
+        element = instruction.attribute('index') or ''
+        instruction = computation.instructions.get(instruction.operands[0])
+    is_state = instruction is not None and instruction.opcode == 'parameter'
+    return int(element) if is_state and element.isdigit() else None
 
 
 def _constant(computation: Computation, operand: str) -> int | None:
