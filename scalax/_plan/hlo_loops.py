@@ -10,7 +10,7 @@ import numpy as np
 
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.hlo_integers import Integers
 from scalax._plan.loop_rounds import State, solved_rounds
 
 
@@ -169,18 +169,15 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple
         return {place: reader.values(f'{operand}#{place}') for place in places}
 
     scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
-    try:
-        start = elements(outside, loop.operands[0], scalars, {})
-        rounds = _rounds_of_a_range(condition, body, start)
-        if rounds is not None:
-            return rounds, Counted.EXACTLY
-        return solved_rounds(
-            start,
-            lambda state: integers(condition, state).values(condition.root),
-            lambda state: elements(body, body.root, scalars, state),
-        )
-    except ElidedConstantError:
-        return 1, Counted.AT_LEAST
+    start = elements(outside, loop.operands[0], scalars, {})
+    rounds = _rounds_of_a_range(condition, body, start)
+    if rounds is not None:
+        return rounds, Counted.EXACTLY
+    return solved_rounds(
+        start,
+        lambda state: integers(condition, state).values(condition.root),
+        lambda state: elements(body, body.root, scalars, state),
+    )
 
 
 def _rounds_of_a_range(condition: Computation, body: Computation, start: State) -> int | None:

@@ -12,9 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from scalax._plan.hlo import Computation, Instruction
-from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.hlo_integers import Integers
 from scalax._plan.loop_rounds import Values
 from scalax._plan.replica_groups import Groups
+
+
+class _UnprintedTableError(Exception):
+    """A start depends on a table that is not printed."""
 
 
 def is_reduce_scatter(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
@@ -39,6 +43,8 @@ def _takes_own_part(
     numbers = np.arange(groups.size)
 
     def own_number(instruction: Instruction, _: int) -> Values | None:
+        if instruction.opcode == 'constant' and '...' in instruction.operands[0]:
+            raise _UnprintedTableError
         return numbers if instruction.opcode == 'partition-id' else None
 
     integers, starts = Integers(computation, own_number, groups.size), []
@@ -46,7 +52,7 @@ def _takes_own_part(
         if taken < size:
             try:
                 start = integers.values(user.operands[1 + dimension])
-            except ElidedConstantError:
+            except _UnprintedTableError:
                 return True
             if start is None or start.ndim != 1 or (start % taken).any():
                 return False

@@ -5,6 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from scalax._plan.collective_runs import runs
@@ -18,6 +19,7 @@ from tests.support.leaves import leaf
 
 EXACTLY, AT_LEAST, AT_MOST, ABOUT = Counted
 X = leaf(4, 4)
+TABLE = np.arange(1, 101)
 ONE = 2 * 4**3  # operations of the product of a round
 
 
@@ -102,6 +104,11 @@ LOOPS = {
     ),
     'or until something else happens': (
         loop(lambda x, i: small(x) & ((i < 6) & (i < 8)), lambda i: (i + 1,), 0),
+        6,
+        AT_MOST,
+    ),
+    'or until a long table says so': (  # which is not printed
+        loop(lambda x, i: (i < 6) & (jnp.asarray(TABLE)[i] > 0), lambda i: (i + 1,), 0),
         6,
         AT_MOST,
     ),
