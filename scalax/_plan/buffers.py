@@ -78,10 +78,8 @@ class _Reader:
             for name, instruction in computation.instructions.items():
                 self.owners[name] = _Place(computation, instruction, '')
                 if instruction.opcode == 'while':
-                    for called in ('body', 'condition'):
-                        self.loops.update(
-                            dict.fromkeys(instruction.called(called), (computation, instruction))
-                        )
+                    for called in module.called(instruction, 'body', 'condition'):
+                        self.loops[called.name] = computation, instruction
 
     def named(self, value: Value) -> tuple[str, Source]:
         """The type of a value, and its source."""
@@ -165,7 +163,7 @@ class _Reader:
 
     def _returned(self, loop: Instruction, element: str) -> _Place | None:
         """What a round of a loop makes of an element of its state."""
-        body = self.module.computations[loop.called('body')[0]]
+        [body] = self.module.called(loop, 'body')
         root = body.instructions[body.root]
         return self._operand(body, root.operands[int(element)]) if root.opcode == 'tuple' else None
 

@@ -199,7 +199,7 @@ def _continues(run: Run, module: Module) -> bool:
         if maker.opcode in _FORWARDS:
             todo += outside.makers_of(maker)
         elif maker.opcode == 'fusion':
-            inside = module.computations[maker.called('calls')[0]]
+            [inside] = module.called(maker, 'calls')
             if run.channel and run.channel in map(channel_of, inside.instructions.values()):
                 return True
     return False

@@ -215,6 +215,14 @@ REFUSED = {
         program('ROOT %r = f32[8]{0} copy(%p)').removesuffix('}\n'),
         "the HLO module ends inside computation 'main'",
     ),
+    'a computation in an unknown form': (
+        program('ROOT %r = f32[8]{0} copy(%p)').replace('%add (', '%add [new] ('),
+        "this line of an HLO module begins no computation: '%add [new] (x: f32[], y: f32[]) -> f32[] {'",
+    ),
+    'a computation that is not there': (
+        program('ROOT %r = f32[8]{0} call(%p), to_apply=%gone'),
+        "'r' calls 'gone', which the HLO module does not have",
+    ),
     'no groups': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), to_apply=%add'),
         'a collective without groups: r to_apply=%add',
