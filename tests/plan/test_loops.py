@@ -292,13 +292,17 @@ OPTIMIZED = """HloModule jit_f, num_partitions=8
   %a = bf16[16,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %b = bf16[32,2,8]{2,0,1:T(8,128)(2,1)S(1)} parameter(1)
   %c = bf16[16,32,1]{1,0,2:T(8,128)(2,1)} bitcast(%a)
-  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, metadata={op_name="jit(f)/jvp()/dot_general"}
+  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), \
+    window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, \
+    metadata={op_name="jit(f)/jvp()/dot_general"}
 }
 
 %heads (a: bf16[4,16,8], b: bf16[4,8,16]) -> bf16[4,16,16] {
   %a = bf16[4,16,8]{2,1,0} parameter(0)
   %b = bf16[4,8,16]{2,1,0} parameter(1)
-  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
+  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), \
+    window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, \
+    metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
 }
 
 ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) -> bf16[16,2,8] {
@@ -307,10 +311,11 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) 
   %q = bf16[4,16,8]{2,1,0} parameter(2)
   %k = bf16[4,8,16]{2,1,0} parameter(3)
   %s = bf16[4,16,16]{2,1,0} fusion(%q, %k), kind=kOutput, calls=%heads, metadata={op_name="jit(f)/jvp()/exp"}
-  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/pallas_call"}
+  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", \
+    metadata={op_name="jit(f)/pallas_call"}
   ROOT %r = bf16[16,2,8]{2,1,0} fusion(%o, %b), kind=kOutput, calls=%products
 }
-"""  # noqa: E501
+"""
 
 
 def test_products_of_an_optimized_program():
