@@ -12,6 +12,7 @@ from scalax._plan.provenance import Source, source_of
 
 _ENOUGH = 0.99  # of the peak; the rest are thousands of scalars and tables of addresses
 _FAR = 12
+_TUPLES = ('tuple', 'while', 'conditional')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class _Reader:
 
     def _own(self, computation: Computation, instruction: Instruction) -> Source:
         if instruction.opcode == 'parameter' and computation.name == self.module.entry:
-            return Source(operand=instruction.op_name.replace("\\'", "'"))
+            return Source(operand=instruction.op_name)
         return source_of(self.module, computation, instruction)
 
     def _near(self, place: _Place) -> Iterator[_Place]:
@@ -171,6 +172,3 @@ class _Reader:
         name, _, element = operand.partition('#')
         instruction = computation.instructions.get(name)
         return None if instruction is None else _Place(computation, instruction, element)
-
-
-_TUPLES = ('tuple', 'while', 'conditional')

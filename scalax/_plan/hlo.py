@@ -107,9 +107,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Its place in the traced program: ``jit(step)/jvp()/dot_general``."""
+        """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ''
+        return found[1].replace("\\'", "'") if found else ''
 
     @property
     def frame(self) -> int:
