@@ -326,6 +326,13 @@ def test_products_of_an_optimized_program():
     assert work_of(parse(OPTIMIZED)) == Work(two + heads, moved, EXACTLY, parts, kernels=1)
 
 
+@pytest.mark.parametrize('target', ['__cublas$lt$matmul$f8', '__cudnn$convForward', '__gpu$xla.gpu.triton'])
+def test_products_that_a_library_runs_are_kernels(target):
+    program = OPTIMIZED.replace('tpu_custom_call', target)
+    assert work_of(parse(program)) == work_of(parse(OPTIMIZED))
+    assert work_of(parse(OPTIMIZED.replace('tpu_custom_call', 'Sharding'))).kernels == 0
+
+
 def test_a_call_of_the_compiler_has_whole_names_inside():
     """That for tpu7x puts an all-gather into a call with the name of the operation, and keeps it inside."""
     name = 'jit(f)/jvp()/squeeze'
