@@ -177,6 +177,8 @@ EMPTY = 'ENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n'
         TABLES._replace(assignment=''),
         TABLES._replace(live=''),
         TABLES._replace(assignment='allocation 0: 12 bytes\n'),
+        TABLES._replace(assignment=ASSIGNMENT.replace('<7 made @0>', '<7 made>')),
+        TABLES._replace(live=LIVE.replace('    made{}:4-5\n', '')),
     ],
 )
 def test_tables_in_an_unknown_form(tables):
