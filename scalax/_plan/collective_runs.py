@@ -42,6 +42,8 @@ _MEGASCALE = '_xla_megascale_transfer_type="'
 _ENDS = tuple(f'{kind}-{end}' for kind in (*KINDS, 'async') for end in ('update', 'done'))
 # The result is one device's part of the array: the whole is larger by the size of the group.
 _PARTIAL_RESULTS = ('reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+# The operand is one device's part of it.
+_PARTIAL_OPERANDS = ('all-gather', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 # Attributes of instructions that send something to other devices.
 _BETWEEN_DEVICES = ('replica_groups=', 'source_target_pairs=')
 _CHANNEL = re.compile(r'(?:^|[ ,])channel_id=(\d+)')
@@ -91,8 +93,7 @@ class Run:
         opcode = self.instruction.opcode
         if opcode in _STARTS:  # whose result holds more than the result
             operands = self.computation.operands_of(self.instruction)
-            parts = group if self.kind in (*_PARTIAL_RESULTS, 'all-gather') else 1
-            return sum(array.bytes for array in operands) * parts
+            return sum(array.bytes for array in operands) * (group if self.kind in _PARTIAL_OPERANDS else 1)
         if opcode == 'recv':  # which receives an array, its state and a token
             return self.instruction.arrays[0].bytes * (group if self.kind in _PARTIAL_RESULTS else 1)
         return self.instruction.bytes * (group if opcode in _PARTIAL_RESULTS else 1)

@@ -149,6 +149,14 @@ KINDS = {
         'ROOT %r = f32[8]{0} collective-broadcast(%p), replica_groups=[4,2]<=[8]',
         ('collective-broadcast', ('tp',), 2, 32),
     ),
+    'reduce-scatter, asynchronous': (
+        'ROOT %r = ((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%p), replica_groups={{0,2,4,6},{1,3,5,7}}',
+        ('reduce-scatter', ('fsdp',), 4, 32),
+    ),
+    'all-to-all, asynchronous': (
+        'ROOT %r = ((f32[8]{0}), f32[8]{0}) all-to-all-start(%p), replica_groups=[4,2]<=[8], dimensions={0}',
+        ('all-to-all', ('tp',), 2, 64),
+    ),
     'part of an axis': (
         'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0,2},{1,3},{4,6},{5,7}}, to_apply=%add',
         ('all-reduce', ('fsdp',), 2, 32),
@@ -341,5 +349,5 @@ def test_every_computation_of_a_real_program_is_read():
     text = jax.jit(fun).lower(np.ones(4, np.float32)).compile().as_text()
     module = parse(text)
     assert module.partitions == 1
-    assert {visit.computation.name for visit in visits(module)} <= set(module.computations)
+    assert {visit.computation.name for visit in visits(module)} == set(module.computations)
     assert max(visit.count for visit in visits(module)) >= 3
