@@ -226,8 +226,13 @@ def parse(text: str) -> Module:
             table.append(line)
     if not entry:
         raise PlanError('the HLO module has no entry computation')
-    counts = [int(n) for n in re.findall(r'num_(?:partitions|replicas)=(\d+)', head)]
-    return Module(computations, entry, math.prod(counts), 'is_scheduled=true' in head, _frames(tables))
+    return Module(computations, entry, devices_of(head), 'is_scheduled=true' in head, _frames(tables))
+
+
+def devices_of(text: str) -> int:
+    """The number of devices of an HLO module, which its first line gives if there are several."""
+    head = text.partition('\n')[0]
+    return math.prod(int(count) for count in re.findall(r'num_(?:partitions|replicas)=(\d+)', head))
 
 
 def _computation(name: str, lines: Iterator[str]) -> Computation:
