@@ -8,7 +8,13 @@ from scalax._plan.collectives import collectives
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Array, parse
 from scalax._plan.hlo_loops import visits
-from scalax._plan.replica_groups import axes_of_groups, replica_groups, source_target_pairs, written_groups
+from scalax._plan.replica_groups import (
+    axes_of_groups,
+    groups_between_slices,
+    replica_groups,
+    source_target_pairs,
+    written_groups,
+)
 from scalax._plan.torus import Place
 from scalax.errors import PlanError
 from tests.support.hlo_text import ADD, HEAD, MESH, program
@@ -66,6 +72,33 @@ def test_unknown_groups(text, message):
     with pytest.raises(PlanError) as error:
         replica_groups(text, 8)
     assert str(error.value) == message
+
+
+SLICES_OF_TWO = [100000, 100001, 200000, 200001]
+BETWEEN_SLICES = {
+    'whole slices': ('"{1,2}x{0:1}"', SLICES_OF_TWO, [[0, 2], [1, 3]]),
+    'slices of one device': ('"{2,1}x{0}"', [100000, 200000], [[1, 0]]),
+    'listed': ('{{100000,200000},{100001,200001}}', SLICES_OF_TWO, [[0, 2], [1, 3]]),
+    'pairs': ('{{100000->200001}}', SLICES_OF_TWO, [[0, 3]]),
+}
+
+
+@pytest.mark.parametrize(('text', 'ids', 'groups'), BETWEEN_SLICES.values(), ids=BETWEEN_SLICES)
+def test_groups_between_slices(text, ids, groups):
+    assert groups_between_slices(text, ids).tolist() == groups
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('"{1,2}x{0}"', '"{1,2}x{1:1}"', '"{1,2}x{0:2}"', '"{1,3}x{0:1}"'),  # parts of slices; another slice
+        *('{{100000,300000}}', '{{100000,200000},{100001}}', 'all', ''),
+    ],
+)
+def test_unknown_groups_between_slices(text):
+    with pytest.raises(PlanError) as error:
+        groups_between_slices(text, SLICES_OF_TWO)
+    assert str(error.value) == f'the slices of a transfer are written in an unknown notation: {text}'
 
 
 def test_pairs():
