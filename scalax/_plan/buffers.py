@@ -147,10 +147,7 @@ class _Reader:
             return self._returned(instruction, element)
         if instruction.opcode == 'parameter' and computation.name in self.loops:
             returned = self._returned(self.loops[computation.name][1], element)
-            kept = returned is None or (returned.instruction.opcode, returned.element) == (
-                'parameter',
-                element,
-            )
+            kept = (returned.instruction.opcode, returned.element) == ('parameter', element)
             return self._before(place) if kept else returned
         return None
 
@@ -162,11 +159,16 @@ class _Reader:
         outside, loop = self.loops[computation.name]
         return self._operand(outside, f'{loop.operands[0]}#{element}')
 
-    def _returned(self, loop: Instruction, element: str) -> _Place | None:
+    def _returned(self, loop: Instruction, element: str) -> _Place:
         """What a round of a loop makes of an element of its state."""
         [body] = self.module.called(loop, 'body')
-        root = body.instructions[body.root]
-        return self._operand(body, root.operands[int(element)]) if root.opcode == 'tuple' else None
+        place = _Place(body, body.instructions[body.root], element)
+        while place.instruction.opcode in ('tuple', 'get-tuple-element'):
+            inside = self._step(place)
+            if inside is None:
+                break
+            place = inside
+        return place
 
     def _operand(self, computation: Computation, operand: str) -> _Place | None:
         name, _, element = operand.partition('#')

@@ -148,6 +148,26 @@ def test_rows_are_all_that_is_held_with_lines_and_arguments():
     assert sum(row.bytes for row in rows) == assigned_memory(layout).peak
 
 
+def test_what_a_loop_makes_in_a_call_has_the_line_of_the_call():
+    made = '\n  ROOT %all = (s32[], f32[2,1024]) custom-call(%next), custom_call_target="All", '
+    program = PROGRAM.replace('ROOT %next', '%next').replace(
+        'tuple(%state#0, %stack)', f'tuple(%state#0, %stack){made}metadata={{stack_frame_id=1}}'
+    )
+    stack, *_ = largest_buffers(read_layout(TABLES), parse(program))
+    assert (stack.array, str(stack.source)) == ('f32[2,1024]', 'job.py:7 layer')
+
+
+@pytest.mark.parametrize('notation', ['%state#1', '%kept'])
+def test_what_a_loop_keeps_has_the_source_that_it_had_before(notation):
+    """Whether an element of a tuple is an operand, or an instruction of its own."""
+    element = '  %kept = f32[2,1024] get-tuple-element(%state), index=1\n'
+    program = PROGRAM.replace('tuple(%state#0, %stack)', f'tuple(%state#0, {notation})')
+    program = program.replace('  %made =', f'{element}  %made =')
+    program = program.replace('"AllocateBuffer"', '"AllocateBuffer", metadata={stack_frame_id=1}')
+    rows = largest_buffers(read_layout(TABLES), parse(program))
+    assert (rows[0].array, str(rows[0].source)) == ('f32[2,1024]', 'job.py:7 layer')
+
+
 def test_equal_arrays_are_one_row():
     twice = ASSIGNMENT.replace('<8 again @0>', '<8 made.1 @0>').replace('<11 other @0>', '<11 made.2 @0>')
     live = LIVE.replace('again{}', 'made.1{}').replace('other{}', 'made.2{}')
