@@ -5,6 +5,9 @@ The program computes that start from the number of the device; here it is comput
 slice chosen otherwise, such as by the index along another mesh axis, is no reduce-scatter. XLA does not print
 long tables (``constant({...})``): a slice that starts where such a table says is assumed to be the device's
 part.
+
+This is a file of its own because it computes values of the program, where `collectives` only reads it, and
+because only the programs of simulated devices need it.
 """
 
 from __future__ import annotations
