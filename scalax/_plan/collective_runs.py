@@ -121,7 +121,7 @@ def runs(module: Module) -> Iterator[Run]:
     for visit in visits(module, sent):
         computation = visit.computation
         instructions = computation.instructions.values()
-        for instruction in instructions if module.scheduled else distinct(computation, module.partitions):
+        for instruction in instructions if module.scheduled else _distinct(computation, module.partitions):
             run = _run(visit, instruction, module)
             if run is not None:
                 yield run
@@ -136,7 +136,7 @@ def _run(visit: Visit, instruction: Instruction, module: Module) -> Run | None:
     return None if _continues(run, module) else run
 
 
-def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
+def _distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
     """The instructions of a computation, without repeated all-gathers.
 
     The partitioner writes one for each use of a value, sometimes with groups in another notation; a later

@@ -130,7 +130,7 @@ def _calls(
 ) -> Iterator[tuple[Computation, int, Counted]]:
     """What an instruction calls: (computation, how often, how well that is known)."""
     if instruction.opcode == 'while':
-        rounds, known = trip_count(module, outside, instruction)
+        rounds, known = _trip_count(module, outside, instruction)
         yield from ((body, rounds, known) for body in module.called(instruction, 'body'))
         # The condition runs once more than the body.
         yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
@@ -140,7 +140,7 @@ def _calls(
         yield from ((computation, 1, known) for computation in called)
 
 
-def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
+def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
     """How often the body of a loop runs, and how well that is known.
 
     XLA writes it down (``known_trip_count``) late, and not on every platform.
