@@ -41,7 +41,7 @@ CALLS = {
     'fusion': ('calls',),
     'while': ('body', 'condition'),
 }
-"""The operations that run computations, and the attributes that name these. Others have one of scalars."""
+"""Operations that run computations, and the attributes that name these. Others call only those of scalars."""
 
 MAIN, HOST = 0, 5
 """The memory of a device, and that of its host."""

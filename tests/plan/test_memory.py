@@ -234,6 +234,17 @@ def test_copies_to_and_from_the_host():
     assert found == HostMoves(to_host=16 * KIB, from_host=32 * KIB)
 
 
+def test_what_moves_in_an_unknown_way_is_at_least_so_much():
+    found = moves(
+        f"""
+        %p = {HOST} parameter(0)
+        %here = f32[8,1024]{{1,0:T(8,128)}} copy(%p)
+        ROOT %back = {HOST} reverse(%here), dimensions={{0}}
+        """
+    )
+    assert found == HostMoves(from_host=32 * KIB, counted=Counted.AT_LEAST)
+
+
 def test_slices_in_loops_count_each_round():
     """Seven rounds write 4 KiB each, asynchronously, and read 8 KiB."""
     state = f'(s32[]{{:T(128)}}, {HOST})'
