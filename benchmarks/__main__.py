@@ -33,13 +33,16 @@ def main() -> None:
     # Imported here: they build meshes, and the devices must be there first.
     from benchmarks.groups import all_groups, run
 
+    groups = all_groups(options.rounds)
+    if not any(options.only in name for name in groups):
+        parser.error(f'no group holds {options.only!r} in its name: {", ".join(groups)}')
     quiet_libtpu()
     device = jax.devices()[0]
     print(
         f'JAX {jax.__version__}, Python {platform.python_version()}, '
         f'{jax.device_count()} x {device.device_kind}, {os.cpu_count()} cores\n'
     )
-    rows = run(all_groups(options.rounds), options.only)
+    rows = run(groups, options.only)
     print(render(('what', 'scalax', 'by hand', 'ratio', 'aim'), [row.cells for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""How does this scalax do beside a release? Each against hand-written JAX, in processes of their own.
+"""This scalax beside a release: each against hand-written JAX, in processes of their own.
 
 Two libraries of one name cannot take turns within a process. So each is compared with hand-written JAX
 inside its own process, call by call, and what is set side by side are the ratios; the processes alternate,
@@ -42,6 +42,8 @@ def table(release: str, rounds: int, only: str, repeats: int) -> str:
         library: [Row(**row) for process in found for row in process['rows']]
         for library, found in measured.items()
     }
+    if not rows['checkout']:
+        sys.exit(f'no group that {release} can run holds {only!r} in its name')
     columns = ('what', 'by hand', 'scalax / by hand', f'{release} / by hand')
     return f'{head}\n\n{render(columns, merged(rows["checkout"], rows["installed"]))}'
 

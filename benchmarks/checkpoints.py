@@ -177,8 +177,9 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
         return _measured(restored_by_hand, [whole])
     if what == 'read':
         return _measured(lambda: _read(file), [file])
-    rule = PartitionSpec(('fsdp', 'tp')) if what == 'load-rows' else PartitionSpec(None, ('fsdp', 'tp'))
-    return _measured(lambda: load_safetensors(helper, file, rule), [file])
+    both = ('fsdp', 'tp')
+    cut = {'load-rows': PartitionSpec(both), 'load-columns': PartitionSpec(None, both)}[what]
+    return _measured(lambda: load_safetensors(helper, file, cut), [file])
 
 
 def _measured(action: Callable[[], Any], cold: list[Path] | None = None) -> Measured:

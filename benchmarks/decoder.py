@@ -1,4 +1,4 @@
-"""A decoder written out layer by layer: what does the first step cost, and how often is it compiled?"""
+"""A decoder written out layer by layer: the cost of its first step, and the number of compilations."""
 
 from __future__ import annotations
 

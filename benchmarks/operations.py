@@ -1,4 +1,4 @@
-"""What does a sharded operation cost against the same one written with ``custom_partitioning`` by hand?"""
+"""The cost of a sharded operation against the same one written with ``custom_partitioning`` by hand."""
 
 from __future__ import annotations
 

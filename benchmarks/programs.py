@@ -1,4 +1,4 @@
-"""What do plans cost against compiling, and microbatches against an accumulation written by hand?"""
+"""The cost of plans against compiling, and of microbatches against an accumulation written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does one call take against another? Interleaved, in one process, medians.
+"""The time of one call against another: interleaved, in one process, medians.
 
 Machines are shared and noisy, so no time is compared with a time of another run: contestants take turns,
 call by call, the order changes from turn to turn, and what counts is the ratio of their medians.

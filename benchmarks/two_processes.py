@@ -1,4 +1,4 @@
-"""What does host data cost where there are other processes? Measured in two of them, joined on localhost.
+"""The cost of host data where there are other processes: measured in two, joined on localhost.
 
 ``python -m benchmarks.two_processes ROUNDS`` is what each process runs; the first prints rows as JSON. The
 processes time the same calls in the same order.

@@ -1,4 +1,4 @@
-"""What does one library measure? Run by path in a process of its own; prints rows as JSON.
+"""The measurements of one library. Run by path in a process of its own; prints rows as JSON.
 
 ``python benchmarks/worker.py checkout|installed DEVICES ROUNDS ONLY``: *checkout* is the scalax of this
 repository, *installed* the one of the environment whose interpreter runs this.

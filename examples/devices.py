@@ -1,6 +1,6 @@
-"""Which devices does an example run on?
+"""The devices that an example runs on.
 
-On whatever JAX sees. JAX sees a machine without accelerators as one CPU device, on which there is
+These are all that JAX sees. It sees a machine without accelerators as one CPU device, on which there is
 nothing to shard, so the examples split it into eight simulated ones. That is a choice for a
 program's entry point, made before anything asks JAX for its devices; no library should make it.
 """

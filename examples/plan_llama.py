@@ -1,4 +1,4 @@
-"""Does LLaMA-3 fit, and what bounds it? Plans of a training step on TPUs that are not here.
+"""Plans of a training step of LLaMA-3 on TPUs that are not here: whether it fits, and what bounds it.
 
     python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
     python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
@@ -156,14 +156,16 @@ def main() -> None:
     parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
     parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
     asked = parser.parse_args()
+    cases = [case for case in CASES if case.name.startswith(asked.only)]
+    if not cases:
+        parser.error(f'no name begins with {asked.only!r}: {", ".join(case.name for case in CASES)}')
     jax.config.update('jax_platforms', 'cpu')
     print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
     print('|---|---|---|---|---|---|---|---|---|---|---|')
-    for case in CASES:
-        if case.name.startswith(asked.only):
-            start = time.perf_counter()
-            plan = plan_case(case, quick=not asked.full)
-            print(line(case, plan, time.perf_counter() - start), flush=True)
+    for case in cases:
+        start = time.perf_counter()
+        plan = plan_case(case, quick=not asked.full)
+        print(line(case, plan, time.perf_counter() - start), flush=True)
 
 
 if __name__ == '__main__':

@@ -39,7 +39,8 @@ _log = logging.getLogger('scalax.distributed')
 class _Launcher:
     """The environment variables that tell the processes of a launcher who they are.
 
-    JAX reads these itself (and asks the metadata server of a TPU, or Kubernetes). Here they are only shown.
+    JAX reads these itself (and asks the metadata server of a TPU, or Kubernetes). Here they are shown in
+    messages, and tell a program that is alone from one that JAX should have joined with others.
     """
 
     index: str

@@ -1,4 +1,4 @@
-"""How does text become batches? Bytes are the tokens; a batch is a function of (seed, step)."""
+"""Text as batches. Bytes are the tokens; a batch is a function of (seed, step)."""
 
 from __future__ import annotations
 

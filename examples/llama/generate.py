@@ -1,4 +1,4 @@
-"""How does a trained model write? It samples one byte after another from a sliding window."""
+"""Sampling from a trained model, one byte after another from a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does Ctrl-C do? The first asks the run to end where it is; the second ends it at once.
+"""Ctrl-C: the first asks the run to end where it is; the second ends it at once.
 
 Of several processes, each may be in another step when it hears of that. There the first Ctrl-C becomes
 SIGTERM, at which all of them stop after the same step.

@@ -1,4 +1,4 @@
-"""What does the model compute? A LLaMA-style decoder over bytes, in plain JAX.
+"""The model: a LLaMA-style decoder over bytes, in plain JAX.
 
 The code is written for one device. It names its activations with `with_sharding_annotation`, and
 whoever compiles it may say where each name lies; no mesh axis appears here. `ACTIVATIONS` lists the

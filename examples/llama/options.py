@@ -1,4 +1,4 @@
-"""Which flags are there? Defined here once, and read here into one immutable value."""
+"""The flags: defined here once, and read here into one immutable value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a run carry on from where it was ended? Its state and its losses, in checkpoints.
+"""The progress of a run, its state and its losses, in checkpoints.
 
 A batch is a function of (seed, step), and the state holds the key of every draw: what is here is all that
 the next step depends on, so a run that is continued gives the losses of one that was never ended.

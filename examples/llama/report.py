@@ -1,4 +1,4 @@
-"""What does a run leave? A loss curve, a sample, the sharding of its state, and its numbers."""
+"""The results of a run: a loss curve, a sample, the sharding of its state, and its numbers."""
 
 from __future__ import annotations
 

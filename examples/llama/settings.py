@@ -1,4 +1,4 @@
-"""Which settings go together? Everything that can be refused is refused here, before any work.
+"""Checks of the settings: everything that can be refused is refused here, before any work.
 
 Each check says what was asked for, why it cannot be, and what to change.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 from absl import app
 
 from examples.llama.model import ACTIVATIONS
 from examples.llama.options import Options
 from examples.llama.strategies import STRATEGIES, Strategy
-
-Axes = dict[str, int]
+from scalax.errors import MeshError
+from scalax.sharding import MeshShardingHelper
 
 # The flag that sets each dimension of an activation.
 FLAGS = {
@@ -28,41 +29,32 @@ FLAGS = {
 }
 
 
-def choose_mesh(strategy: Strategy, mesh: str | None, devices: int) -> Axes:
-    """Returns how many devices lie along each mesh axis.
+def make_helper(strategy: Strategy, mesh: str | None, devices: Sequence[jax.Device]) -> MeshShardingHelper:
+    """Returns the helper of the mesh over the devices.
 
     Args:
       strategy: names the axes, and the default for a `mesh` of None. That default shrinks where
         there are too few devices for it; what the user asks for never does.
       mesh: as in 'fsdp=-1,tp=2', in any order; axes left out have one device.
-      devices: how many there are.
+      devices: all of them are used.
 
     Raises:
       app.UsageError: `mesh` cannot be read or does not fit the devices.
     """
+    count = len(devices)
     if mesh is None:
-        axes = {name: size if size == -1 else math.gcd(size, devices) for name, size in strategy.mesh.items()}
+        axes = {name: size if size == -1 else math.gcd(size, count) for name, size in strategy.mesh.items()}
     else:
         axes = dict.fromkeys(strategy.mesh, 1) | parse_mesh(mesh, strategy)
-    known = math.prod(size for size in axes.values() if size != -1)
-    if -1 in axes.values():
-        if devices % known:
-            raise app.UsageError(
-                f'--mesh {mesh}: {devices} devices cannot be split into groups of {known}. '
-                f'Choose sizes that divide {devices}, or another number of --devices.'
-            )
-        return {name: devices // known if size == -1 else size for name, size in axes.items()}
-    if known != devices:
-        raise app.UsageError(
-            f'--mesh {mesh}: this mesh has {known} devices, and there are {devices}. '
-            f'Choose sizes that multiply to {devices}, or --devices {known}.'
-        )
-    return axes
+    try:
+        return MeshShardingHelper(list(axes.values()), list(axes), devices=devices)
+    except MeshError as error:  # it says which sizes would fit
+        raise app.UsageError(f'--mesh {mesh}, --devices {count}: {error}') from error
 
 
-def parse_mesh(mesh: str, strategy: Strategy) -> Axes:
+def parse_mesh(mesh: str, strategy: Strategy) -> dict[str, int]:
     """Returns the axis sizes that a string such as 'fsdp=-1,tp=2' gives."""
-    axes: Axes = {}
+    axes: dict[str, int] = {}
     for entry in mesh.split(','):
         name, equals, size = (part.strip() for part in entry.partition('='))
         if not equals or not size.removeprefix('-').isdecimal():
@@ -76,13 +68,7 @@ def parse_mesh(mesh: str, strategy: Strategy) -> Axes:
             )
         if name in axes:
             raise app.UsageError(f'--mesh {mesh}: axis "{name}" is given twice.')
-        if int(size) < 1 and int(size) != -1:
-            raise app.UsageError(
-                f'--mesh {mesh}: axis "{name}" needs a size of 1 or more, or -1 for what is left.'
-            )
         axes[name] = int(size)
-    if list(axes.values()).count(-1) > 1:
-        raise app.UsageError(f'--mesh {mesh}: only one axis can be -1, for what the others leave.')
     return axes
 
 

@@ -1,4 +1,4 @@
-"""Which sharding strategies are there? One table; a strategy is a few lines of it.
+"""The sharding strategies, in one table; a strategy is a few lines of it.
 
 A strategy answers four questions, and nothing else in this example changes with the answers:
 

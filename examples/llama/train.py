@@ -33,13 +33,12 @@ from examples.llama.interrupt import Interrupt
 from examples.llama.options import Options, read_options
 from examples.llama.progress import Checkpoints, Progress
 from examples.llama.report import Results, format_sample, write_report
-from examples.llama.settings import check_settings, choose_mesh
+from examples.llama.settings import check_settings, make_helper
 from examples.llama.strategies import STRATEGIES
 from examples.llama.trainer import Trainer
 from examples.llama.training import Params, TrainState
 from scalax import distributed
 from scalax.errors import ShardingError
-from scalax.sharding import MeshShardingHelper
 
 REFUSED = 2
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -98,9 +97,8 @@ def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
     strategy = STRATEGIES[options.strategy]
     corpus = load_corpus(options.text, options.sequence_length)
     devices = choose_devices(options.devices)
-    mesh = choose_mesh(strategy, options.mesh, len(devices))
-    check_settings(options, strategy, mesh)
-    helper = MeshShardingHelper(list(mesh.values()), list(mesh), devices=devices)
+    helper = make_helper(strategy, options.mesh, devices)
+    check_settings(options, strategy, helper.mesh.shape)
     trainer = Trainer(helper, strategy, options.model, options.optimizer)
     try:
         helper.match_sharding_rule(strategy.state, trainer.abstract_state())

@@ -1,4 +1,4 @@
-"""How does plain JAX meet a mesh? Four functions for one device, compiled for many."""
+"""Plain JAX on a mesh: four functions for one device, compiled for many."""
 
 from __future__ import annotations
 

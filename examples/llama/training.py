@@ -1,4 +1,4 @@
-"""What is the train state, and how does a step change it? Pure functions; no mesh, no devices."""
+"""The train state and the step that changes it. Pure functions; no mesh, no devices."""
 
 from __future__ import annotations
 

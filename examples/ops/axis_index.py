@@ -1,4 +1,4 @@
-"""How does a device know which block it has? ``ctx.index``, for each factor on its own.
+"""The block that a device has: ``ctx.index``, for each factor on its own.
 
     python -m examples.ops.axis_index
 

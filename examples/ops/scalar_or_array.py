@@ -1,4 +1,4 @@
-"""What is the difference between a scalar and an array of parameters? A factor, and so a way to be sharded.
+"""A scalar and an array of parameters differ by a factor, and so by a way to be sharded.
 
     python -m examples.ops.scalar_or_array
 

@@ -1,4 +1,4 @@
-"""How does a scalar go with sharded arrays? Every device has it; nothing is sent, and it moves nothing.
+"""A scalar beside sharded arrays: every device has it; nothing is sent, and it moves nothing.
 
     python -m examples.ops.scalar_parameters
 

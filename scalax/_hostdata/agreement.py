@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import collectives
-from scalax._tree.paths import canonical_dtype
+from scalax._tree import specs
+from scalax._tree.paths import dtype_on_devices, type_text
 from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
@@ -111,6 +112,8 @@ def together(
 ) -> Value:
     """Runs *prepare*, and returns its value once every process has made the same statement.
 
+    One process agrees with itself, and communicates nothing.
+
     Args:
         mesh: as for `agree`.
         what: as for `agree`.
@@ -122,6 +125,9 @@ def together(
     Raises:
         ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
     """
+    if not collectives.processes_of(mesh).several:
+        _, value = prepare()
+        return value
     try:
         leaves, value = prepare()
     except Exception as error:
@@ -164,21 +170,16 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
 
 
 def placed_text(leaf: Any) -> str:
-    """An array or a number, without its values, and how it is placed where processes share it."""
-    text = (
-        array_text(np.shape(leaf), leaf.dtype) if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
-    )
-    if isinstance(leaf, jax.Array):
-        if not leaf.is_fully_addressable:
-            text += f' {getattr(leaf.sharding, "spec", leaf.sharding)}'
-        if leaf.is_deleted():
-            text += ', deleted'
+    """An array, a struct, a number or its type, without values; with the spec where processes share it."""
+    if not hasattr(leaf, 'dtype'):
+        return f'Python {(leaf if isinstance(leaf, type) else type(leaf)).__name__}'
+    text = type_text(dtype_on_devices(leaf), np.shape(leaf))
+    sharding = getattr(leaf, 'sharding', None)
+    if sharding is not None and not sharding.is_fully_addressable:
+        text += f' as {specs.text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding}'
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        text += ', deleted'
     return text
-
-
-def array_text(shape: Sequence[int], dtype: Any) -> str:
-    """An array without its values."""
-    return f'{canonical_dtype(dtype)}{list(shape)}'
 
 
 def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:

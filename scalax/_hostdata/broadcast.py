@@ -34,18 +34,15 @@ def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
         leaves = list(zip(tree.paths, map(leaf_text, tree.leaves), strict=True))
         return leaves, (tree, values)
 
+    advice = (
+        'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
+        f'values matter on process {process} only.'
+    )
+    call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
+    tree, values = agreement.together(mesh, 'broadcast_from', call, advice, prepare)
     if processes.several:
-        advice = (
-            'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
-            f'values matter on process {process} only.'
-        )
-        call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
-        tree, values = agreement.together(mesh, 'broadcast_from', call, advice, prepare)
-        _overwrite(
-            mesh, processes.indices.index(process), [value.reshape(-1).view(np.uint8) for value in values]
-        )
-    else:
-        _, (tree, values) = prepare()
+        views = [value.reshape(-1).view(np.uint8) for value in values]
+        _overwrite(mesh, processes.indices.index(process), views)
     return tree.treedef.unflatten(
         [_like(leaf, value) for leaf, value in zip(tree.leaves, values, strict=True)]
     )

@@ -92,38 +92,10 @@ class Exchange:
 
     def run(self, buffers: Sequence[jax.Array], axes: Sequence[int]) -> list[list[jax.Array]]:
         """Moves the rows of several arrays; gives the tiles of this process's devices, for each array."""
-        moved = collectives.without_context(self.program(tuple(axes)), list(buffers))
+        moved = collectives.without_context(program_of(self, tuple(axes)), list(buffers))
         return [[part.data for part in array.addressable_shards] for array in moved]
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - of a few values that live long
-    def program(self, axes: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """The compiled program for arrays whose rows are along *axes*."""
-        specs = [PartitionSpec(*[None] * axis, 'device') for axis in axes]
-        tables = [self._table(moves) for moves in self.rounds]
-
-        def on_device(buffers: list[jax.Array]) -> list[jax.Array]:
-            me = jax.lax.axis_index('device')
-            for moves, table in zip(self.rounds, tables, strict=True):
-                size = moves[0].stop - moves[0].start
-                pairs = [(move.source, move.target) for move in moves]
-                send, receive = jnp.asarray(table)[me]
-                for number, axis in enumerate(axes):
-                    rows = jax.lax.dynamic_slice_in_dim(buffers[number], send, size, axis)
-                    rows = jax.lax.ppermute(rows, 'device', pairs)
-                    buffers[number] = jax.lax.dynamic_update_slice_in_dim(
-                        buffers[number], rows, receive, axis
-                    )
-            return [
-                jax.lax.slice_in_dim(buffer, 0, self.tile, axis=axis)
-                for buffer, axis in zip(buffers, axes, strict=True)
-            ]
-
-        def program(buffers: list[jax.Array]) -> list[jax.Array]:
-            return jax.shard_map(on_device, mesh=self.flat, in_specs=(specs,), out_specs=specs)(buffers)
-
-        return jax.jit(program)
-
-    def _table(self, moves: Round) -> np.ndarray:
+    def table(self, moves: Round) -> np.ndarray:
         """For each device, where in its buffer it reads what it sends and writes what it receives."""
         idle = self.tile + self.outbox
         table = np.full((len(self.tiles), 2), (0, idle), np.int32)
@@ -142,6 +114,33 @@ class Exchange:
                 return offset
             offset += box[1] - box[0]
         raise AssertionError(f'device {device} was not given the rows {start}:{stop}')
+
+
+@functools.lru_cache(maxsize=64)
+def program_of(exchange: Exchange, axes: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """The compiled program for arrays whose rows are along *axes*."""
+    specs = [PartitionSpec(*[None] * axis, 'device') for axis in axes]
+    tables = [exchange.table(moves) for moves in exchange.rounds]
+
+    def on_device(buffers: list[jax.Array]) -> list[jax.Array]:
+        me = jax.lax.axis_index('device')
+        for moves, table in zip(exchange.rounds, tables, strict=True):
+            size = moves[0].stop - moves[0].start
+            pairs = [(move.source, move.target) for move in moves]
+            send, receive = jnp.asarray(table)[me]
+            for number, axis in enumerate(axes):
+                rows = jax.lax.dynamic_slice_in_dim(buffers[number], send, size, axis)
+                rows = jax.lax.ppermute(rows, 'device', pairs)
+                buffers[number] = jax.lax.dynamic_update_slice_in_dim(buffers[number], rows, receive, axis)
+        return [
+            jax.lax.slice_in_dim(buffer, 0, exchange.tile, axis=axis)
+            for buffer, axis in zip(buffers, axes, strict=True)
+        ]
+
+    def program(buffers: list[jax.Array]) -> list[jax.Array]:
+        return jax.shard_map(on_device, mesh=exchange.flat, in_specs=(specs,), out_specs=specs)(buffers)
+
+    return jax.jit(program)
 
 
 @functools.lru_cache(maxsize=64)

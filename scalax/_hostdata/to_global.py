@@ -30,6 +30,7 @@ from scalax._tree.paths import (
     is_key,
     leaf_shape,
     overflowed_dtype,
+    type_text,
 )
 from scalax._tree.specs import MeshAxes
 from scalax.errors import DataError, ScalaxError, shown
@@ -95,12 +96,11 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def prepare() -> tuple[list[tuple[str, str]], tuple[ProcessBatch, Finish]]:
-        reject_tracers(jax.tree.leaves(pytree), 'local_data_to_global_array')
         part = read(options, pytree)
         finish = place(part)
         return _statement_leaves(part) if several else [], (part, finish)
 
-    if check and several:
+    if check:
         part, finish = agreement.together(
             options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
         )
@@ -202,7 +202,7 @@ def _statement_leaves(part: ProcessBatch) -> list[tuple[str, str]]:
             path,
             agreement.scalar_text(leaf, dtype_on_devices(leaf))
             if not shape
-            else agreement.array_text(shape, dtype_on_devices(leaf)),
+            else type_text(dtype_on_devices(leaf), shape),
         )
         for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
     ]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.collectives import without_context
 from scalax._trace import resharding
+from scalax._tree import specs
 from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
 from scalax._tree.specs import MeshAxes
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
@@ -42,8 +43,10 @@ def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> A
     def prepare() -> tuple[list[tuple[str, str]], Sequence[Any]]:
         made = shardings()
         tree = NamedTree.of(pytree)
-        leaves = zip(tree.paths, tree.leaves, made, strict=True)
-        return [(path, f'{agreement.placed_text(leaf)} for {to.spec}') for path, leaf, to in leaves], made
+        return [
+            (path, f'{agreement.placed_text(leaf)} for {specs.text(to.spec)}')
+            for path, leaf, to in zip(tree.paths, tree.leaves, made, strict=True)
+        ], made
 
     call = f'mesh ({MeshAxes.of(mesh)})'
     return put(pytree, agreement.together(mesh, 'shard', call, _ADVICE, prepare))

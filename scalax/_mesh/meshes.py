@@ -174,7 +174,7 @@ def _one_slice(
 ) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # what mesh_utils raises where an axis needs part of a physical one
         raise MeshError(
             f'mesh {sizes} does not map onto whole physical axes {where}; '
             f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '

@@ -12,6 +12,7 @@ from scalax._plan.provenance import Source, source_of
 
 _ENOUGH = 0.99  # of the peak; the rest are thousands of scalars and tables of addresses
 _FAR = 12
+_TUPLES = ('tuple', 'while', 'conditional')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +79,8 @@ class _Reader:
             for name, instruction in computation.instructions.items():
                 self.owners[name] = _Place(computation, instruction, '')
                 if instruction.opcode == 'while':
-                    for called in ('body', 'condition'):
-                        self.loops.update(
-                            dict.fromkeys(instruction.called(called), (computation, instruction))
-                        )
+                    for called in module.called(instruction, 'body', 'condition'):
+                        self.loops[called.name] = computation, instruction
 
     def named(self, value: Value) -> tuple[str, Source]:
         """The type of a value, and its source."""
@@ -106,7 +105,7 @@ class _Reader:
 
     def _own(self, computation: Computation, instruction: Instruction) -> Source:
         if instruction.opcode == 'parameter' and computation.name == self.module.entry:
-            return Source(operand=instruction.op_name.replace("\\'", "'"))
+            return Source(operand=instruction.op_name)
         return source_of(self.module, computation, instruction)
 
     def _near(self, place: _Place) -> Iterator[_Place]:
@@ -148,10 +147,7 @@ class _Reader:
             return self._returned(instruction, element)
         if instruction.opcode == 'parameter' and computation.name in self.loops:
             returned = self._returned(self.loops[computation.name][1], element)
-            kept = returned is None or (returned.instruction.opcode, returned.element) == (
-                'parameter',
-                element,
-            )
+            kept = (returned.instruction.opcode, returned.element) == ('parameter', element)
             return self._before(place) if kept else returned
         return None
 
@@ -163,16 +159,18 @@ class _Reader:
         outside, loop = self.loops[computation.name]
         return self._operand(outside, f'{loop.operands[0]}#{element}')
 
-    def _returned(self, loop: Instruction, element: str) -> _Place | None:
+    def _returned(self, loop: Instruction, element: str) -> _Place:
         """What a round of a loop makes of an element of its state."""
-        body = self.module.computations[loop.called('body')[0]]
-        root = body.instructions[body.root]
-        return self._operand(body, root.operands[int(element)]) if root.opcode == 'tuple' else None
+        [body] = self.module.called(loop, 'body')
+        place = _Place(body, body.instructions[body.root], element)
+        while place.instruction.opcode in ('tuple', 'get-tuple-element'):
+            inside = self._step(place)
+            if inside is None:
+                break
+            place = inside
+        return place
 
     def _operand(self, computation: Computation, operand: str) -> _Place | None:
         name, _, element = operand.partition('#')
         instruction = computation.instructions.get(name)
         return None if instruction is None else _Place(computation, instruction, element)
-
-
-_TUPLES = ('tuple', 'while', 'conditional')

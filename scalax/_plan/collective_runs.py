@@ -42,6 +42,8 @@ _MEGASCALE = '_xla_megascale_transfer_type="'
 _ENDS = tuple(f'{kind}-{end}' for kind in (*KINDS, 'async') for end in ('update', 'done'))
 # The result is one device's part of the array: the whole is larger by the size of the group.
 _PARTIAL_RESULTS = ('reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+# The operand is one device's part of it.
+_PARTIAL_OPERANDS = ('all-gather', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 # Attributes of instructions that send something to other devices.
 _BETWEEN_DEVICES = ('replica_groups=', 'source_target_pairs=')
 _CHANNEL = re.compile(r'(?:^|[ ,])channel_id=(\d+)')
@@ -91,8 +93,7 @@ class Run:
         opcode = self.instruction.opcode
         if opcode in _STARTS:  # whose result holds more than the result
             operands = self.computation.operands_of(self.instruction)
-            parts = group if self.kind in (*_PARTIAL_RESULTS, 'all-gather') else 1
-            return sum(array.bytes for array in operands) * parts
+            return sum(array.bytes for array in operands) * (group if self.kind in _PARTIAL_OPERANDS else 1)
         if opcode == 'recv':  # which receives an array, its state and a token
             return self.instruction.arrays[0].bytes * (group if self.kind in _PARTIAL_RESULTS else 1)
         return self.instruction.bytes * (group if opcode in _PARTIAL_RESULTS else 1)
@@ -120,7 +121,7 @@ def runs(module: Module) -> Iterator[Run]:
     for visit in visits(module, sent):
         computation = visit.computation
         instructions = computation.instructions.values()
-        for instruction in instructions if module.scheduled else distinct(computation, module.partitions):
+        for instruction in instructions if module.scheduled else _distinct(computation, module.partitions):
             run = _run(visit, instruction, module)
             if run is not None:
                 yield run
@@ -135,7 +136,7 @@ def _run(visit: Visit, instruction: Instruction, module: Module) -> Run | None:
     return None if _continues(run, module) else run
 
 
-def distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
+def _distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
     """The instructions of a computation, without repeated all-gathers.
 
     The partitioner writes one for each use of a value, sometimes with groups in another notation; a later
@@ -199,7 +200,7 @@ def _continues(run: Run, module: Module) -> bool:
         if maker.opcode in _FORWARDS:
             todo += outside.makers_of(maker)
         elif maker.opcode == 'fusion':
-            inside = module.computations[maker.called('calls')[0]]
+            [inside] = module.called(maker, 'calls')
             if run.channel and run.channel in map(channel_of, inside.instructions.values()):
                 return True
     return False

@@ -172,12 +172,14 @@ def _phase(run: Run) -> Part:
 
     That which moves the state of a loop has no op name. It is part of what is next to it, else of the loop.
     """
-    around: Sequence[str] = [run.op_name]
-    if not run.op_name:
-        near = neighbourhood(run.computation, run.instruction)
-        around = [run.visit.op_name(item) for item in near if item.opcode != 'parameter']
-        around += [] if run.visit.caller is None else [run.visit.caller.op_name]
-    return next((part for part in map(part_of, around) if part != 'other'), 'other')
+    if run.op_name:
+        return part_of(run.op_name)
+    visit = run.visit
+    near = neighbourhood(run.computation, run.instruction)
+    parts = [visit.part_of(item) for item in near if item.opcode != 'parameter']
+    if visit.caller is not None:
+        parts.append(visit.part_of(visit.caller))
+    return next((part for part in parts if part != 'other'), 'other')
 
 
 def _cause(run: Run) -> Cause:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._plan.hlo import devices_of
 from scalax._plan.layout import Layout, MemoryTables, read_layout
 from scalax._plan.memory import Memory, assigned_memory
 from scalax._trace.threads import in_a_thread
@@ -109,13 +110,13 @@ def compile_lowered(
         return Compiled(
             dump.partitioned,
             dump.optimized,
-            _partitions(dump.partitioned or dump.optimized),
+            devices_of(dump.partitioned or dump.optimized),
             assigned_memory(layout),
             executable=None,
             refusal='' if quick else dump.refusal,
             layout=layout,
         )
-    devices = _partitions(dump.partitioned or dump.executable.as_text())
+    devices = devices_of(dump.partitioned or dump.executable.as_text())
     if not dump.partitioned and devices > 1:
         # The program came from a persistent compilation cache. This option changes only its key.
         dump = _compile(
@@ -164,12 +165,6 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
     }
 
 
-def _partitions(text: str) -> int:
-    """The number of devices of an HLO module, which its first line gives if there are several."""
-    found = re.search(r'num_partitions=(\d+)', text.partition('\n')[0])
-    return int(found[1]) if found else 1
-
-
 def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
     """Compiles, and reads the files that the compiler wrote."""
     # A compiler that Ctrl-C left behind may still write.
@@ -211,17 +206,12 @@ def lowered_shardings(
         names: the names of the arguments in the traced program, including unused ones.
         mesh: the mesh of the program.
     """
-    for operation in lowered.compiler_ir().body.operations:
-        if str(operation.attributes['sym_name']) == '"main"':
-            # Locations are written as ``loc("params['w']")``.
-            arguments = [
-                str(argument.location)[len('loc("') : -len('")')] for argument in operation.arguments
-            ]
-            known = dict(zip(arguments, _shardings_in(operation.attributes['arg_attrs'], mesh), strict=True))
-            return [known.get(name) for name in names], list(
-                _shardings_in(operation.attributes['res_attrs'], mesh)
-            )
-    return [None] * len(names), []
+    operations = lowered.compiler_ir().body.operations
+    [main] = [each for each in operations if str(each.attributes['sym_name']) == '"main"']
+    # Locations are written as ``loc("params['w']")``.
+    arguments = [str(argument.location)[len('loc("') : -len('")')] for argument in main.arguments]
+    known = dict(zip(arguments, _shardings_in(main.attributes['arg_attrs'], mesh), strict=True))
+    return [known.get(name) for name in names], [*_shardings_in(main.attributes['res_attrs'], mesh)]
 
 
 def _shardings_in(attributes: Iterable[Any], mesh: Mesh) -> Iterable[NamedSharding | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -28,10 +29,19 @@ _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$'
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
 _SEPARATOR = re.compile(r'[(){}\[\],]')
-_CALLING = ('async-start', 'call', 'conditional', 'custom-call', 'fusion', 'while')
 _BRACKET_OR_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
 _DEPTH = {**dict.fromkeys('({[', 1), **dict.fromkeys(')}]', -1)}
 
+
+CALLS = {
+    'async-start': ('calls',),
+    'call': ('to_apply',),
+    'conditional': ('branch_computations', 'true_computation', 'false_computation'),
+    'custom-call': ('called_computations',),
+    'fusion': ('calls',),
+    'while': ('body', 'condition'),
+}
+"""Operations that run computations, and the attributes that name these. Others call only those of scalars."""
 
 MAIN, HOST = 0, 5
 """The memory of a device, and that of its host."""
@@ -97,9 +107,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Its place in the traced program: ``jit(step)/jvp()/dot_general``."""
+        """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ''
+        return found[1].replace("\\'", "'") if found else ''
 
     @property
     def frame(self) -> int:
@@ -133,7 +143,7 @@ class Computation:
     @functools.cached_property
     def calling(self) -> list[Instruction]:
         """The instructions that may call other computations."""
-        return [each for each in self.instructions.values() if each.opcode in _CALLING]
+        return [each for each in self.instructions.values() if each.opcode in CALLS]
 
     def operands_of(self, instruction: Instruction) -> list[Array]:
         """The types of the operands of an instruction."""
@@ -171,6 +181,17 @@ class Module:
     scheduled: bool
     frames: Mapping[int, tuple[Frame, int]]
 
+    def called(self, instruction: Instruction, *attributes: str) -> Iterator[Computation]:
+        """The computations that attributes of an instruction name.
+
+        Raises:
+            PlanError: the program does not have one of them.
+        """
+        for name in itertools.chain.from_iterable(map(instruction.called, attributes)):
+            if name not in self.computations:
+                raise PlanError(f'{instruction.name!r} calls {name!r}, which the HLO module does not have')
+            yield self.computations[name]
+
     def stack(self, number: int) -> Iterator[Frame]:
         """The frames from one outwards."""
         while number in self.frames:
@@ -199,12 +220,19 @@ def parse(text: str) -> Module:
             entry = found[2] if found[1] else entry
         elif line in ('FileNames', 'FunctionNames', 'FileLocations', 'StackFrames'):
             table = tables.setdefault(line, [])
-        elif line.strip() and table is not None:
+        elif line.strip():
+            if table is None:
+                raise PlanError(f'this line of an HLO module begins no computation: {line[:200]!r}')
             table.append(line)
     if not entry:
         raise PlanError('the HLO module has no entry computation')
-    counts = [int(n) for n in re.findall(r'num_(?:partitions|replicas)=(\d+)', head)]
-    return Module(computations, entry, math.prod(counts), 'is_scheduled=true' in head, _frames(tables))
+    return Module(computations, entry, devices_of(head), 'is_scheduled=true' in head, _frames(tables))
+
+
+def devices_of(text: str) -> int:
+    """The number of devices of an HLO module, which its first line gives if there are several."""
+    head = text.partition('\n')[0]
+    return math.prod(int(count) for count in re.findall(r'num_(?:partitions|replicas)=(\d+)', head))
 
 
 def _computation(name: str, lines: Iterator[str]) -> Computation:

@@ -27,8 +27,8 @@ from scalax._plan.hlo_loops import Visit, executed
 from scalax._util.strict_json import brief
 from scalax.errors import PlanError
 
-# What is called for kernels by the compilers for TPUs and for GPUs.
-_KERNELS = ('custom_call_target="tpu_custom_call"', 'custom_call_target="__gpu$xla.gpu.triton"')
+# What the compilers for TPUs and GPUs call for kernels. Most products of GPUs are those of cuBLAS and cuDNN.
+_KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:blas|dnn)\$)')
 _DIGITS = re.compile(r'\d+')
 
 
@@ -43,7 +43,7 @@ class Work:
         by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
             ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
         kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
-            which the compiler has kernels of its own, such as ragged ones on TPUs.
+            which the compiler has kernels of its own, such as ragged ones on TPUs, and most on GPUs.
 
     Raises:
         PlanError: there is no such part.
@@ -81,7 +81,7 @@ def work_of(module: Module) -> Work:
 
 
 def _is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == 'custom-call' and any(name in instruction.attributes for name in _KERNELS)
+    return instruction.opcode == 'custom-call' and bool(_KERNELS.search(instruction.attributes))
 
 
 def flops_of(visit: Visit, instruction: Instruction) -> int:

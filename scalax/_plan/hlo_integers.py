@@ -14,11 +14,8 @@ from scalax._plan.loop_rounds import OPERATIONS, Values, computed
 _TYPES = {f'{sign}{bits}': f'{sign}int{bits}'.lstrip('s') for sign in 'su' for bits in (8, 16, 32, 64)}
 _TYPES['pred'] = 'bool'
 _FORWARDING = ('bitcast', 'broadcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape')
+_WORD = re.compile(r'-?\d+|true|false')
 _DEEP = 30  # operations that a value may be computed in, one after the other
-
-
-class ElidedConstantError(Exception):
-    """A constant is too long to be printed: ``constant({...})``."""
 
 
 class Integers:
@@ -43,11 +40,7 @@ class Integers:
         self._known: dict[str, Values | None] = {}
 
     def values(self, operand: str, depth: int = 0) -> Values | None:
-        """The values of an operand (``name#2`` is an element of a tuple); None if they are not known.
-
-        Raises:
-            ElidedConstantError: they depend on a constant that is not printed.
-        """
+        """The values of an operand (``name#2`` is an element of a tuple); None if they are not known."""
         if operand not in self._known and depth < _DEEP:
             self._known[operand] = self._read(operand, depth + 1)
         return self._known.get(operand)
@@ -95,11 +88,9 @@ class Integers:
         return table[np.arange(self._rows), np.clip(start, 0, table.shape[1] - 1)][:, None]
 
     def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> Values | None:
-        if '...' in text:
-            raise ElidedConstantError
         words = {'true': 1, 'false': 0}
         numbers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
-        if len(dims) > 1 or len(numbers) != math.prod(dims):
+        if len(dims) > 1 or len(numbers) != math.prod(dims):  # a long list is not printed
             return None
         value = np.array(numbers, _TYPES[dtype]).reshape(dims)
         return np.tile(value, (self._rows, *[1] * len(dims)))
@@ -120,6 +111,3 @@ class Integers:
         return Integers(called, argument, self._rows, self._computations).values(
             f'{called.root}#{index}', depth
         )
-
-
-_WORD = re.compile(r'-?\d+|true|false')

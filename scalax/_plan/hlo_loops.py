@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from scalax._plan.formulas import Counted, Part, part_of
-from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.hlo import CALLS, Computation, Instruction, Module
+from scalax._plan.hlo_integers import Integers
 from scalax._plan.loop_rounds import State, solved_rounds
 
 
@@ -88,7 +88,7 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
                 module,
                 measure,
                 Visit(
-                    module.computations[name],
+                    computation,
                     visit.count * count,
                     visit.counted.along(counted),
                     instruction,
@@ -96,8 +96,8 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
                     scope or visit.scope,
                 ),
             )
-            for name, count, counted in _calls(module, visit.computation, instruction)
-            if count and name in module.computations
+            for computation, count, counted in _calls(module, visit.computation, instruction)
+            if count
         ]
         if instruction.opcode == 'conditional' and measure is not None:
             yield from _largest([list(branch) for branch in called], measure)
@@ -126,25 +126,21 @@ def _at_most(branch: Iterable[Visit]) -> Iterator[Visit]:
 
 
 def _calls(
-    module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[str, int, Counted]]:
-    """The computations that an instruction calls: (name, how often, how well that is known)."""
+    module: Module, outside: Computation, instruction: Instruction
+) -> Iterator[tuple[Computation, int, Counted]]:
+    """What an instruction calls: (computation, how often, how well that is known)."""
     if instruction.opcode == 'while':
-        rounds, known = trip_count(module, computation, instruction)
-        yield from ((name, rounds, known) for name in instruction.called('body'))
+        rounds, known = _trip_count(module, outside, instruction)
+        yield from ((body, rounds, known) for body in module.called(instruction, 'body'))
         # The condition runs once more than the body.
-        yield from ((name, rounds + 1, known) for name in instruction.called('condition'))
-    elif instruction.opcode == 'conditional':
-        for attribute in ('branch_computations', 'true_computation', 'false_computation'):
-            yield from ((name, 1, Counted.EXACTLY) for name in instruction.called(attribute))
-    elif instruction.opcode == 'custom-call':
-        yield from ((name, 1, Counted.UNKNOWN) for name in instruction.called('called_computations'))
-    elif instruction.opcode in ('call', 'fusion', 'async-start'):
-        for attribute in ('to_apply', 'calls'):
-            yield from ((name, 1, Counted.EXACTLY) for name in instruction.called(attribute))
+        yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
+    else:
+        known = Counted.UNKNOWN if instruction.opcode == 'custom-call' else Counted.EXACTLY
+        called = module.called(instruction, *CALLS[instruction.opcode])
+        yield from ((computation, 1, known) for computation in called)
 
 
-def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
+def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
     """How often the body of a loop runs, and how well that is known.
 
     XLA writes it down (``known_trip_count``) late, and not on every platform.
@@ -154,8 +150,7 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple
         digits = text.partition('"n":"')[2].partition('"')[0]
         if digits.isdigit():
             return int(digits), Counted.EXACTLY
-    condition = module.computations[loop.called('condition')[0]]
-    body = module.computations[loop.called('body')[0]]
+    [condition], [body] = module.called(loop, 'condition'), module.called(loop, 'body')
 
     def integers(computation: Computation, state: State) -> Integers:
         return Integers(
@@ -169,18 +164,15 @@ def trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple
         return {place: reader.values(f'{operand}#{place}') for place in places}
 
     scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
-    try:
-        start = elements(outside, loop.operands[0], scalars, {})
-        rounds = _rounds_of_a_range(condition, body, start)
-        if rounds is not None:
-            return rounds, Counted.EXACTLY
-        return solved_rounds(
-            start,
-            lambda state: integers(condition, state).values(condition.root),
-            lambda state: elements(body, body.root, scalars, state),
-        )
-    except ElidedConstantError:
-        return 1, Counted.AT_LEAST
+    start = elements(outside, loop.operands[0], scalars, {})
+    rounds = _rounds_of_a_range(condition, body, start)
+    if rounds is not None:
+        return rounds, Counted.EXACTLY
+    return solved_rounds(
+        start,
+        lambda state: integers(condition, state).values(condition.root),
+        lambda state: elements(body, body.root, scalars, state),
+    )
 
 
 def _rounds_of_a_range(condition: Computation, body: Computation, start: State) -> int | None:
@@ -192,8 +184,8 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
     first = None if place is None else start.get(place)
     if place is None or first is None:
         return None
-    grown = body.instructions[returned.operands[place]]
-    if grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
+    grown = body.instructions.get(returned.operands[place])
+    if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
         return None
     end, step = _constant(condition, test.operands[1]), _constant(body, grown.operands[1])
     # A number that leaves its type would begin again at the other end.
@@ -204,12 +196,13 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
 
 def _element_of_the_state(computation: Computation, operand: str) -> int | None:
     """Which element of a loop's state an operand is."""
-    instruction = computation.instructions.get(operand)
-    if instruction is None or instruction.opcode != 'get-tuple-element':
-        return None
-    source = computation.instructions.get(instruction.operands[0])
-    is_state = source is not None and source.opcode == 'parameter'
-    return int(instruction.attribute('index') or 0) if is_state else None
+    name, _, element = operand.partition('#')
+    instruction = computation.instructions.get(name)
+    if instruction is not None and instruction.opcode == 'get-tuple-element':
+        element = instruction.attribute('index') or ''
+        instruction = computation.instructions.get(instruction.operands[0])
+    is_state = instruction is not None and instruction.opcode == 'parameter'
+    return int(element) if is_state and element.isdigit() else None
 
 
 def _constant(computation: Computation, operand: str) -> int | None:

@@ -2,6 +2,8 @@
 
 Offloaded arrays are in the layout of the program: copies have one side on the host, and slices of stacked
 arrays are read and written there layer by layer.
+
+This is a file of its own because layouts decide what counts here; in `hlo_cost` operations do.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from scalax._plan.formulas import Counted
-from scalax._plan.hlo import HOST, Instruction, Module
+from scalax._plan.hlo import HOST, Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit, executed
 
 
@@ -20,7 +22,7 @@ class HostMoves:
     Attributes:
         to_host: those that the device writes to the memory of the host.
         from_host: those that it reads there.
-        counted: how well both are known.
+        counted: how well both are known: at least, if an operation moves something in an unknown way.
     """
 
     to_host: int = 0
@@ -44,6 +46,8 @@ def host_moves(module: Module) -> HostMoves:
         else:
             read += moved
         counted = counted.along(visit.counted)
+    if any(_is_unknown(c, i) for c in module.computations.values() for i in c.instructions.values()):
+        counted = counted.along(Counted.AT_LEAST)
     return HostMoves(sent, read, counted)
 
 
@@ -51,8 +55,31 @@ def _is_on_host(instruction: Instruction) -> bool:
     return any(array.space == HOST for array in instruction.arrays)
 
 
+# Operations that move nothing themselves: they hold arrays of both sides, or what moves is inside of them.
+_HOLDING = (
+    *(
+        'async-done',
+        'async-start',
+        'async-update',
+        'call',
+        'conditional',
+        'copy-done',
+        'custom-call',
+        'fusion',
+    ),
+    *('after-all', 'constant', 'get-tuple-element', 'opt-barrier', 'parameter', 'tuple', 'while'),
+    *('recv', 'recv-done', 'send', 'send-done'),
+)
 # The operand that is moved; of a slice only the part that it takes.
 _MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
+
+
+def _is_unknown(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an operation has arrays on both sides, and is none of those that are known."""
+    if instruction.opcode in _HOLDING or instruction.opcode in _MOVED_OPERAND:
+        return False
+    arrays = (*instruction.arrays, *computation.operands_of(instruction))
+    return len({array.space == HOST for array in arrays}) > 1
 
 
 def _moved(visit: Visit, instruction: Instruction) -> int:

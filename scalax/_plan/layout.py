@@ -98,6 +98,14 @@ class Layout:
         """The allocations in one memory."""
         return (allocation for allocation in self.allocations if allocation.space == space)
 
+    def check_lifetimes(self) -> None:
+        """Raises PlanError if it is not known when a value of a shared allocation is live."""
+        for value in itertools.chain.from_iterable(allocation.values for allocation in self._shared()):
+            if (value.instruction, value.element) not in self.live:
+                raise PlanError(
+                    f'the compiler wrote lifetimes in an unknown form: there is none of {value.instruction!r}'
+                )
+
     @functools.cached_property
     def held(self) -> tuple[tuple[int, Value | None], ...]:
         """What the main memory of a device holds at the moment when it holds the most.
@@ -150,8 +158,8 @@ class Layout:
         return (allocation for allocation in self.of(MAIN) if allocation.shared)
 
     def _lifetime(self, value: Value) -> tuple[int, int]:
-        """The first and the last moment; an empty range if they are not known."""
-        return self.live.get((value.instruction, value.element), (0, -1))
+        """The first and the last moment when a value is needed."""
+        return self.live[value.instruction, value.element]
 
 
 def _sums(
@@ -179,7 +187,9 @@ def read_layout(tables: MemoryTables) -> Layout:
     }
     if MAIN not in totals or not allocations or not live:
         raise PlanError('the compiler wrote the memory of the program in an unknown form')
-    return Layout(totals, allocations, live)
+    layout = Layout(totals, allocations, live)
+    layout.check_lifetimes()
+    return layout
 
 
 def _allocations(assignment: str) -> Iterator[Allocation]:
@@ -190,7 +200,10 @@ def _allocations(assignment: str) -> Iterator[Allocation]:
             if head is not None:
                 yield _allocation(head, values)
             head, values = line, []
-        elif found := _VALUE.match(line):
+        elif line.startswith(' value:'):
+            found = _VALUE.match(line)
+            if found is None:
+                raise PlanError(f'the compiler wrote a value in an unknown form: {line[:200]!r}')
             array = _ARRAY.match(found[5])
             values.append(
                 Value(found[1], found[2] or '', int(found[3]), int(found[4]), array[0] if array else '')

@@ -19,10 +19,17 @@ Values = npt.NDArray[Any]
 State = Mapping[int, Values | None]
 """Index of an element of a loop's state -> its value; None if that is not known."""
 
+
+def _quotient(dividend: Values, divisor: Values) -> Values:
+    """Rounded towards zero, where numpy rounds down."""
+    return (dividend - np.fmod(dividend, divisor)) // divisor
+
+
 _OPERATIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ('abs', np.abs),
     ('add', np.add),
     ('and', np.bitwise_and),
-    ('div divide', np.floor_divide),
+    ('div divide', _quotient),
     ('eq EQ', np.equal),
     ('ge GE', np.greater_equal),
     ('gt GT', np.greater),
@@ -35,9 +42,10 @@ _OPERATIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ('neg negate', np.negative),
     ('not', np.invert),
     ('or', np.bitwise_or),
-    ('rem remainder', np.remainder),
+    ('rem remainder', np.fmod),
     ('select', np.where),
     ('select_n', lambda which, first, second: np.where(which, second, first)),
+    ('sign', np.sign),
     ('sub subtract', np.subtract),
     ('xor', np.bitwise_xor),
 )
@@ -49,7 +57,7 @@ _MOST_OPEN_ROUNDS = 1_000  # after which data may have ended the loop
 
 
 def computed(operation: str, values: Sequence[Values | None]) -> Values | None:
-    """The result of one of `OPERATIONS`; None if it is not known, as of divisions of negative numbers.
+    """The result of one of `OPERATIONS`; None if it is not known, as of divisions by zero.
 
     Example:
         >>> computed('and', [None, np.array([False])])
@@ -62,9 +70,10 @@ def computed(operation: str, values: Sequence[Values | None]) -> Values | None:
     known = [value for value in values if value is not None]
     if len(known) < len(values) or len({value.shape for value in known}) != 1:
         return None
-    if operation in _DIVISIONS and ((known[0] < 0) | (known[1] <= 0)).any():
+    if operation in _DIVISIONS and not known[1].all():
         return None
-    return np.asarray(OPERATIONS[operation](*known))
+    with np.errstate(over='ignore'):  # integers begin again at the other end of their type
+        return np.asarray(OPERATIONS[operation](*known))
 
 
 def solved_rounds(

@@ -19,10 +19,10 @@ from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hardware import hardware_of
-from scalax._plan.hlo import parse
+from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
-from scalax._plan.memory import constant_bytes
+from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
 from scalax._plan.torus import places_of
 from scalax._trace.contexts import MeshOwner
@@ -33,6 +33,7 @@ from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
 from scalax.rules._resolve import ResolveMode, resolve
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
 
 
@@ -71,14 +72,7 @@ def make_plan(
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     name = name_of(fun)
-    try:
-        traced = function.trace(*args, **kwargs)
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(
-            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
-            'argument (static_argnames), or use jax.lax.cond or jnp.where'
-        )
-        raise
+    traced = _trace(function, name, args, kwargs)
     lowered = traced.lower()
     device = mesh.devices.flat[0]
     hardware = hardware_of(device.device_kind)
@@ -92,30 +86,19 @@ def make_plan(
     # every constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     program = parse(compiled.optimized) if compiled.optimized else partitioned
-    memory = dataclasses.replace(compiled.memory, limit=limit)
-    if memory.estimated:
-        # XLA for CPUs keeps constants with its code, and does not count them.
-        baked = constant_bytes(partitioned)
-        memory = dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
     flops = count_flops(traced.jaxpr)
     places = places_of(mesh.devices.flat)
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, asked)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
     rows = collectives(program, sizes, places, before, ids) if compiled.partitioned else ()
-    positional, by_name = lowered.args_info
-    names = names_of_arguments(function, args)
-    if names is None:
-        names = [*_positions(function, len(args), len(positional))]
     return Plan(
         name=name,
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
-        memory=memory,
-        inputs=_with_argument_names(
-            _report([*positional, *by_name.values()], given, mesh), [*names, *map(str, by_name)]
-        ),
+        memory=_memory(compiled, partitioned, limit),
+        inputs=_report_of_arguments(function, args, lowered.args_info, given, mesh),
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=rows,
         flops=flops.count,
@@ -129,6 +112,18 @@ def make_plan(
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
     )
+
+
+def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Traces a jitted function; *name* is that of the user's, for messages."""
+    try:
+        return function.trace(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
+            'argument (static_argnames), or use jax.lax.cond or jnp.where'
+        )
+        raise
 
 
 def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for: int | None) -> Compiled:
@@ -157,6 +152,16 @@ def _not_on_mesh(name: str) -> ArgumentError:
         f'nothing says that {name!r} runs on this mesh, whose devices are not here: give its arguments or '
         'outputs shardings: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
     )
+
+
+def _memory(compiled: Compiled, partitioned: Module, limit: int | None) -> Memory:
+    """The memory of a program on devices with so much."""
+    memory = dataclasses.replace(compiled.memory, limit=limit)
+    if not memory.estimated:
+        return memory
+    # XLA for CPUs keeps constants with its code, and does not count them.
+    baked = constant_bytes(partitioned)
+    return dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
 
 
 def reject_own_argument(fun: Any, name: str) -> None:
@@ -207,7 +212,24 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
         return []
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def _report_of_arguments(
+    function: Any, args: Sequence[Any], info: Any, shardings: Sequence[Any], mesh: Mesh
+) -> ShardingReport:
+    """The shardings of the arguments, under the names that these have in the function.
+
+    Args:
+        function: the jitted function.
+        args: its positional arguments.
+        info: those of the lowered program, positional and by name.
+        shardings: one for each of its leaves.
+        mesh: the mesh.
+    """
+    positional, by_name = info
+    names = names_of_arguments(function, args)
+    if names is None:
+        names = _positions(function, len(args), len(positional))
+    report = _report([*positional, *by_name.values()], shardings, mesh)
+    return _with_argument_names(report, [*names, *map(str, by_name)])
 
 
 def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:

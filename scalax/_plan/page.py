@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
 from scalax._plan.text import (
-    PlanView,
     collective_cells,
     head,
     held_heading,
     held_text,
-    rest_of_collectives,
+    moved_to_host,
+    notes_on_collectives,
     shown_buffers,
     verdict,
 )
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
-from scalax._report.tables import human_bytes
+from scalax._report.tables import human_bytes, milliseconds
 from scalax.errors import PlanError
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
 
 MOST_ROWS = 100
 _MOST_LAYERS = 32
@@ -32,7 +36,7 @@ _HEADING = 'font-size: 15px; font-weight: 650; margin: 26px 0 8px'
 _NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums'
 
 
-def render_fragment(plan: PlanView) -> str:
+def render_fragment(plan: Plan) -> str:
     """A plan as part of a page, in the colours and fonts of that page."""
     parts = [
         _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
@@ -44,7 +48,7 @@ def render_fragment(plan: PlanView) -> str:
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
 
 
-def render_page(plan: PlanView, title: str) -> str:
+def render_page(plan: Plan, title: str) -> str:
     """A plan as a page of HTML that loads nothing and runs no script."""
     return still_page(title, f'<h1 style="font-size: 21px">{escape(title)}</h1>{render_fragment(plan)}')
 
@@ -57,7 +61,7 @@ def _texts(lines: Sequence[str]) -> str:
     return paragraphs(lines, 'overflow-wrap: anywhere')
 
 
-def _memory(plan: PlanView) -> str:
+def _memory(plan: Plan) -> str:
     whole, bars = memory_bars(plan.memory)
     parts = ''.join(
         f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
@@ -79,13 +83,15 @@ def _memory(plan: PlanView) -> str:
         largest = _texts([held_heading(plan)]) + _wide(
             table(('bytes', 'array', 'what it is'), rows, right=[0])
         )
+    moved = moved_to_host(plan)
+    host = _texts([f'on the host: {human_bytes(plan.memory.host)}, {moved}'] if moved else [])
     return (
         f'{_texts([verdict(plan)])}<div style="{_TRACK}; height: 26px; position: relative">{parts}'
-        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{largest}'
+        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{host}{largest}'
     )
 
 
-def _limit(plan: PlanView, whole: float) -> str:
+def _limit(plan: Plan, whole: float) -> str:
     """A line at the limit of the memory, if the program is larger."""
     limit = plan.memory.limit
     if limit is None or limit >= whole:
@@ -96,7 +102,7 @@ def _limit(plan: PlanView, whole: float) -> str:
     )
 
 
-def _times(plan: PlanView) -> str:
+def _times(plan: Plan) -> str:
     try:
         roofline = plan.roofline()
     except PlanError as error:
@@ -116,17 +122,17 @@ def _time_row(bar: Bar, longest: float) -> str:
     return (
         f'<span style="{weight}">{escape(bar.label)}</span><span style="{_TRACK}; height: 16px">'
         f'<span style="width: {_percent(bar.value, longest)}; background: {bar.color}"></span></span>'
-        f'<span style="{_NUMBER}; {weight}">{1e3 * bar.value:,.3f} ms</span>'
+        f'<span style="{_NUMBER}; {weight}">{milliseconds(bar.value)}</span>'
     )
 
 
-def _collectives(plan: PlanView) -> str:
+def _collectives(plan: Plan) -> str:
     if not plan.collectives:
         return _texts(['none'])
     heads, rows = collective_cells(plan, MOST_ROWS)
     shown = table(heads, rows, right=range(2, len(heads) - 1))
-    more = rest_of_collectives(plan, MOST_ROWS)
-    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *more])
+    notes = notes_on_collectives(plan, MOST_ROWS)
+    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *notes])
 
 
 def _wide(body: str) -> str:
@@ -134,7 +140,7 @@ def _wide(body: str) -> str:
     return f'<div style="overflow-x: auto">{body}</div>'
 
 
-def _torus(plan: PlanView) -> str:
+def _torus(plan: Plan) -> str:
     shown = axes_on_torus(plan.mesh, plan.places)
     if not shown:
         return ''

@@ -147,7 +147,7 @@ def _around(computation: Computation, start: Instruction) -> Iterator[Instructio
 
 def _channels(instruction: Instruction, module: Module) -> Iterator[str]:
     """The channels of the collectives that an instruction is or holds."""
-    held = (module.computations[name] for name in instruction.called('calls') if name in module.computations)
+    held = module.called(instruction, 'calls')
     inside = itertools.chain.from_iterable(computation.instructions.values() for computation in held)
     if instruction.opcode not in ('send', 'recv'):  # whose channels are of another kind
         yield from filter(None, map(channel_of, (instruction, *inside)))

@@ -7,9 +7,9 @@ import numbers
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scalax._plan.text import collective_cells, head
+from scalax._plan.text import collective_cells, head, memory_lines, memory_taken
 from scalax._report.pages import visible
-from scalax._report.tables import human_bytes, table
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds, table
 from scalax.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
@@ -34,10 +34,13 @@ def check_plan(
         raise ArgumentError(f'bytes takes a dict of limits by mesh axes, got {moved!r}')
     if before is not None:
         plan.diff(before)  # raises for what is no plan, also if no limit is exceeded
-    problems = [*_memory(plan, fits, peak), *_moved(plan, moved), *_seconds(plan, seconds)]
-    if problems:
+    of_memory, of_bytes = [*_memory(plan, fits, peak)], [*_moved(plan, moved)]
+    of_time = [*_seconds(plan, seconds)]
+    if problems := [*of_memory, *of_bytes, *of_time]:
         lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
-        lines += ['', *_largest(plan)]
+        lines += ['', *memory_lines(plan)] if of_memory else []
+        lines += ['', *str(plan.roofline()).splitlines()] if of_time else []
+        lines += ['', *_largest(plan)] if (of_bytes or of_time) and plan.collectives else []
         if before is not None:
             lines += ['', 'since the plan before:', str(before.diff(plan))]
         raise AssertionError('\n'.join(map(visible, '\n'.join(lines).splitlines())))
@@ -46,10 +49,10 @@ def check_plan(
 def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
     if fits is not None and plan.fits is not fits:
         found = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[plan.fits]
-        limit = '' if plan.memory.limit is None else f' of {human_bytes(plan.memory.limit)}'
-        yield f'it {found}: {human_bytes(plan.memory.peak)}{limit}'
+        yield f'it {found}: {memory_taken(plan)}'
     if peak is not None and plan.memory.peak > _number('peak', peak):
-        yield f'peak of memory: {human_bytes(plan.memory.peak)}, at most {human_bytes(round(peak))}'
+        found, most = distinct_texts(plan.memory.peak, round(peak), human_bytes, ' B')
+        yield f'peak of memory: {found}, at most {most}'
 
 
 def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
@@ -60,14 +63,16 @@ def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterato
         for axis in axes:
             if axis not in plan.mesh:
                 raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), plan.mesh)})')
-        found = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
-        if found > _number(f'bytes along {axes}', limit):
-            yield f'along {" x ".join(axes)}: {human_bytes(found)}, at most {human_bytes(round(limit))}'
+        moved = sum(sum(kinds.values()) for own, kinds in plan.totals.items() if {*own} == {*axes})
+        if moved > _number(f'bytes along {axes}', limit):
+            found, most = distinct_texts(moved, round(limit), human_bytes, ' B')
+            yield f'along {" x ".join(axes)}: {found}, at most {most}'
 
 
 def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
     if limit is not None and _number('seconds', limit) < plan.step_seconds.bound:
-        yield f'a step: {1e3 * plan.step_seconds.bound:,.3f} ms at least, at most {1e3 * limit:,.3f} ms'
+        found, most = distinct_texts(plan.step_seconds.bound, float(limit), milliseconds, ' s')
+        yield f'a step: {found} at least, at most {most}'
 
 
 def _number(name: str, limit: Any) -> float:
@@ -79,7 +84,6 @@ def _number(name: str, limit: Any) -> float:
 
 
 def _largest(plan: Plan) -> Iterator[str]:
-    if plan.collectives:
-        heads, rows = collective_cells(plan, _SHOWN)
-        yield 'its largest collectives:'
-        yield from table([heads, *rows], _WIDTH, len(heads) - 1, 3)
+    heads, rows = collective_cells(plan, _SHOWN)
+    yield 'its largest collectives:'
+    yield from table([heads, *rows], _WIDTH, len(heads) - 1, 3)

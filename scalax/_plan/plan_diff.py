@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scalax._report.pages import visible
-from scalax._report.tables import human_bytes
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
 from scalax.explain import ReportDiff
 
@@ -54,14 +54,14 @@ class PlanDiff:
         return self.before.outputs.diff(self.after.outputs)
 
     def __bool__(self) -> bool:
-        return bool(self._changed_numbers() or self.collectives or self.inputs or self.outputs)
+        return bool(self._changed_facts() or self.collectives or self.inputs or self.outputs)
 
     def __str__(self) -> str:
         if not self:
             return visible(f'{self.after.name}: nothing changed')
         meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
         lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
-        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_numbers()]
+        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_facts()]
         if self.collectives:
             lines += ['', 'collectives (times before -> after):']
             lines += [
@@ -73,10 +73,15 @@ class PlanDiff:
             lines += ['', f'{name}:', str(report)] if report else []
         return '\n'.join(lines)
 
-    def _changed_numbers(self) -> list[tuple[str, str, str]]:
-        """The numbers that changed, as text."""
-        pairs = zip(_numbers(self.before), _numbers(self.after), strict=True)
-        return [(name, old, new) for (name, old), (_, new) in pairs if old != new]
+    def _changed_facts(self) -> list[tuple[str, str, str]]:
+        """What changed, beside collectives and shardings, as text."""
+        sizes = zip(_sizes(self.before), _sizes(self.after), strict=True)
+        every = [(name, *distinct_texts(old, new, human_bytes, ' B')) for (name, old), (_, new) in sizes]
+        flops = distinct_texts(self.before.flops, self.after.flops, '{:.4g}'.format, '')
+        every.append(('flops', *flops))
+        facts = zip(_facts(self.before), _facts(self.after), strict=True)
+        every += [(name, old, new) for (name, old), (_, new) in facts]
+        return [(name, old, new) for name, old, new in every if old != new]
 
 
 def _counts(plan: Plan) -> collections.Counter[_CollectiveKey]:
@@ -86,19 +91,20 @@ def _counts(plan: Plan) -> collections.Counter[_CollectiveKey]:
     return counts
 
 
-def _numbers(plan: Plan) -> Iterator[tuple[str, str]]:
-    memory = plan.memory
-    yield 'devices', f'{plan.devices} {plan.device_kind}'
-    yield 'peak', human_bytes(memory.peak)
+def _sizes(plan: Plan) -> Iterator[tuple[str, int]]:
+    memory, moves = plan.memory, plan.host_moves
+    yield 'peak', memory.peak
     for name in ('arguments', 'outputs', 'temporaries'):
-        yield name, human_bytes(getattr(memory, name))
+        yield name, getattr(memory, name)
+    yield 'on the host', memory.host
+    yield 'host:out', moves.to_host
+    yield 'host:in', moves.from_host
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield 'devices', f'{plan.devices} {plan.device_kind}'
     yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
-    yield 'flops', f'{plan.flops:.4g}'
     roofline = plan.known_roofline
-    step = None if roofline is None else roofline.step_seconds
-    yield 'step', 'not known' if step is None else f'{_ms(step.bound)} .. {_ms(step.estimate)}'
+    step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
+    yield 'step', step or 'not known'
     yield 'bound by', 'not known' if roofline is None else roofline.bound
-
-
-def _ms(seconds: float) -> str:
-    return f'{1e3 * seconds:,.3f} ms'

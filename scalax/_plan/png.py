@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, axes_on_torus, memory_bars, time_bars
-from scalax._plan.text import PlanView, head, verdict
+from scalax._plan.text import head, verdict
 from scalax._report.pages import visible
 from scalax._report.svg import told_apart
 from scalax._report.tables import human_bytes
 from scalax.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
 
 _MOST_LAYERS = 8
 _WIDTH = 10.0  # inches
 _GIB = 2**30
 
 
-def save_png(plan: PlanView, path: str | os.PathLike[str]) -> None:
+def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Draws a plan into a file.
 
     Raises:
@@ -47,7 +50,7 @@ def save_png(plan: PlanView, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, format='png', dpi=150)
 
 
-def _draw_memory(part: Any, plan: PlanView) -> None:
+def _draw_memory(part: Any, plan: Plan) -> None:
     axes = part.subplots()
     whole, bars = memory_bars(plan.memory)
     left = 0.0

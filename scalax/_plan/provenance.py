@@ -66,7 +66,7 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
             return Source(annotation, frame.file, frame.line, frame.function)
     # An argument has no line; its op_name is its name.
     given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
-    return Source(annotation, operand=given.replace("\\'", "'"))
+    return Source(annotation, operand=given)
 
 
 def neighbourhood(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:

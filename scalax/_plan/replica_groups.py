@@ -36,7 +36,7 @@ _MESH = re.compile(
 )
 _AXIS = re.compile(r"'([^']*)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 _ORDER = re.compile(r'\[([\d,]+)\](?:T\(([\d,]+)\))?$')
-_SLICES = re.compile(r'"\{([\d,]+)\}x\{\d+(?::\d+)?\}"$')
+_SLICES = re.compile(r'"\{([\d,]+)\}x\{0(?::(\d+))?\}"$')
 _DEVICES = re.compile(r'\{(\{\d+(?:(?:,|->)\d+)*\}(?:,\{\d+(?:(?:,|->)\d+)*\})*)\}$')
 _IDS_OF_A_SLICE = 100_000
 _WRITTEN = re.compile(
@@ -141,7 +141,8 @@ def groups_between_slices(text: str, ids: Sequence[int]) -> Groups:
             [place for place, number in enumerate(ids) if number // _IDS_OF_A_SLICE == wanted]
             for wanted in _integers(found[1])
         ]
-        if slices[0] and len({len(places) for places in slices}) == 1:
+        # The range is that of the positions in a slice, of which all take part.
+        if {len(places) for places in slices} == {int(found[2] or 0) + 1}:
             return np.array(slices, np.int64).T
     if found := _DEVICES.match(text):
         places = {number: place for place, number in enumerate(ids)}

@@ -19,6 +19,7 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
+from scalax._report.tables import milliseconds
 from scalax.errors import PlanError
 
 
@@ -138,7 +139,7 @@ class Roofline:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
-            (name, f'{1e3 * seconds:,.3f} ms', ' x '.join(map(_line_text, lines.get(name, ()))))
+            (name, milliseconds(seconds), ' x '.join(map(_line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
@@ -147,7 +148,7 @@ class Roofline:
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
-                f'{1e3 * step.bound:,.3f} ms if all overlaps, {1e3 * step.estimate:,.3f} ms if nothing does',
+                f'{milliseconds(step.bound)} if all overlaps, {milliseconds(step.estimate)} if nothing does',
                 f'bound by {self.bound}{used}',
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()

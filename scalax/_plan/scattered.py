@@ -5,6 +5,9 @@ The program computes that start from the number of the device; here it is comput
 slice chosen otherwise, such as by the index along another mesh axis, is no reduce-scatter. XLA does not print
 long tables (``constant({...})``): a slice that starts where such a table says is assumed to be the device's
 part.
+
+This is a file of its own because it computes values of the program, where `collectives` only reads it, and
+because only the programs of simulated devices need it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,13 @@ from __future__ import annotations
 import numpy as np
 
 from scalax._plan.hlo import Computation, Instruction
-from scalax._plan.hlo_integers import ElidedConstantError, Integers
+from scalax._plan.hlo_integers import Integers
 from scalax._plan.loop_rounds import Values
 from scalax._plan.replica_groups import Groups
+
+
+class _UnprintedTableError(Exception):
+    """A start depends on a table that is not printed."""
 
 
 def is_reduce_scatter(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
@@ -39,6 +46,8 @@ def _takes_own_part(
     numbers = np.arange(groups.size)
 
     def own_number(instruction: Instruction, _: int) -> Values | None:
+        if instruction.opcode == 'constant' and '...' in instruction.operands[0]:
+            raise _UnprintedTableError
         return numbers if instruction.opcode == 'partition-id' else None
 
     integers, starts = Integers(computation, own_number, groups.size), []
@@ -46,7 +55,7 @@ def _takes_own_part(
         if taken < size:
             try:
                 start = integers.values(user.operands[1 + dimension])
-            except ElidedConstantError:
+            except _UnprintedTableError:
                 return True
             if start is None or start.ndim != 1 or (start % taken).any():
                 return False

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.host_moves import HostMoves
-from scalax._plan.memory import Memory
 from scalax._plan.provenance import Source
-from scalax._plan.roofline import Roofline
-from scalax._plan.torus import Network, Place
 from scalax._report.pages import visible
 from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
+
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
 
 _SHOWN = 15
 _WHY = {
@@ -32,75 +31,33 @@ _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
-class PlanView(Protocol):
-    """The parts of a `Plan` that text, pages and pictures show; so that these do not import `Plan`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-    @property
-    def devices(self) -> int: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def places(self) -> tuple[Place, ...]: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def buffers(self) -> tuple[Buffer, ...]: ...
-    @property
-    def host_moves(self) -> HostMoves: ...
-    @property
-    def fits(self) -> bool | None: ...
-    @property
-    def quick(self) -> bool: ...
-    @property
-    def refusal(self) -> str: ...
-    @property
-    def flops(self) -> int: ...
-    @property
-    def flops_counted(self) -> Counted: ...
-    @property
-    def collectives(self) -> tuple[Collective, ...]: ...
-    @property
-    def totals(self) -> Mapping[tuple[str, ...], Mapping[str, int]]: ...
-    @property
-    def networks(self) -> Mapping[tuple[str, ...], tuple[Network, ...]]: ...
-    @property
-    def explained(self) -> float: ...
-    @property
-    def known_roofline(self) -> Roofline | None: ...
-    def roofline(self) -> Roofline: ...
-
-
-def render(plan: PlanView, width: int | None) -> str:
+def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
-    lines = [head(plan), _flops(plan), *_memory(plan), '', *_times(plan), *_collectives(plan, width)]
+    lines = [head(plan), _flops(plan), *memory_lines(plan), '', *_times(plan), *_collectives(plan, width)]
     return '\n'.join(map(visible, lines))
 
 
-def head(plan: PlanView) -> str:
+def head(plan: Plan) -> str:
     """The name of the step, and what it runs on."""
     size = math.prod(plan.mesh.values())
     on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
     return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
 
 
-def verdict(plan: PlanView) -> str:
+def verdict(plan: Plan) -> str:
     """The memory needed and available, whether the program fits, and how well that is known."""
-    return f'{_taken(plan)}{_how_known(plan)}'
+    return f'{_verdict(plan)}{_how_known(plan)}'
 
 
-def _flops(plan: PlanView) -> str:
+def _flops(plan: Plan) -> str:
     """One line; blank without any flops."""
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
     return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
 
 
-def _times(plan: PlanView) -> Iterable[str]:
+def _times(plan: Plan) -> Iterable[str]:
     """The roofline, or why there is none; nothing for simulated devices."""
     if plan.platform != 'cpu':
         try:
@@ -110,24 +67,29 @@ def _times(plan: PlanView) -> Iterable[str]:
         yield ''
 
 
-def _memory(plan: PlanView) -> Iterable[str]:
+def memory_lines(plan: Plan) -> Iterable[str]:
+    """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
     memory = plan.memory
-    yield f'memory of each device{_how_known(plan)}: {_taken(plan)}'
+    yield f'memory of each device{_how_known(plan)}: {_verdict(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
     gaps = memory.total - memory.peak
     of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
     unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
+    unused += '; a full plan may have more' if plan.quick else ''
     yield f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}'
-    if memory.host or plan.host_moves.to_host or plan.host_moves.from_host:
-        yield f'  on the host  {human_bytes(memory.host):>10}, {_host_text(plan.host_moves)}'
+    if moved := moved_to_host(plan):
+        yield f'  on the host  {human_bytes(memory.host):>10}, {moved}'
     if plan.buffers:
         yield from _held(plan)
 
 
-def _host_text(moves: HostMoves) -> str:
-    """What a device and its host exchange."""
+def moved_to_host(plan: Plan) -> str:
+    """What a device and its host exchange; empty if the program does not use the memory of the host."""
+    moves = plan.host_moves
+    if not (plan.memory.host or moves.to_host or moves.from_host):
+        return ''
     sign = _SIGNS[moves.counted]
     return (
         f'{sign}{human_bytes(moves.to_host)} are written there and {sign}{human_bytes(moves.from_host)} '
@@ -135,7 +97,7 @@ def _host_text(moves: HostMoves) -> str:
     )
 
 
-def _held(plan: PlanView) -> Iterable[str]:
+def _held(plan: Plan) -> Iterable[str]:
     """The largest arrays at the peak and the sum of the rest: the lines add up to the peak."""
     shown, rest = shown_buffers(plan)
     yield f'  {held_heading(plan)}:'
@@ -144,14 +106,14 @@ def _held(plan: PlanView) -> Iterable[str]:
         yield f'    {human_bytes(rest):>10}  smaller ones'
 
 
-def held_heading(plan: PlanView) -> str:
+def held_heading(plan: Plan) -> str:
     """The bytes of the peak, and how much of it is traced to a line or an argument."""
     peak = plan.memory.peak
     named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
     return f'held at the peak: {human_bytes(peak)}, {100 * named // max(peak, 1)} % of it with a source'
 
 
-def shown_buffers(plan: PlanView) -> tuple[Sequence[Buffer], int]:
+def shown_buffers(plan: Plan) -> tuple[Sequence[Buffer], int]:
     """The largest arrays at the peak, up to most of it, and the bytes of the others."""
     shown, rest = 0, plan.memory.peak
     for row in plan.buffers[:_MOST_BUFFERS]:
@@ -167,7 +129,7 @@ def held_text(row: Buffer) -> str:
     return array if row.count == 1 else f'{row.count} x {array}'
 
 
-def _how_known(plan: PlanView) -> str:
+def _how_known(plan: Plan) -> str:
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
     if not plan.quick:
@@ -176,16 +138,21 @@ def _how_known(plan: PlanView) -> str:
     return f' (quick, as laid out before code is made{guide})'
 
 
-def _taken(plan: PlanView) -> str:
+def memory_taken(plan: Plan) -> str:
+    """The memory needed and available; with the gaps between arrays if only these make it too much."""
     memory = plan.memory
     taken, limit = human_bytes(memory.peak), memory.limit
     if limit is not None and memory.peak <= limit < memory.total:
         taken += f', and {human_bytes(memory.total)} with gaps between arrays,'
-    of = '' if limit is None else f' of {human_bytes(limit)}'
-    return f'{taken}{of}' + ('' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit')
+    return taken if limit is None else f'{taken} of {human_bytes(limit)}'
 
 
-def _collectives(plan: PlanView, width: int) -> Iterable[str]:
+def _verdict(plan: Plan) -> str:
+    fits = '' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit'
+    return f'{memory_taken(plan)}{fits}'
+
+
+def _collectives(plan: Plan, width: int) -> Iterable[str]:
     if not plan.collectives:
         yield 'collectives in one call: none'
         return
@@ -193,9 +160,7 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
     yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
     heads, rows = collective_cells(plan, _SHOWN)
     yield from table([heads, *rows], width, len(heads) - 1, 3)
-    yield from rest_of_collectives(plan, _SHOWN)
-    if plan.explained < 1:
-        yield f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
+    yield from notes_on_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():
@@ -203,14 +168,20 @@ def _collectives(plan: PlanView, width: int) -> Iterable[str]:
         yield f'along {_along(axes, networks[axes])}: {each}'
 
 
-def rest_of_collectives(plan: PlanView, shown: int) -> list[str]:
-    """The number and the bytes of the collectives that a table does not show; empty if it shows all."""
-    rest = plan.collectives[shown:]
-    moved = human_bytes(sum(row.count * row.bytes for row in rest))
-    return [f'... and {len(rest)} more, {moved} together'] if rest else []
+def notes_on_collectives(plan: Plan, shown: int) -> list[str]:
+    """The collectives that a table of *shown* rows leaves out, and the share of bytes without an origin."""
+    notes = []
+    if rest := plan.collectives[shown:]:
+        moved = human_bytes(sum(row.count * row.bytes for row in rest))
+        notes.append(f'... and {len(rest)} more, {moved} together')
+    if plan.explained < 1:
+        notes.append(
+            f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
+        )
+    return notes
 
 
-def collective_cells(plan: PlanView, shown: int) -> tuple[list[str], list[list[str]]]:
+def collective_cells(plan: Plan, shown: int) -> tuple[list[str], list[list[str]]]:
     """The heads and the rows of a table of the first collectives; with seconds where these are known."""
     heads, rows = ['collective', 'axes', 'times', 'bytes'], [_cells(row) for row in plan.collectives[:shown]]
     roofline = plan.known_roofline

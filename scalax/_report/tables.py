@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from scalax._report.pages import visible
 from scalax.errors import ArgumentError
@@ -36,6 +37,27 @@ def human_bytes(count: int) -> str:
             return f'{size:.1f} {unit}'
         size /= 1024
     return f'{size:.1f} TiB'
+
+
+def milliseconds(seconds: float) -> str:
+    """A time as tables show it.
+
+    Example:
+        >>> milliseconds(1.5)
+        '1,500.000 ms'
+    """
+    return f'{1e3 * seconds:,.3f} ms'
+
+
+def distinct_texts(one: float, other: float, text: Callable[[Any], str], unit: str) -> tuple[str, str]:
+    """Two numbers as text; with all their digits and the unit if they differ and would look the same.
+
+    Example:
+        >>> distinct_texts(1536, 2048, human_bytes, ' B'), distinct_texts(1536, 1537, human_bytes, ' B')
+        (('1.5 KiB', '2.0 KiB'), ('1,536 B', '1,537 B'))
+    """
+    short = text(one), text(other)
+    return short if short[0] != short[1] or one == other else (f'{one:,}{unit}', f'{other:,}{unit}')
 
 
 def array_text(dtype: str, shape: Sequence[int]) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes, topologies
 from scalax._plan.make import make_plan
-from scalax._plan.plan import Plan
-from scalax._report.tables import human_bytes
+from scalax._plan.text import memory_taken
 from scalax._search.outcome import Candidate, Search
 from scalax.errors import (
     ArgumentError,
@@ -163,7 +162,8 @@ def _planned(
     # function on this mesh: the other meshes are planned anyway.
     except Exception as error:
         return dataclasses.replace(candidate, lost=_short(error))
-    return dataclasses.replace(candidate, plan=plan, lost='' if plan.fits is not False else _too_large(plan))
+    lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
+    return dataclasses.replace(candidate, plan=plan, lost=lost)
 
 
 def _in_full(plan: Callable[..., Candidate], done: dict[int, Candidate], most: int, advance: Advance) -> None:
@@ -215,11 +215,6 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
     if estimate >= 0.005:
         return f'as fast if all overlaps, {estimate:.0%} slower if nothing does; bound by {own.bound}'
     return f'as fast; bound by {own.bound}'
-
-
-def _too_large(plan: Plan) -> str:
-    limit = '' if plan.memory.limit is None else f' of {human_bytes(plan.memory.limit)}'
-    return f'does not fit: {human_bytes(plan.memory.total)}{limit}'
 
 
 def _short(error: Exception) -> str:

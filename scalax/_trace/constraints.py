@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -140,10 +140,15 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
     return jax.tree.unflatten(treedef, applied)
 
 
+def is_in_types(sharding: Any) -> TypeGuard[NamedSharding]:
+    """Whether arrays of this sharding have it in their types: its mesh has Explicit axes."""
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
 def explicit_sharding(kind: Any) -> NamedSharding | None:
     """The sharding that a type has over Explicit axes; None without any."""
     sharding = kind.sharding
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+    if not is_in_types(sharding):
         return None
     if AxisType.Auto not in sharding.mesh.axis_types:
         return sharding

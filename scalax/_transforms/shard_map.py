@@ -93,10 +93,8 @@ class _Mapped:
             self._mapped = [name for name in free if is_mapped(self.mesh, name)]
         self._manual = chosen or frozenset(free).difference(self._mapped)
         self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
-        manual, mapped = (
-            sorted(self._manual.difference(free)),
-            sorted(self._manual.intersection(self._mapped)),
-        )
+        manual = sorted(self._manual.difference(free))
+        mapped = sorted(self._manual.intersection(self._mapped))
         if mapped or (self._mapped and not self._manual):
             axes = ', '.join(map(repr, mapped or self._mapped))
             raise MeshError(
@@ -255,15 +253,16 @@ class _Mapped:
             for i, (answer, shape) in enumerate(
                 zip(resolution.decisions, resolution.tree.shapes, strict=True)
             ):
-                cut = PartitionSpec() if answer.spec is None else self._cut(answer.spec)
-                for dim, names in specs.indivisible(cut, shape, self._axes):
+                if answer.spec is None:
+                    continue
+                for dim, names in specs.indivisible(self._cut(answer.spec), shape, self._axes):
                     fault = specs.divisibility_fault(dim, names, shape, self._axes)
                     problems.append(
                         Problem(
                             fault.kind,
                             resolution.tree.describe(i),
                             fault.detail,
-                            spec=str(answer.spec),
+                            spec=specs.text(answer.spec),
                             rule=answer.origin,
                             hint='pad or change the array: whatever on_indivisible says, a dimension is not '
                             'left whole along manual axes: every device would compute with all of it.',

@@ -1,4 +1,7 @@
-"""Tracebacks of errors that the user's function raises: the frames of this room are taken out."""
+"""Tracebacks of errors that the user's function raises: the frames of this room are taken out.
+
+In a file of its own, because every transformation of this room uses it.
+"""
 
 from __future__ import annotations
 

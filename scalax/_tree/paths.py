@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -161,7 +161,14 @@ def leaf_text(leaf: Any) -> str:
         >>> leaf_text(np.zeros((8, 16), np.float32)), leaf_text(1.0)
         ('float32[8, 16]', 'Python float')
     """
-    return f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'shape') else f'Python {type(leaf).__name__}'
+    if hasattr(leaf, 'shape'):
+        return type_text(leaf.dtype, leaf.shape)
+    return f'Python {type(leaf).__name__}'
+
+
+def type_text(dtype: Any, shape: Iterable[int]) -> str:
+    """The type of an array as messages show it: ``float32[8, 16]``."""
+    return f'{dtype}{list(shape)}'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
-"""Thread-safe LRU cache."""
+"""Thread-safe LRU cache.
+
+In a file of its own, because caches of several rooms are built on it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that were renamed: callers may still use the names of earlier versions."""
+"""Parameters that were renamed: callers may still use the names of earlier versions.
+
+In a file of its own, because rooms that share nothing else use it.
+"""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 LARGEST = 100_000_000  # bytes of a file
 DEEPEST = 127  # arrays and objects in one another
@@ -103,7 +104,7 @@ def brief(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def opened(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
     """A regular file, opened for reading without a buffer. Pipes and devices might block or never end.
 
     Raises:
@@ -139,7 +140,7 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
         return exactly(file, size, 0)
 
 
-def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
+def exactly(file: io.FileIO, size: int, position: int) -> bytearray:
     """Reads *size* bytes of a file, from *position* on.
 
     Raises:
@@ -150,8 +151,7 @@ def exactly(file: BinaryIO, size: int, position: int) -> bytearray:
     view, done = memoryview(data), 0
     file.seek(position)
     while done < size:
-        # BinaryIO does not declare readinto, which all buffered files have.
-        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        count = file.readinto(view[done:])
         if not count:
             raise ValueError(f'it became shorter while it was read: {done:,} of {size:,} bytes were there')
         done += count

@@ -53,7 +53,7 @@ def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
     """A mapping as a rule. Dimensions of other names, or without names, are not sharded."""
     if isinstance(mapping, LogicalAxisShardingRule):
         return mapping
-    return LogicalAxisShardingRule(mapping, strict=False)  # type: ignore[arg-type]  # it checks for itself
+    return LogicalAxisShardingRule(mapping, strict=False)
 
 
 def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
 from scalax._tree.paths import NamedTree
-from scalax.checkpoint._description import describe_leaf
 from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
 
@@ -80,18 +79,13 @@ def agree_on_save(call: str, name: str, tree: NamedTree | None, error: BaseExcep
 
 def _saved_text(leaf: Any) -> str:
     """What has to be the same on every process; for arrays on the host this includes the values."""
+    text = agreement.placed_text(leaf)
     if isinstance(leaf, jax.Array):
-        return _placed_text(leaf)
-    array = describe_leaf('', leaf).array
+        return text
     if not hasattr(leaf, 'dtype'):
-        return f'{array} {leaf!r}'
+        return f'{text} {leaf!r}'
     crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-    return f'{array} with the checksum {crc32:08x}'
-
-
-def _placed_text(leaf: Any) -> str:
-    described = describe_leaf('', leaf)
-    return f'{described.array} as {described.spec}' if described.kind == 'array' else described.array
+    return f'{text} with the checksum {crc32:08x}'
 
 
 def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException | None) -> None:
@@ -107,7 +101,7 @@ def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: Ba
         CheckpointError: names the processes and leaves that differ.
     """
     if collectives.processes_of(mesh).several:
-        leaves = [(path, _placed_text(leaf)) for path, leaf in wanted.items()]
+        leaves = [(path, agreement.placed_text(leaf)) for path, leaf in wanted.items()]
         advice = (
             'What to do: ask for the same tree on every process, and for the same step; without a step it is '
             'the latest that all of them see.'

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from scalax._report.pages import visible
 from scalax._report.tables import table, terminal_width
 from scalax._tree import specs
-from scalax._tree.paths import canonical_dtype
+from scalax._tree.paths import canonical_dtype, type_text
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import CheckpointError, near_names, plural
@@ -47,7 +47,7 @@ class LeafDescription:
     @property
     def array(self) -> str:
         """What it is, without its path, such as ``'float32[8, 16]'`` or ``'Python int'``."""
-        return f'{self.dtype}{list(self.shape)}' if self.kind == 'array' else f'Python {self.kind}'
+        return type_text(self.dtype, self.shape) if self.kind == 'array' else f'Python {self.kind}'
 
     def __str__(self) -> str:
         return f'{self.path or "(the leaf itself)"}: {self.array}'

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from scalax._mesh import meshes
-from scalax._tree.paths import canonical_dtype
+from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax.checkpoint._safetensors_file import (
     Box,
@@ -91,7 +92,7 @@ def _load(
     tensors: Sequence[Tensor],
     rules: RuleLike,
     mapping: NameMapping,
-    opened: Mapping[Path, BinaryIO],
+    opened: Mapping[Path, io.FileIO],
 ) -> Any:
     wanted = destinations([tensor.name for tensor in tensors], mapping)
     tree: dict[str, Any] = {}
@@ -205,7 +206,7 @@ def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
         return tensor.shape
     if sorted(axes) != list(range(len(tensor.shape))):
         raise CheckpointError(
-            f'{tensor.label} is {tensor.dtype}{list(tensor.shape)}, and the mapping gives it the axes '
+            f'{tensor.label} is {leaf_text(tensor)}, and the mapping gives it the axes '
             f'{tuple(axes)}: they are the numbers 0 to {len(tensor.shape) - 1} in another order'
         )
     return tuple(tensor.shape[axis] for axis in axes)
@@ -213,7 +214,7 @@ def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
 
 def _require_dtypes(tensors: Iterable[Tensor]) -> None:
     changed = [
-        f'{tensor.label}: {tensor.dtype}{list(tensor.shape)} would become {canonical_dtype(tensor.dtype)}'
+        f'{tensor.label}: {leaf_text(tensor)} would become {canonical_dtype(tensor.dtype)}'
         for tensor in tensors
         if canonical_dtype(tensor.dtype) != tensor.dtype
     ]
@@ -278,9 +279,9 @@ def _list_indexed(index: Path) -> dict[Path, list[str]]:
     return listed
 
 
-def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, BinaryIO]:
+def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, io.FileIO]:
     """All files, opened once: header and tensors are read from one file, even if its path changes."""
-    opened: dict[Path, BinaryIO] = {}
+    opened: dict[Path, io.FileIO] = {}
     problems = []
     for file in listed:
         try:
@@ -293,7 +294,7 @@ def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]
     return opened
 
 
-def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
+def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, io.FileIO]) -> list[Tensor]:
     """The tensors of all files, in the order of the files."""
     found: list[Tensor] = []
     where: dict[str, Path] = {}

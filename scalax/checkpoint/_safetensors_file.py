@@ -14,12 +14,13 @@ not know float8 as NumPy. Here the bytes of a block are read, and nothing is map
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -90,7 +91,7 @@ class Tensor:
         return byte_count(self.shape, self.dtype)
 
 
-def tensors_of(file: Path, opened: BinaryIO) -> list[Tensor]:
+def tensors_of(file: Path, opened: io.FileIO) -> list[Tensor]:
     """The tensors of a file, in the order of the file.
 
     Args:

@@ -84,7 +84,8 @@ class SavedStep:
         if wrong := _files.differences(self.root, dict([*files.items()][first::count]), checksums):
             return wrong
         try:
-            self._own_description  # noqa: B018 - reading it is the check
+            if self._own_description is None:  # another process sees a file, which this one does not
+                return [f'{FOLDER}/{LEAVES} is missing']
         except _NewerFormat:
             pass  # as far as this scalax can tell, nothing is wrong
         except (OSError, ValueError) as error:
@@ -100,10 +101,15 @@ class SavedStep:
     def metadata_damage(self) -> list[str]:
         """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
         try:
-            self._orbax_tree  # noqa: B018 - reading it is the check
+            listed = self._orbax_leaves
+            described = self._own_description
         except CheckpointError as error:
             return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
-        return []
+        except _NewerFormat:
+            return []  # as far as this scalax can tell
+        known = {path for path, _ in listed}
+        lost = [leaf.path for leaf in described.leaves if leaf.path not in known] if described else []
+        return [f'leaves that Orbax does not list: {", ".join(map(repr, lost[:10]))}'] if lost else []
 
     def description(self) -> Description:
         """What it holds, read without loading an array.
@@ -121,8 +127,7 @@ class SavedStep:
             raise CheckpointError(f'{self.where} cannot be read: {FOLDER}/{LEAVES}: {error}') from error
         if own is not None:
             return own
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
-        leaves = [_describe_orbax_leaf(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
+        leaves = [_describe_orbax_leaf(path, leaf) for path, leaf in self._orbax_leaves]
         return Description(self.step, leaves, 0)
 
     @functools.cached_property
@@ -170,6 +175,12 @@ class SavedStep:
             for name in _READ_BY_ORBAX:
                 _files.require_size(self.root / name)
             return handler.metadata(self.root).tree
+
+    @functools.cached_property
+    def _orbax_leaves(self) -> list[tuple[str, Any]]:
+        """The leaf paths, each with what Orbax says of the leaf."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
+        return [(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

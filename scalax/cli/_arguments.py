@@ -173,7 +173,7 @@ def _choice(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, sizes = text.partition('=')
     if not name.strip() or not all(size.strip().isdecimal() for size in sizes.split(',')):
         raise argparse.ArgumentTypeError(f'{text!r} is not of the form NAME=N,N,... (as in tp=1,2,4)')
-    return name.strip(), tuple(map(_number, sizes.split(',')))
+    return name.strip(), tuple(map(_positive, sizes.split(',')))
 
 
 def _number(text: str, least: int = 0) -> int:

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from scalax._mesh.topologies import SIZES
+from scalax._plan.hardware import numbers_of
 from scalax._report.tables import human_bytes
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Hardware, make_plan
@@ -40,12 +41,15 @@ def plan(asked: argparse.Namespace) -> bool | None:
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
+    constraints = dict(asked.sizes)
+    if len(constraints) < len(asked.sizes):
+        raise ArgumentError('--sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4')
     make_step = _load_function(asked.function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
         [name.strip() for name in asked.axes.split(',')],
-        constraints=dict(asked.sizes),
+        constraints=constraints,
         num_slices=asked.slices,
         dcn_axis=asked.dcn,
         full=asked.full,
@@ -182,8 +186,7 @@ def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:
 
 
 def _chip_numbers(chip: Hardware) -> str:
-    devices = chip.devices_per_chip or 1
+    devices, flops = numbers_of(chip, 'devices_per_chip', 'flops_per_second', for_='this list')
     memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
-    flops = (chip.flops_per_second or 0) / devices
     of_chip = '' if devices == 1 else f', {devices} of them a chip'
-    return f'a device{of_chip}: {memory} of usable HBM, {flops:.4g} flops/s (bfloat16)'
+    return f'a device{of_chip}: {memory} of usable HBM, {flops / devices:.4g} flops/s (bfloat16)'

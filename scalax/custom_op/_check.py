@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._trace import contexts
 from scalax._trace.contexts import MeshOwner
-from scalax._tree.paths import describe_leaf
+from scalax._tree.paths import describe_leaf, leaf_text
 from scalax._tree.specs import MeshAxes, canonical, indivisible
 from scalax.custom_op._rule import message
 from scalax.errors import ArgumentError
@@ -98,7 +98,7 @@ def check(
 def _difference(expected: jax.Array, got: jax.Array, rtol: float | None, values: bool) -> str:
     """How an array differs, in words; empty if it does not."""
     if (expected.shape, expected.dtype) != (got.shape, got.dtype):
-        return f'{got.dtype}{list(got.shape)} when sharded'
+        return f'{leaf_text(got)} when sharded'
     if not values:
         return ''
     one, other = np.asarray(expected), np.asarray(got)

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from scalax._trace.resharding import reshard
 from scalax._transforms.shard_map import is_mapped
-from scalax._tree.paths import is_key
+from scalax._tree.paths import is_key, leaf_text
 from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap
@@ -213,7 +213,7 @@ class Constants:
             if value is known or _equal(value, known):
                 return i
         raise RuleError(
-            f'an array ({value.dtype}{list(value.shape)}) that the function of a sharded_op makes outside of '
+            f'an array ({leaf_text(value)}) that the function of a sharded_op makes outside of '
             'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
             'ctx.size, or make it an operand'
         )

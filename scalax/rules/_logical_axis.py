@@ -31,7 +31,7 @@ from scalax.rules._pattern import Dimension, Part, Pattern, names_in, parse, pat
 from scalax.rules._tree_path import checked_regex, regex_text
 
 MeshAxisEntry = str | tuple[str, ...] | None
-AxisMapping = Mapping[str, MeshAxisEntry] | Sequence[tuple[str, MeshAxisEntry]]
+AxisMapping = Mapping[str, str | Sequence[str] | None] | Sequence[tuple[str, str | Sequence[str] | None]]
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)

@@ -140,9 +140,8 @@ class _Task:
     where: str
     on_indivisible: OnIndivisible
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    passed: list[str] = dataclasses.field(
-        default_factory=list
-    )  # dimensions that do not divide, allowed by the policy
+    # Dimensions that do not divide, and may by the policy.
+    passed: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.axes = MeshAxes.of(self.mesh)
@@ -369,6 +368,9 @@ class _Known:
         return self.certain
 
 
+_REMEMBERED = 16  # trees
+
+
 class ResolutionCache:
     """Remembers the shardings of the trees resolved last, for rules whose answers never change.
 
@@ -377,8 +379,7 @@ class ResolutionCache:
     structure does not determine their leaf paths are resolved each time.
     """
 
-    def __init__(self, size: int = 16) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._entries: tuple[_Known, ...] = ()
 
     def shardings(
@@ -404,7 +405,7 @@ class ResolutionCache:
         if signature is not None and on_indivisible != 'warn' and are_pure(rules):
             # A new tuple each time: a reader in another thread sees the old one or the new one, whole.
             known = _Known(rules_key, resolution.treedef, signature, resolution.shardings)
-            self._entries = (known, *self._entries[: self._size - 1])
+            self._entries = (known, *self._entries[: _REMEMBERED - 1])
         return resolution.shardings, resolution.treedef
 
 

@@ -137,6 +137,21 @@ def test_what_orbax_says_of_the_tree(two: Path, helper: MeshShardingHelper, text
     assert_passed_over(two, helper, 'what Orbax says of its arrays cannot be read: ')
 
 
+def test_leaves_that_orbax_does_not_list(two: Path, helper: MeshShardingHelper) -> None:
+    said = json.loads((two / '2' / 'state' / '_METADATA').read_text())
+    del said['tree_metadata']["('w',)"]
+    write(two, '_METADATA', json.dumps(said))
+    assert_passed_over(two, helper, "leaves that Orbax does not list: 'w'")
+
+
+def test_a_list_of_leaves_that_one_process_does_not_see(two: Path) -> None:
+    (two / '2' / 'state' / 'scalax' / 'leaves.json').unlink()
+    step = _saved_step.SavedStep(two, 2)
+    count = len(json.loads((two / '2' / 'state' / 'scalax' / 'files.json').read_text()))
+    found = [step.damage(False, (number, count)) for number in range(count)]
+    assert all(found) and ['scalax/leaves.json is missing'] in found
+
+
 @pytest.mark.parametrize('text', ['J', f'J{DEEP}', 'J{', '?', ''], ids=lambda text: text[:20])
 def test_the_state_of_an_iterator(two: Path, helper: MeshShardingHelper, text: str) -> None:
     write(two, 'scalax/data.0', text)
@@ -230,8 +245,12 @@ def test_messages_steer_no_terminal(two: Path, helper: MeshShardingHelper) -> No
     assert said in str(caught.value)
     leaves = {'format': 1, 'processes': 1, 'leaves': [{**ENTRY, 'path': bell}]}
     write(two, 'scalax/leaves.json', json.dumps(leaves))
-    with pytest.raises(CheckpointError, match=re.escape(f'extra: {shown}: int32[8] is in the checkpoint')):
+    with pytest.raises(CheckpointError, match=re.escape(f"leaves that Orbax does not list: '{shown}'")):
         Checkpointer(two).restore(helper, P(), state(0), step=2)
+    with Checkpointer(two / 'named') as named:
+        named.save(1, {bell: np.zeros(8, np.int32)})
+    with pytest.raises(CheckpointError, match=re.escape(f'extra: {shown}: int32[8] is in the checkpoint')):
+        named.restore(helper, P(), state(0))
     files = json.loads((two / '2' / 'state' / 'scalax' / 'files.json').read_text())
     write(two, 'scalax/files.json', json.dumps({**files, bell: [1, None]}))
     with pytest.raises(CheckpointError, match=re.escape(f'{shown} cannot be read: No such file')):

@@ -213,6 +213,7 @@ def test_explain_needs_no_devices(job, capsys):
     ('arguments', 'said'),
     [
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
+        (['--sizes', 'tp=0,2'], "'0' is not a number of at least 1"),
         (['--full', '-1'], "'-1' is not a number of at least 0"),
     ],
 )
@@ -221,6 +222,13 @@ def test_usage_of_search(job, capsys, arguments, said):
         main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_sizes_of_one_axis_are_given_once(job, capsys):
+    on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1', '--sizes', 'tp=2']
+    assert main(['search', f'{job}:make_step', *on]) == 2
+    said = 'error: --sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4\n'
+    assert capsys.readouterr().err == said
 
 
 @tpu_compiler.needed

@@ -55,7 +55,10 @@ def test_a_rule_that_is_none(rule: str, options: dict[str, Any], snapshot: Snaps
 
 
 def test_no_rule_at_all() -> None:
-    wrong: Any = lambda ctx, x: x  # noqa: E731 (as a decorator without arguments gives it)
+    def total(ctx: FactorContext, x: Array) -> Array:
+        return x
+
+    wrong: Any = total  # as a decorator without arguments gives it
     assert (
         message(RuleError, lambda: sharded_op(wrong))
         == "sharded_op takes a rule first, such as @sharded_op('b c, -> b'), got function"
@@ -294,7 +297,9 @@ def test_cotangents_of_another_shape() -> None:
 
 
 def test_what_depends_on_placement_has_to_say_so() -> None:
-    index = lambda ctx, x: x + ctx.index('b')  # noqa: E731 (one function for several operations)
+    def index(ctx: FactorContext, x: Array) -> Array:
+        return x + ctx.index('b')
+
     x = np.ones(4, np.float32)
     assert '2 of 4 elements differ' in message(
         AssertionError, lambda: op('b -> b', index).check(x, mesh=LINE)

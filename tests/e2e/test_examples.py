@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from absl import app
@@ -240,33 +241,38 @@ def test_bad_flags_end_the_program_with_a_friendly_error(
         ),
         ('dp', 'model', 8, '--mesh model: "model" is not of the form axis=devices, as in dp=-1'),
         ('dp', 'dp=two', 8, '--mesh dp=two: "dp=two" is not of the form axis=devices, as in dp=-1'),
-        ('dp', 'dp=0', 8, '--mesh dp=0: axis "dp" needs a size of 1 or more, or -1 for what is left.'),
+        (
+            'dp',
+            'dp=0',
+            8,
+            '--mesh dp=0, --devices 8: axis dimensions are positive, or -1 once, got (0,)',
+        ),
         ('dp', 'dp=2,dp=4', 8, '--mesh dp=2,dp=4: axis "dp" is given twice.'),
         (
             'fsdp_tp',
             'fsdp=-1,tp=-1',
             8,
-            '--mesh fsdp=-1,tp=-1: only one axis can be -1, for what the others leave.',
+            '--mesh fsdp=-1,tp=-1, --devices 8: only one axis dimension may be -1, got (-1, -1)',
         ),
         (
             'fsdp_tp',
             'fsdp=-1,tp=3',
             8,
-            '--mesh fsdp=-1,tp=3: 8 devices cannot be split into groups of 3. '
-            'Choose sizes that divide 8, or another number of --devices.',
+            '--mesh fsdp=-1,tp=3, --devices 8: mesh (fsdp=-1, tp=3): 8 devices do not divide by 3, '
+            'the product of the given dimensions; it may be 1, 2, 4, 8',
         ),
         (
             'fsdp_tp',
             'fsdp=2,tp=2',
             8,
-            '--mesh fsdp=2,tp=2: this mesh has 4 devices, and there are 8. '
-            'Choose sizes that multiply to 8, or --devices 4.',
+            '--mesh fsdp=2,tp=2, --devices 8: mesh (fsdp=2, tp=2) needs 4 devices, there are 8; '
+            "what would fit: (4, 2), with 'fsdp' changed; or (2, 4), with 'tp' changed",
         ),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(strategy: str, mesh: str, devices: int, message: str) -> None:
     with pytest.raises(app.UsageError) as error:
-        settings.choose_mesh(STRATEGIES[strategy], mesh, devices)
+        settings.make_helper(STRATEGIES[strategy], mesh, jax.devices()[:devices])
     assert str(error.value) == message
 
 
@@ -281,7 +287,8 @@ def test_a_mesh_that_cannot_be_is_refused(strategy: str, mesh: str, devices: int
     ],
 )
 def test_the_mesh_fits_the_devices(mesh: str | None, devices: int, expected: dict) -> None:
-    assert settings.choose_mesh(STRATEGIES['fsdp_tp'], mesh, devices) == expected
+    helper = settings.make_helper(STRATEGIES['fsdp_tp'], mesh, jax.devices()[:devices])
+    assert dict(helper.mesh.shape) == expected
 
 
 OPTIONS = Options(
@@ -321,7 +328,8 @@ def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
 def test_the_default_settings_fit_every_strategy() -> None:
     for strategy in STRATEGIES.values():
         for devices in (1, 2, 4, 8):
-            settings.check_settings(OPTIONS, strategy, settings.choose_mesh(strategy, None, devices))
+            helper = settings.make_helper(strategy, None, jax.devices()[:devices])
+            settings.check_settings(OPTIONS, strategy, helper.mesh.shape)
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,9 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
     np.testing.assert_array_equal(EXPLICIT.gather(parts), 1j * NUMBERS @ NUMBERS)
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, 'UnreducedKind'), reason='this JAX has sums only')
+@pytest.mark.skipif(
+    not hasattr(jax.sharding, 'UnreducedKind'), reason='needs UnreducedKind, which JAX 0.10 lacks'
+)
 def test_only_sums_are_made() -> None:
     spec = P('a', unreduced={'b'}, unreduced_kind=jax.sharding.UnreducedKind.max)
     for given in (NUMBERS, unreduced()):

@@ -13,7 +13,7 @@ import pytest
 
 from examples.llama.data import load_corpus
 from examples.llama.model import ACTIVATIONS, ModelConfig
-from examples.llama.settings import choose_mesh
+from examples.llama.settings import make_helper
 from examples.llama.strategies import STRATEGIES, Strategy
 from examples.llama.trainer import Trainer
 from examples.llama.training import (
@@ -24,7 +24,7 @@ from examples.llama.training import (
     make_train_step,
     sequence_losses,
 )
-from scalax.sharding import MeshShardingHelper, NamedSharding
+from scalax.sharding import NamedSharding
 from scalax.sharding import PartitionSpec as P
 
 STEPS, BATCH, SEQUENCE, SEED = 6, 8, 16, 3
@@ -65,8 +65,7 @@ def unsharded(model: ModelConfig = MODEL) -> tuple[list[float], TrainState, np.n
 @functools.cache
 def make_trainer(name: str, devices: int, model: ModelConfig = MODEL) -> Trainer:
     strategy = STRATEGIES[name]
-    mesh = choose_mesh(strategy, None, devices)
-    helper = MeshShardingHelper(list(mesh.values()), list(mesh), devices=jax.devices()[:devices])
+    helper = make_helper(strategy, None, jax.devices()[:devices])
     return Trainer(helper, strategy, model, OPTIMIZER)
 
 

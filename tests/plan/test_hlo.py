@@ -8,7 +8,13 @@ from scalax._plan.collectives import collectives
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Array, parse
 from scalax._plan.hlo_loops import visits
-from scalax._plan.replica_groups import axes_of_groups, replica_groups, source_target_pairs, written_groups
+from scalax._plan.replica_groups import (
+    axes_of_groups,
+    groups_between_slices,
+    replica_groups,
+    source_target_pairs,
+    written_groups,
+)
 from scalax._plan.torus import Place
 from scalax.errors import PlanError
 from tests.support.hlo_text import ADD, HEAD, MESH, program
@@ -66,6 +72,33 @@ def test_unknown_groups(text, message):
     with pytest.raises(PlanError) as error:
         replica_groups(text, 8)
     assert str(error.value) == message
+
+
+SLICES_OF_TWO = [100000, 100001, 200000, 200001]
+BETWEEN_SLICES = {
+    'whole slices': ('"{1,2}x{0:1}"', SLICES_OF_TWO, [[0, 2], [1, 3]]),
+    'slices of one device': ('"{2,1}x{0}"', [100000, 200000], [[1, 0]]),
+    'listed': ('{{100000,200000},{100001,200001}}', SLICES_OF_TWO, [[0, 2], [1, 3]]),
+    'pairs': ('{{100000->200001}}', SLICES_OF_TWO, [[0, 3]]),
+}
+
+
+@pytest.mark.parametrize(('text', 'ids', 'groups'), BETWEEN_SLICES.values(), ids=BETWEEN_SLICES)
+def test_groups_between_slices(text, ids, groups):
+    assert groups_between_slices(text, ids).tolist() == groups
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *('"{1,2}x{0}"', '"{1,2}x{1:1}"', '"{1,2}x{0:2}"', '"{1,3}x{0:1}"'),  # parts of slices; another slice
+        *('{{100000,300000}}', '{{100000,200000},{100001}}', 'all', ''),
+    ],
+)
+def test_unknown_groups_between_slices(text):
+    with pytest.raises(PlanError) as error:
+        groups_between_slices(text, SLICES_OF_TWO)
+    assert str(error.value) == f'the slices of a transfer are written in an unknown notation: {text}'
 
 
 def test_pairs():
@@ -149,6 +182,14 @@ KINDS = {
         'ROOT %r = f32[8]{0} collective-broadcast(%p), replica_groups=[4,2]<=[8]',
         ('collective-broadcast', ('tp',), 2, 32),
     ),
+    'reduce-scatter, asynchronous': (
+        'ROOT %r = ((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%p), replica_groups={{0,2,4,6},{1,3,5,7}}',
+        ('reduce-scatter', ('fsdp',), 4, 32),
+    ),
+    'all-to-all, asynchronous': (
+        'ROOT %r = ((f32[8]{0}), f32[8]{0}) all-to-all-start(%p), replica_groups=[4,2]<=[8], dimensions={0}',
+        ('all-to-all', ('tp',), 2, 64),
+    ),
     'part of an axis': (
         'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups={{0,2},{1,3},{4,6},{5,7}}, to_apply=%add',
         ('all-reduce', ('fsdp',), 2, 32),
@@ -214,6 +255,14 @@ REFUSED = {
     'a torn one': (
         program('ROOT %r = f32[8]{0} copy(%p)').removesuffix('}\n'),
         "the HLO module ends inside computation 'main'",
+    ),
+    'a computation in an unknown form': (
+        program('ROOT %r = f32[8]{0} copy(%p)').replace('%add (', '%add [new] ('),
+        "this line of an HLO module begins no computation: '%add [new] (x: f32[], y: f32[]) -> f32[] {'",
+    ),
+    'a computation that is not there': (
+        program('ROOT %r = f32[8]{0} call(%p), to_apply=%gone'),
+        "'r' calls 'gone', which the HLO module does not have",
     ),
     'no groups': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), to_apply=%add'),
@@ -333,5 +382,5 @@ def test_every_computation_of_a_real_program_is_read():
     text = jax.jit(fun).lower(np.ones(4, np.float32)).compile().as_text()
     module = parse(text)
     assert module.partitions == 1
-    assert {visit.computation.name for visit in visits(module)} <= set(module.computations)
+    assert {visit.computation.name for visit in visits(module)} == set(module.computations)
     assert max(visit.count for visit in visits(module)) >= 3

@@ -1,6 +1,7 @@
 """Plans as JSON, and the difference of two; on simulated devices."""
 
 import copy
+import dataclasses
 import functools
 import json
 import random
@@ -10,7 +11,7 @@ import pytest
 
 from scalax._plan.compilation import written_spec
 from scalax.errors import ArgumentError, DataError
-from scalax.plan import Memory, Plan
+from scalax.plan import HostMoves, Memory, Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.plain_values import change
@@ -172,6 +173,20 @@ def test_a_change_is_told():
     assert '  all-gather  fsdp  16.0 KiB  1 -> 0' in lines
     assert [change.path for change in diff.inputs.changed] == ['w', 'x']
     assert '  arguments     5.0 KiB -> 18.0 KiB' in lines
+
+
+def test_what_goes_to_the_host_and_single_bytes_are_compared():
+    plan = plan_on([4, 2], RULE)
+    memory = dataclasses.replace(plan.memory, host=2048, peak=plan.memory.peak + 1)
+    moved = dataclasses.replace(plan, memory=memory, host_moves=HostMoves(1024, 512), flops=plan.flops + 1)
+    assert str(plan.diff(moved)).splitlines() == [
+        'forward: (fsdp=4, tp=2)',
+        f'  peak          {plan.memory.peak:,} B -> {plan.memory.peak + 1:,} B',
+        '  on the host   0 B -> 2.0 KiB',
+        '  host:out      0 B -> 1.0 KiB',
+        '  host:in       0 B -> 512 B',
+        f'  flops         {plan.flops:,} -> {plan.flops + 1:,}',
+    ]
 
 
 def test_memory_without_a_number_of_the_compiler():

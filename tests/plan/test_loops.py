@@ -1,9 +1,11 @@
 """Rounds of loops, solved in jaxprs and in programs alike, and the largest of several branches."""
 
+import re
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from scalax._plan.collective_runs import runs
@@ -17,6 +19,7 @@ from tests.support.leaves import leaf
 
 EXACTLY, AT_LEAST, AT_MOST, ABOUT = Counted
 X = leaf(4, 4)
+TABLE = np.arange(1, 101)
 ONE = 2 * 4**3  # operations of the product of a round
 
 
@@ -57,7 +60,18 @@ LOOPS = {
     'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACTLY),
     'doubled': (while_(lambda i: i < 100, lambda i: i * 2, 1), 7, EXACTLY),
     'halved': (while_(lambda i: i > 0, lambda i: jax.lax.div(i, 2), 100), 7, EXACTLY),
-    'halved by an operator': (while_(lambda i: i > 0, lambda i: i // 2, 100, jnp.uint32), 7, EXACTLY),
+    'halved by an operator': (while_(lambda i: i > 0, lambda i: i // 2, 100), 7, EXACTLY),
+    'halved by an operator, unsigned': (while_(lambda i: i > 0, lambda i: i // 2, 9, jnp.uint32), 4, EXACTLY),
+    'halved below zero': (while_(lambda i: i != -1, lambda i: i // 2, -100), 7, EXACTLY),
+    'divided towards zero': (while_(lambda i: i < 0, lambda i: jax.lax.div(i, 2), -100), 7, EXACTLY),
+    'a remainder below zero': (while_(lambda i: jax.lax.rem(i, 5) != -3, lambda i: i - 1, 0), 3, EXACTLY),
+    'a remainder by an operator': (while_(lambda i: i % 5 != 2, lambda i: i - 1, 0), 3, EXACTLY),
+    'the least number by minus one': (
+        while_(lambda i: jax.lax.div(i, jnp.int8(-1)) < 0, lambda i: i + 1, -128, jnp.int8),
+        1,
+        EXACTLY,
+    ),
+    'by zero': (while_(lambda i: jax.lax.div(9, i) < 9, lambda i: i + 1, 0), 1, AT_MOST),
     'a line': (while_(lambda i: 3 * i + 1 < 20, lambda i: i + 1, 0), 7, EXACTLY),
     'not': (while_(lambda i: ~(i >= 5), lambda i: i + 1, 0), 5, EXACTLY),
     'either': (while_(lambda i: (i < 3) | (i < 6), lambda i: i + 1, 0), 6, EXACTLY),
@@ -104,6 +118,11 @@ LOOPS = {
         6,
         AT_MOST,
     ),
+    'or until a long table says so': (  # which is not printed
+        loop(lambda x, i: (i < 6) & (jnp.asarray(TABLE)[i] > 0), lambda i: (i + 1,), 0),
+        6,
+        AT_MOST,
+    ),
     'and something, but never': (loop(lambda x, i: small(x) & (i < 0), lambda i: (i + 1,), 0), 0, EXACTLY),
     'as long as something happens': (
         loop(lambda x, i: (i < 6) | small(x), lambda i: (i + 1,), 0),
@@ -134,6 +153,25 @@ def test_rounds(fun, rounds, known):
     assert time.process_time() - began < 5
 
 
+def as_optimized(text):
+    """The program with ``%state#1`` for elements of tuples, as compilers for TPUs print it."""
+    element = re.compile(r'^ +(\S+) = \S+ get-tuple-element\(([^)]+)\), index=(\d+).*\n', re.MULTILINE)
+    computations = text.split('\n\n')
+    for number, computation in enumerate(computations):
+        for name, source, index in element.findall(computation):
+            computation = re.sub(rf'(?<=[( ]){re.escape(name)}(?=[,)])', f'{source}#{index}', computation)
+        computations[number] = element.sub('', computation)
+    return '\n\n'.join(computations)
+
+
+@pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
+def test_rounds_in_the_notation_of_optimized_programs(fun, rounds, known):
+    text = as_optimized(jax.jit(fun).lower(X).compiler_ir(dialect='hlo').as_hlo_text())
+    assert not re.search(r'^  (?!ROOT ).* get-tuple-element\(', text, re.MULTILINE)
+    program = work_of(parse(text))
+    assert (program.flops, program.counted) == (rounds * ONE, known)
+
+
 def test_a_loop_of_an_equation_alone():
     """Where nothing is known around it, literals are."""
     traced = jax.jit(while_(lambda i: i <= 7, lambda i: i + 2, 1)).trace(X)
@@ -146,8 +184,10 @@ def test_many_rounds(start):
     """Scans of any length are solved; other loops are run for up to 10,000 rounds."""
     traced = jax.jit(while_(lambda i: i < 10**9, lambda i: i + 4, start)).trace(X)
     assert count_flops(traced.jaxpr) == Flops(ONE, AT_LEAST)
-    program = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
-    assert (program.flops, program.counted) == ((10**9 - start + 3) // 4 * ONE, EXACTLY)
+    text = traced.lower().compiler_ir(dialect='hlo').as_hlo_text()
+    for notation in (text, as_optimized(text)):
+        program = work_of(parse(notation))
+        assert (program.flops, program.counted) == ((10**9 - start + 3) // 4 * ONE, EXACTLY)
 
 
 def test_many_operations_between_state_and_test():
@@ -252,13 +292,17 @@ OPTIMIZED = """HloModule jit_f, num_partitions=8
   %a = bf16[16,32]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %b = bf16[32,2,8]{2,0,1:T(8,128)(2,1)S(1)} parameter(1)
   %c = bf16[16,32,1]{1,0,2:T(8,128)(2,1)} bitcast(%a)
-  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, metadata={op_name="jit(f)/jvp()/dot_general"}
+  ROOT %d = bf16[16,2,8]{2,0,1} convolution(%c, %b), \
+    window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f, \
+    metadata={op_name="jit(f)/jvp()/dot_general"}
 }
 
 %heads (a: bf16[4,16,8], b: bf16[4,8,16]) -> bf16[4,16,16] {
   %a = bf16[4,16,8]{2,1,0} parameter(0)
   %b = bf16[4,8,16]{2,1,0} parameter(1)
-  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
+  ROOT %c = bf16[4,16,16]{2,1,0} convolution(%a, %b), \
+    window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf, \
+    metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
 }
 
 ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) -> bf16[16,2,8] {
@@ -267,10 +311,11 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) 
   %q = bf16[4,16,8]{2,1,0} parameter(2)
   %k = bf16[4,8,16]{2,1,0} parameter(3)
   %s = bf16[4,16,16]{2,1,0} fusion(%q, %k), kind=kOutput, calls=%heads, metadata={op_name="jit(f)/jvp()/exp"}
-  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/pallas_call"}
+  %o = bf16[16,32]{1,0} custom-call(%a, %s), custom_call_target="tpu_custom_call", \
+    metadata={op_name="jit(f)/pallas_call"}
   ROOT %r = bf16[16,2,8]{2,1,0} fusion(%o, %b), kind=kOutput, calls=%products
 }
-"""  # noqa: E501
+"""
 
 
 def test_products_of_an_optimized_program():
@@ -279,6 +324,13 @@ def test_products_of_an_optimized_program():
     # A fusion has the name of something else that is in it.
     parts = {'forward': two, 'backward': heads}
     assert work_of(parse(OPTIMIZED)) == Work(two + heads, moved, EXACTLY, parts, kernels=1)
+
+
+@pytest.mark.parametrize('target', ['__cublas$lt$matmul$f8', '__cudnn$convForward', '__gpu$xla.gpu.triton'])
+def test_products_that_a_library_runs_are_kernels(target):
+    program = OPTIMIZED.replace('tpu_custom_call', target)
+    assert work_of(parse(program)) == work_of(parse(OPTIMIZED))
+    assert work_of(parse(OPTIMIZED.replace('tpu_custom_call', 'Sharding'))).kernels == 0
 
 
 def test_a_call_of_the_compiler_has_whole_names_inside():

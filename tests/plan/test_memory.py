@@ -148,6 +148,26 @@ def test_rows_are_all_that_is_held_with_lines_and_arguments():
     assert sum(row.bytes for row in rows) == assigned_memory(layout).peak
 
 
+def test_what_a_loop_makes_in_a_call_has_the_line_of_the_call():
+    made = '\n  ROOT %all = (s32[], f32[2,1024]) custom-call(%next), custom_call_target="All", '
+    program = PROGRAM.replace('ROOT %next', '%next').replace(
+        'tuple(%state#0, %stack)', f'tuple(%state#0, %stack){made}metadata={{stack_frame_id=1}}'
+    )
+    stack, *_ = largest_buffers(read_layout(TABLES), parse(program))
+    assert (stack.array, str(stack.source)) == ('f32[2,1024]', 'job.py:7 layer')
+
+
+@pytest.mark.parametrize('notation', ['%state#1', '%kept'])
+def test_what_a_loop_keeps_has_the_source_that_it_had_before(notation):
+    """Whether an element of a tuple is an operand, or an instruction of its own."""
+    element = '  %kept = f32[2,1024] get-tuple-element(%state), index=1\n'
+    program = PROGRAM.replace('tuple(%state#0, %stack)', f'tuple(%state#0, {notation})')
+    program = program.replace('  %made =', f'{element}  %made =')
+    program = program.replace('"AllocateBuffer"', '"AllocateBuffer", metadata={stack_frame_id=1}')
+    rows = largest_buffers(read_layout(TABLES), parse(program))
+    assert (rows[0].array, str(rows[0].source)) == ('f32[2,1024]', 'job.py:7 layer')
+
+
 def test_equal_arrays_are_one_row():
     twice = ASSIGNMENT.replace('<8 again @0>', '<8 made.1 @0>').replace('<11 other @0>', '<11 made.2 @0>')
     live = LIVE.replace('again{}', 'made.1{}').replace('other{}', 'made.2{}')
@@ -177,6 +197,8 @@ EMPTY = 'ENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n'
         TABLES._replace(assignment=''),
         TABLES._replace(live=''),
         TABLES._replace(assignment='allocation 0: 12 bytes\n'),
+        TABLES._replace(assignment=ASSIGNMENT.replace('<7 made @0>', '<7 made>')),
+        TABLES._replace(live=LIVE.replace('    made{}:4-5\n', '')),
     ],
 )
 def test_tables_in_an_unknown_form(tables):
@@ -210,6 +232,17 @@ def test_copies_to_and_from_the_host():
     )
     # 32 KiB are read and 16 KiB written; what stays on one side does not count.
     assert found == HostMoves(to_host=16 * KIB, from_host=32 * KIB)
+
+
+def test_what_moves_in_an_unknown_way_is_at_least_so_much():
+    found = moves(
+        f"""
+        %p = {HOST} parameter(0)
+        %here = f32[8,1024]{{1,0:T(8,128)}} copy(%p)
+        ROOT %back = {HOST} reverse(%here), dimensions={{0}}
+        """
+    )
+    assert found == HostMoves(from_host=32 * KIB, counted=Counted.AT_LEAST)
 
 
 def test_slices_in_loops_count_each_round():

@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 
 from scalax._plan.figure_data import axes_on_torus
 from scalax.errors import MissingDependencyError
-from scalax.plan import HARDWARE, Buffer, Place, Source
+from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Source
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.browser import browser_or_skip
@@ -94,6 +94,16 @@ def test_words_of_a_page():
     assert 'RESOURCE_EXHAUSTED: too <large>' in said
     row = said.index("argument params['<b>']")
     assert said[row - 2 : row + 3] == ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller ones']
+
+
+def test_a_page_leaves_out_nothing_that_text_says():
+    [row, *_] = plan().collectives
+    rows = (row, dataclasses.replace(row, cause='compiler'))
+    memory = dataclasses.replace(plan().memory, host=GIB)
+    made = dataclasses.replace(plan(), memory=memory, host_moves=HostMoves(2 * GIB, 0), collectives=rows)
+    said = words(made._repr_html_())
+    assert 'on the host: 1.0 GiB, 2.0 GiB are written there and 0 B read in one call' in said
+    assert '50.0% of the bytes have no origin in the program after partitioning' in said
 
 
 def test_bars_are_as_long_as_what_they_stand_for():

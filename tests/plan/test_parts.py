@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from examples import plan_llama
+from scalax._plan.collectives import collectives
 from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.formulas import part_of
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import Work, work_of
 from scalax.errors import PlanError
-from scalax.plan import Flops, Plan
+from scalax.plan import Counted, Flops, Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.leaves import leaf
@@ -209,3 +210,31 @@ def test_what_moves_the_state_of_a_loop_has_the_phase_of_the_loop():
     }
     inference = HELPER.plan(HELPER.sjit(loss, in_shardings=specs), *arguments)
     assert {row.phase for row in inference.collectives} == {'other'}
+
+
+def test_a_loop_in_a_call_is_of_the_part_of_the_call():
+    """Names inside of a call are relative to its own, and what moves the state of a loop has none."""
+    text = """HloModule m, num_partitions=2
+
+%body (b: f32[4]) -> f32[4] {
+  %b = f32[4]{0} parameter(0)
+  ROOT %r = f32[4]{0} collective-permute(%b), source_target_pairs={{0,1},{1,0}}
+}
+
+%test (t: f32[4]) -> pred[] {
+  %t = f32[4]{0} parameter(0)
+  ROOT %any = pred[] custom-call(%t), custom_call_target="Any"
+}
+
+%layers (l: f32[4]) -> f32[4] {
+  %l = f32[4]{0} parameter(0)
+  ROOT %w = f32[4]{0} while(%l), condition=%test, body=%body, metadata={op_name="while"}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  ROOT %c = f32[4]{0} call(%a), to_apply=%layers, metadata={op_name="jit(f)/jvp()/jit(layers)"}
+}
+"""
+    [row] = collectives(parse(text), {'x': 2})
+    assert (row.phase, row.counted) == ('forward', Counted.AT_LEAST)

@@ -210,6 +210,8 @@ def test_text_of_memory_and_of_quick_plans():
     assert tight.fits is False
     said = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
     assert str(tight).splitlines()[2].endswith(said)
+    said = '  temporaries     5.0 MiB, not all at a time; a full plan may have more'
+    assert str(tight).splitlines()[5] == said
     line = Source(file='job.py', line=7, function='layer')
     buffers = (
         Buffer(5 * 2**19, 'f32[256,1280]', line, 2),

@@ -1,4 +1,4 @@
-"""Of which sums each device keeps its own part: reduce-scatters, as partitioners and users write them."""
+"""All-reduces of which each device keeps its own part, as the partitioner and as users write them."""
 
 import pytest
 

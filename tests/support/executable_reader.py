@@ -282,7 +282,7 @@ class _Reader:
         self.counts.add(Counts({('reduce-scatter' if scattered else kind, axes): (1, moved)}))
         return underway
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - a reader lives for one test
     def across(self, kind: str, line: _Line) -> tuple[tuple[str, ...], int]:
         """The mesh axes along which a collective runs, and the devices of a group."""
         if kind == 'collective-permute':
@@ -312,7 +312,7 @@ class _Reader:
         moved = _bytes(line.shape[0]) * (size if kind in PARTS else 1)
         self.counts.add(Counts({(kind, axes): (1, moved)}))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - a reader lives for one test
     def scattered(self, line: _Line) -> bool:
         """Whether an all-reduce stands in a fusion in which nothing but slices of it are used."""
         [name] = [name for name, body in self.module.bodies.items() if line in body]
@@ -328,7 +328,7 @@ class _Reader:
         assert found == name.startswith('all-reduce-scatter'), name
         return found
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - a reader lives for one test
     def flops(self, line: _Line) -> int:
         left, right = (self.module.shape(line, place) for place in (0, 1))
         if line.opcode == 'dot':
@@ -354,7 +354,7 @@ class _Reader:
         elif source.space == HOST and shape.space != HOST:
             self.counts.from_host += _bytes(moved)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - a reader lives for one test
     def matters(self, name: str) -> bool:
         """Whether a fusion holds anything that counts: only those need to run."""
         for line in self.module.bodies[name]:

@@ -44,7 +44,7 @@ TOKENS = [
 Pairs = list[tuple[str, Any]]
 
 
-class Object(list):  # type: ignore[type-arg]
+class Object(list[Any]):
     """A JSON object as pairs, so that a key may be there twice."""
 
 

@@ -7,8 +7,10 @@ import sys
 import jax
 import pytest
 
+import benchmarks.__main__
 from benchmarks import against, calls, checkpoints, decoder, groups, operations, programs, timing
 from benchmarks.timing import Row
+from examples import plan_llama
 
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
 
@@ -45,6 +47,23 @@ def test_groups_run(group):
     assert len({row.name for row in measured}) == len(measured)
 
 
+@pytest.mark.parametrize(
+    ('main', 'said'),
+    [
+        (benchmarks.__main__.main, "no group holds 'nothing' in its name: cached, host, "),
+        (plan_llama.main, "no name begins with 'nothing': 1b-v5e, 8b-v5e, "),
+    ],
+    ids=['benchmarks', 'plans'],
+)
+def test_a_name_that_nothing_has_is_an_error(main, said, monkeypatch, capsys):
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '8')  # they are set up already
+    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'nothing'])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
 
 
@@ -55,6 +74,11 @@ def test_checkpoints_are_measured(what, tmp_path_factory):
         checkpoints.run('prepare', 4, folder)
     measured = checkpoints.run(what, 4, folder)
     assert measured['seconds'] > 0 and measured['cpu'] > 0 and 0 <= measured['peak'] < 2**31
+
+
+def test_an_unknown_contestant_is_no_other_one(tmp_path):
+    with pytest.raises(KeyError, match='load-rowz'):
+        checkpoints.run('load-rowz', 4, tmp_path)
 
 
 def test_by_hand_and_with_rules_are_one_step():

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.call_key import Call, explicit_spec, is_opaque, traced_dtype, type_of
+from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import Shardings
 from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
@@ -312,7 +313,7 @@ def _of_no_arrays(resolution: Resolution) -> list[Problem]:
                     'no-array',
                     f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
                     f'{name} is no type of arrays, and has no sharding',
-                    spec=str(sharding.spec),
+                    spec=text(sharding.spec),
                     rule=resolution.decisions[i].origin,
                     hint='give None for what is no array.',
                 )
@@ -331,6 +332,6 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     if is_opaque(kind):
         return jax.ShapeDtypeStruct((), bool)
     sharding = getattr(kind, 'sharding', None)
-    if explicit_spec(sharding) is None:
+    if not is_in_types(sharding):
         sharding = None  # not part of the type: rules decide alike for arrays of any sharding
     return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
+from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallLayout, CallSignature
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
@@ -157,7 +158,7 @@ def traced_dtype(kind: Any) -> Any:
 
 def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+    if not is_in_types(sharding):
         return None
     return only_axes(sharding.spec, MeshAxes.of(sharding.mesh).of_type(AxisType.Explicit))
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._trace import resharding
-from scalax._trace.constraints import apply_sharding, is_compiled
+from scalax._trace.constraints import apply_sharding, is_compiled, is_in_types
 from scalax._transforms.calls.call_key import explicit_spec, traced_dtype
 from scalax.rules._resolve import named_sharding
 
@@ -123,7 +123,7 @@ def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
 def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)
-    if is_compiled() or explicit_spec(sharding) is not None:
+    if is_compiled() or is_in_types(sharding):
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
     return resharding.identity(sharding)(leaf)
@@ -196,7 +196,7 @@ def _is_explicit(leaf: Any) -> bool:
     """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
     if not is_concrete(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
         return False
-    return isinstance(leaf.sharding, NamedSharding) and AxisType.Explicit in leaf.sharding.mesh.axis_types
+    return is_in_types(leaf.sharding)
 
 
 def _as_auto(leaf: Any) -> NamedSharding:

@@ -6,15 +6,14 @@ What JAX refuses all the same is classified by one table, `explained`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
-from scalax._trace.constraints import is_compiled
+from scalax._trace.constraints import is_compiled, is_in_types
 from scalax._transforms.calls.call_key import Call, type_of
 from scalax._transforms.calls.placement import (
     Shardings,
@@ -24,6 +23,7 @@ from scalax._transforms.calls.placement import (
     is_reference,
     same_types,
 )
+from scalax._tree import specs
 from scalax._tree.paths import describe_leaf, optional_path
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import (
@@ -149,11 +149,7 @@ def _is_foreign(leaf: Any, mesh: Any) -> bool:
     if not isinstance(leaf, jax.core.Tracer):
         return False
     sharding = getattr(type_of(leaf), 'sharding', None)
-    return (
-        sharding is not None
-        and AxisType.Explicit in sharding.mesh.axis_types
-        and not same_types(sharding.mesh, mesh)
-    )
+    return is_in_types(sharding) and not same_types(sharding.mesh, mesh)
 
 
 def _axes_of(mesh: Any) -> str:
@@ -289,9 +285,8 @@ def is_refused(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 def _inner_sharding(leaf: Any) -> Any:
     """The sharding of the array behind a value of a transformation."""
-    seen: list[Any] = ['(not known)']
-    with contextlib.suppress(NotImplementedError):  # of transformations that cannot look
-        jax.debug.inspect_array_sharding(leaf, callback=seen.append)
+    seen: list[Any] = []
+    jax.debug.inspect_array_sharding(leaf, callback=seen.append)
     return seen[-1]
 
 
@@ -353,4 +348,4 @@ def _short(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'
-    return f'{sharding.spec}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'
+    return f'{specs.text(sharding.spec)}{memory} on ({axis_sizes_text(sharding.mesh.shape)})'

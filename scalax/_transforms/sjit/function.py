@@ -23,9 +23,9 @@ from typing import (
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
+from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.argument_shardings import Options
-from scalax._transforms.calls.call_key import explicit_spec
 from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
 from scalax._transforms.calls.placement import as_moved, moved, with_moved
 from scalax._transforms.sjit.caller import generate_caller
@@ -346,7 +346,7 @@ def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
 def _struct(leaf: Any) -> Any:
     if not isinstance(leaf, jax.core.ShapedArray):
         return leaf
-    sharding = leaf.sharding if explicit_spec(leaf.sharding) is not None else None
+    sharding = leaf.sharding if is_in_types(leaf.sharding) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 

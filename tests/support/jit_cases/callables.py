@@ -175,7 +175,7 @@ def callable_object(jit):
 @case(meant={'error': 'takes-more'}, raises=True)
 def callable_object_that_cannot_be_hashed(jit):
     class Unhashable(Model):
-        __hash__ = None  # type: ignore[assignment]  # as Python itself does beside __eq__
+        __hash__ = None  # as Python itself does beside __eq__
 
         def __eq__(self, other):
             return False
@@ -247,7 +247,7 @@ def signature_that_lies(jit):
     def f(*args, **kwargs):
         return args[0] + len(args) + len(kwargs)
 
-    f.__signature__ = None  # type: ignore[attr-defined]
+    f.__signature__ = None
     return jit(f)(X, 1, b=2)
 
 

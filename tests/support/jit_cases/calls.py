@@ -104,7 +104,7 @@ def keyword_only_by_position(jit):
 
 @case
 def default_that_is_no_array(jit):
-    def pick(a, how='sum', table={'sum': jnp.sum}):  # noqa: B006
+    def pick(a, how='sum', table={'sum': jnp.sum}):  # noqa: B006 - a default that is no array is the case
         return table[how](a)
 
     return jit(pick)(X)

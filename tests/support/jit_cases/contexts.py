@@ -106,7 +106,7 @@ def transfer_guard_explicit(jit):
 def logs_compiles(jit):
     messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger('jax')
     before = logger.propagate, logger.level
     logger.addHandler(handler)

@@ -166,7 +166,7 @@ def unhashable_by_keyword(jit):
 
 @case(meant={'error': 'own-errors'}, raises=True)
 def unhashable_default_is_given(jit):
-    def f(x, n=[1, 2]):  # noqa: B006
+    def f(x, n=[1, 2]):  # noqa: B006 - a default that cannot be hashed is the case
         return x * n[0]
 
     compiled = jit(f, static_argnums=1)
@@ -175,7 +175,7 @@ def unhashable_default_is_given(jit):
 
 @case
 def unhashable_default_is_left_out(jit):
-    def f(x, n=[1, 2]):  # noqa: B006
+    def f(x, n=[1, 2]):  # noqa: B006 - a default that cannot be hashed is the case
         return x * n[0]
 
     return jit(f, static_argnames='n')(X)
