@@ -284,6 +284,8 @@ class MeshShardingHelper:
         static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Iterable[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Iterable[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
         **jit_kwargs: Unpack[JitOptions],
     ) -> SjitFunction[Given, Result]: ...
@@ -300,6 +302,8 @@ class MeshShardingHelper:
         static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Iterable[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Iterable[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
         **jit_kwargs: Unpack[JitOptions],
     ) -> Callable[[Callable[Given, Result]], SjitFunction[Given, Result]]: ...
@@ -315,6 +319,8 @@ class MeshShardingHelper:
         static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Iterable[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Iterable[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
         **jit_kwargs: Any,
     ) -> Any:
@@ -337,6 +343,10 @@ class MeshShardingHelper:
             static_argnames: names of arguments that are part of the program.
             donate_argnums: positions of arguments whose buffers may be reused.
             donate_argnames: names of arguments whose buffers may be reused.
+            batch_argnums: positions of arguments that hold rows of the batch: values inside that hold them
+                stay where they are (docs/unchanged.md). By default those that are placed by specs
+                alone, and are not donated, beside arguments placed by rules. ``()`` follows nothing.
+            batch_argnames: names of arguments that hold rows of the batch.
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
@@ -371,6 +381,8 @@ class MeshShardingHelper:
             'static_argnames': static_argnames,
             'donate_argnums': donate_argnums,
             'donate_argnames': donate_argnames,
+            'batch_argnums': batch_argnums,
+            'batch_argnames': batch_argnames,
             'on_mismatch': on_mismatch,
         }
         if fun is None:

@@ -30,10 +30,10 @@ SIZES = {
     'large': Sizes(2048, 16, 32, 8, 8192, 32_768, 2048),
 }
 RULE = TreePathShardingRule(
+    ('unembed', P('fsdp', 'tp')),
     ('embed', P('tp', 'fsdp')),
     ('output|down', P(None, 'tp', 'fsdp')),
     ('query|key|value|gate|up', P(None, 'fsdp', 'tp')),
-    ('unembed', P('fsdp', 'tp')),
     ('norm', P()),
 )
 HAND = {
@@ -125,4 +125,7 @@ def decoder(name: str, size: Size, grouped: bool, remat: bool = True) -> Model:
 
 def models(size: Size) -> list[Model]:
     """The decoders of the table."""
-    return [decoder('decoder, many heads', size, grouped=False), decoder('decoder, grouped heads', size, grouped=True)]
+    return [
+        decoder('decoder, many heads', size, grouped=False),
+        decoder('decoder, grouped heads', size, grouped=True),
+    ]

@@ -13,7 +13,7 @@ from scalax.plan import Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
-VARIANTS = ('plain', 'hand')
+VARIANTS = ('plain', 'followed', 'hand')
 
 
 def make_step(
@@ -44,6 +44,7 @@ def make_step(
         out_shardings=(rule, P()),
         annotation_shardings=named,
         donate_argnums=0,
+        batch_argnums=1 if variant == 'followed' else (),
     )
     return fun, (state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 

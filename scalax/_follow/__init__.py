@@ -1,1 +1,4 @@
-"""Following the batch: where its rows are in each value of a jaxpr, and constraints that keep them there."""
+"""Following the batch: which values of a jaxpr hold its rows, and constraints that keep these where they are.
+
+`follow` edits the jaxpr of a function; `jaxprs` says where primitives of JAX keep the jaxprs that they run.
+"""

@@ -1,263 +1,304 @@
-"""The batch is followed through a jaxpr, and values that hold its rows are constrained to stay where they are."""
+"""The pass: follows the rows of a batch through a jaxpr, and constrains values that hold them.
+
+It goes forward, from the arguments to the results. Each equation says where the rows are in its results
+(`primitives`); a primitive that is not known loses them, and then the compiler decides as ever. Gradients
+are equations like others: by the time the pass sees them, JAX has derived them.
+
+A constraint stands where the compiler has a choice: behind products of rows and weights, where rows are
+looked up or scattered, and at both ends of the body of a loop. Dimensions without rows are left open. What a
+user's constraint takes is not constrained before it.
+
+Weights are not constrained. So each use gathers them, and their gradients, sums over rows, go where the
+shardings of the results say.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import DropVar, Literal
+from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.primitives import PINNED, RULES, size_of
-from scalax._follow.trail import LOST, Trail, merged, possible
+from scalax._follow.constraint import constraint
+from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
+from scalax._follow.primitives import CHOICES, RULES
+from scalax._follow.trail import LOST, Trail, common, merged, possible
 
-_BODIES = {
-    **dict.fromkeys(('jit', 'pjit', 'remat', 'remat2', 'checkpoint'), 'jaxpr'),
-    **dict.fromkeys(('closed_call', 'core_call', 'custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
-}
+# Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
 
 
-@dataclasses.dataclass
-class Body:
-    """A jaxpr with constraints."""
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A value that is kept where it is.
+
+    Attributes:
+        aval: its shape and dtype.
+        trail: the mesh axes of each dimension.
+        equation: what computes it.
+    """
+
+    aval: Any
+    trail: Trail
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """An equation that lost rows, without a rule for its primitive, or that divides them otherwise.
+
+    Attributes:
+        equation: the equation.
+        aval: its largest result.
+    """
+
+    equation: Any
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """A jaxpr that was followed.
+
+    Attributes:
+        jaxpr: the jaxpr, with constraints.
+        trails: those of its results.
+        kept: the values that are constrained, those of jaxprs inside it too.
+        lost: where rows were lost, likewise.
+    """
 
     jaxpr: Any
     trails: tuple[Trail, ...]
+    kept: tuple[Kept, ...] = ()
+    lost: tuple[Lost, ...] = ()
 
 
-class Follower:
-    def __init__(self, mesh: Mesh) -> None:
+def follow(
+    jaxpr: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, batch_axes: Container[str]
+) -> Followed:
+    """Follows the rows of the batch from the arguments of a jaxpr.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        trails: those of its arguments.
+        mesh: a mesh of Auto axes. It is in force.
+        batch_axes: the mesh axes over which rows of the batch are.
+    """
+    return _Follower(mesh, batch_axes).jaxpr(jaxpr, trails)
+
+
+class _Follower:
+    """Follows jaxprs over a mesh; one that is used in several places with the same trails stays one."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh, batch_axes: Container[str]) -> None:
+        self.batch_axes = batch_axes
         self._mesh, self._sizes = mesh, dict(mesh.shape)
-        self._known: dict[Any, tuple[Any, Body]] = {}
-        self.pins = 0
-        self.lost: dict[str, int] = {}
+        # The jaxprs are kept as well, so that no other object gets their ids.
+        self._known: dict[Any, tuple[Any, Followed]] = {}
 
-    def body(self, jaxpr: Any, trails: Sequence[Trail], pinned: bool = False) -> Body:
-        """The body with constraints; *pinned*: also of its arguments and results (of loops)."""
-        key = id(jaxpr), tuple(trails), pinned
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = jaxpr, self._edited(jaxpr, trails, pinned)
-        return known[1]
-
-    def _edited(self, closed: Any, trails: Sequence[Trail], pinned: bool) -> Body:
-        jaxpr = closed.jaxpr
-        env: dict[Any, Trail] = {v: t for v, t in zip(jaxpr.invars, trails, strict=True) if t}
-        if not env:
-            return Body(closed, (LOST,) * len(jaxpr.outvars))
-        renamed: dict[Any, Any] = {}
-        equations: list[Any] = []
-        spoken = {id(e.invars[0]) for e in jaxpr.eqns if e.primitive.name == 'sharding_constraint'}
-
-        def read(atom: Any) -> Trail:
-            return LOST if isinstance(atom, Literal) else env.get(atom, LOST)
-
-        def pin(var: Any, source: Any) -> None:
-            if id(var) in spoken:
-                return
-            self.pins += 1
-            new = renamed[var] = Var(var.aval)
-            equations.append(self._constraint(var, new, env[var], source))
-
-        if pinned:
-            for var in jaxpr.invars:
-                if var in env:
-                    pin(var, jaxpr.eqns[0])
-        cheap: set[Any] = set()
-        fixed: set[Any] = set()
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            renames = [a if isinstance(a, Literal) else renamed.get(a, a) for a in eqn.invars]
-            name = eqn.primitive.name
-            if not any(operands):
-                equations.append(eqn.replace(invars=renames) if renamed else eqn)
-                if name in ('iota', 'broadcast_in_dim') or all(
-                    isinstance(a, Literal) or a in cheap for a in eqn.invars
-                ):
-                    cheap.update(eqn.outvars)
-                if name not in ('scan', 'while'):
-                    continue
-            params, results = self._equation(eqn, operands)
-            results = [
-                possible(trail, getattr(var.aval, 'shape', ()), self._sizes)
-                for var, trail in zip(eqn.outvars, results, strict=True)
-            ]
-            if not any(operands):
-                continue
-            equations.append(eqn.replace(invars=renames, params=params))
-            if not any(results) and any(len(getattr(v.aval, 'shape', ())) for v in eqn.outvars):
-                label = name
-                self.lost[label] = max(self.lost.get(label, 0), max(map(size_of, eqn.outvars)))
-            mixes = name in ('scan', 'while', 'cond') or (name in PINNED and not all(operands))
-            if not mixes and len(eqn.invars) > 1 and name in RULES:
-                mixes = any(
-                    not trail
-                    and not isinstance(atom, Literal)
-                    and atom not in cheap
-                    and len(getattr(atom.aval, 'shape', ())) == len(getattr(eqn.outvars[0].aval, 'shape', ()))
-                    for atom, trail in zip(eqn.invars, operands, strict=True)
+    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False) -> Followed:
+        """The jaxpr with constraints; if it is a round of a loop, on its arguments and results as well."""
+        key = id(jaxpr), tuple(trails), is_round
+        if key not in self._known:
+            arguments = opened(jaxpr).invars
+            on_trail = {var: trail for var, trail in zip(arguments, trails, strict=True) if trail}
+            if on_trail and opened(jaxpr).eqns:
+                found = _Edit(self, jaxpr, on_trail).made(is_round)
+            else:
+                found = Followed(
+                    jaxpr,
+                    tuple(
+                        on_trail.get(var, LOST) if not isinstance(var, Literal) else LOST
+                        for var in opened(jaxpr).outvars
+                    ),
                 )
-            for var, trail in zip(eqn.outvars, results, strict=True):
-                if trail:
-                    env[var] = trail
-                    if mixes and not type(var).__name__ == 'DropVar':
-                        pin(var, eqn)
-                        fixed.add(var)
-        outs = list(jaxpr.outvars)
-        if pinned:
-            for atom in outs:
-                if read(atom) and atom not in renamed and not isinstance(atom, Literal):
-                    pin(atom, jaxpr.eqns[-1])
-        new = jaxpr.replace(
-            eqns=equations,
-            outvars=[a if isinstance(a, Literal) else renamed.get(a, a) for a in outs],
+            self._known[key] = jaxpr, found
+        return self._known[key][1]
+
+    def possible(self, trail: Trail, var: Any) -> Trail:
+        """The part of a trail that a variable can have."""
+        return possible(trail, shape_of(var), self._sizes)
+
+    def has_rows(self, trail: Trail) -> bool:
+        """Whether some dimension of a value holds rows of the batch."""
+        return any(axis in self.batch_axes for axes in trail for axis in axes)
+
+    def constraint(self, var: Any, trail: Trail, source_info: Any) -> Any:
+        """An equation that constrains a variable."""
+        return constraint(var, trail, self._mesh, source_info)
+
+
+class _Edit:
+    """One jaxpr, followed equation by equation.
+
+    Args:
+        follower: follows the jaxprs inside it.
+        jaxpr: the jaxpr.
+        on_trail: the trails of its arguments.
+    """
+
+    def __init__(self, follower: _Follower, jaxpr: Any, on_trail: dict[Any, Trail]) -> None:
+        self._follower, self._jaxpr, self._on_trail = follower, jaxpr, on_trail
+        self._equations: list[Any] = []
+        self._constrained: dict[Any, Any] = {}  # variable -> the variable behind its constraint
+        self._kept: list[Kept] = []
+        self._lost: list[Lost] = []
+        users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
+        self._users_own = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
+
+    def made(self, is_round: bool) -> Followed:
+        """The jaxpr with constraints."""
+        jaxpr = opened(self._jaxpr)
+        first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
+        if is_round:
+            for var in jaxpr.invars:
+                self._keep(var, first)
+        for equation in jaxpr.eqns:
+            self._equation(equation)
+        if is_round:
+            for atom in jaxpr.outvars:
+                if not isinstance(atom, Literal) and atom not in self._constrained:
+                    self._keep(atom, last)
+        results = [self._constrained_form(atom) for atom in jaxpr.outvars]
+        return Followed(
+            replaced(self._jaxpr, eqns=self._equations, outvars=results),
+            tuple(map(self._trail, jaxpr.outvars)),
+            tuple(self._kept),
+            tuple(self._lost),
         )
-        return Body(_with_jaxpr(closed, new), tuple(map(read, outs)))
 
-    def _equation(self, eqn: Any, operands: Sequence[Trail]) -> tuple[dict[str, Any], Sequence[Trail]]:
-        name, params = eqn.primitive.name, eqn.params
-        nothing = (LOST,) * len(eqn.outvars)
+    def _trail(self, atom: Any) -> Trail:
+        return LOST if isinstance(atom, Literal) else self._on_trail.get(atom, LOST)
+
+    def _constrained_form(self, atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
+
+    def _keep(self, var: Any, equation: Any) -> None:
+        """Constrains a variable to its trail, if it has one and no constraint of the user's takes it."""
+        trail = self._on_trail.get(var, LOST)
+        if var in self._users_own or isinstance(var, DropVar) or not self._follower.has_rows(trail):
+            return
+        added = self._follower.constraint(var, trail, equation.source_info)
+        self._equations.append(added)
+        self._constrained[var] = added.outvars[0]
+        self._kept.append(Kept(var.aval, trail, equation))
+
+    def _equation(self, equation: Any) -> None:
+        operands = [self._trail(atom) for atom in equation.invars]
+        params, results = self._results(equation, operands) if any(operands) else (equation.params, ())
+        changed = {} if params is equation.params else {'params': params}
+        if not self._constrained.keys().isdisjoint(
+            atom for atom in equation.invars if not isinstance(atom, Literal)
+        ):
+            changed['invars'] = list(map(self._constrained_form, equation.invars))
+        self._equations.append(equation.replace(**changed) if changed else equation)
+        for var, trail in zip(equation.outvars, results, strict=False):
+            trail = self._follower.possible(trail, var)
+            if trail:
+                self._on_trail[var] = trail
+                if _is_choice(equation, operands):
+                    self._keep(var, equation)
+
+    def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+        """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""
+        name, params = equation.primitive.name, equation.params
         if name in RULES:
-            return params, RULES[name](eqn, operands)
-        if name in _BODIES:
-            inner = params[_BODIES[name]]
-            closed = inner if hasattr(inner, 'jaxpr') else _Open(inner)
-            if len(closed.jaxpr.invars) != len(operands):
-                return params, nothing
-            body = self.body(closed, operands)
-            return {**params, _BODIES[name]: _unwrapped(inner, body.jaxpr)}, body.trails
+            results = RULES[name](equation, operands)
+            if name == 'reshape' and not any(results):
+                self._note_loss(equation)
+            return params, results
+        if name in CALLS:
+            inside = self._inside(params[CALLS[name]], operands)
+            return {**params, CALLS[name]: inside.jaxpr}, inside.trails
         if name == 'scan':
-            return self._scan(eqn, operands)
+            return self._scan(equation, operands)
         if name == 'while':
-            return self._while(eqn, operands)
+            return self._while(equation, operands)
         if name == 'cond':
-            branches = [self.body(branch, operands[1:]) for branch in params['branches']]
-            results = [
-                merged(trails, len(getattr(out.aval, 'shape', ())))
-                for out, *trails in zip(eqn.outvars, *(b.trails for b in branches), strict=True)
+            branches = [self._inside(branch, operands[1:]) for branch in params['branches']]
+            trails = zip(*(branch.trails for branch in branches), strict=True)
+            return {**params, 'branches': tuple(branch.jaxpr for branch in branches)}, [
+                merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
             ]
-            return {**params, 'branches': tuple(b.jaxpr for b in branches)}, results
-        return params, nothing
+        self._note_loss(equation)
+        return params, ()
 
-    def _scan(self, eqn: Any, operands: Sequence[Trail]) -> tuple[dict[str, Any], Sequence[Trail]]:
-        closed = eqn.params['jaxpr']
-        inner = closed.jaxpr
-        carried = sum(1 for _ in itertools.takewhile(lambda p: _ranks_equal(*p), zip(eqn.outvars, inner.outvars, strict=True)))
-        stacked = sum(1 for _ in itertools.takewhile(lambda p: not _ranks_equal(*p), zip(eqn.invars[::-1], inner.invars[::-1], strict=True)))
-        constants = len(inner.invars) - carried - stacked
-        fixed = list(operands[:constants])
-        rows = [trail[1:] if any(trail[1:]) else LOST for trail in operands[constants + carried :]]
-        state = list(operands[constants : constants + carried])
+    def _note_loss(self, equation: Any) -> None:
+        largest = max(equation.outvars, key=lambda var: getattr(var.aval, 'size', 0), default=None)
+        if largest is not None and shape_of(largest):
+            self._lost.append(Lost(equation, largest.aval))
 
-        def run(state: Sequence[Trail], pinned: bool = False) -> Body:
-            return self.body(closed, [*fixed, *state, *rows], pinned)
+    def _inside(self, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False) -> Followed:
+        """A jaxpr of an equation; what is kept and lost in it counts."""
+        found = self._follower.jaxpr(jaxpr, trails, is_round=is_round)
+        self._kept.extend(found.kept)
+        self._lost.extend(found.lost)
+        return found
 
-        state = self._settled(state, [v.aval for v in inner.outvars[:carried]], lambda s: run(s).trails[:carried])
-        body = run(state, True)
-        results = [*body.trails[:carried], *(((), *t) if t else LOST for t in body.trails[carried:])]
-        return {**eqn.params, 'jaxpr': body.jaxpr}, results
+    def _scan(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+        body = equation.params['jaxpr']
+        constants, carried = scan_parts(equation)
+        before, behind = operands[:constants], [_row(trail) for trail in operands[constants + carried :]]
 
-    def _settled(self, state: list[Trail], avals: Sequence[Any], step: Callable[[list[Trail]], Sequence[Trail]]) -> list[Trail]:
-        """The trails of what a loop carries: those of the first round, and those that a round returns."""
+        def arguments(state: Sequence[Trail]) -> list[Trail]:
+            return [*before, *state, *behind]
+
+        state = self._settled(body, operands[constants : constants + carried], arguments)
+        inside = self._inside(body, arguments(state), is_round=True)
+        stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
+        return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
+
+    def _while(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+        params = equation.params
+        constants = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
+
+        def arguments(state: Sequence[Trail]) -> list[Trail]:
+            return [*operands[slice(*constants)], *state]
+
+        state = self._settled(params['body_jaxpr'], operands[constants[1] :], arguments)
+        inside = self._inside(params['body_jaxpr'], arguments(state), is_round=True)
+        return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
+
+    def _settled(
+        self, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]
+    ) -> list[Trail]:
+        """The trails of what a loop carries: those of the first round or of what a round returns.
+
+        State that begins as zeros has rows from the first round on. Rows that a round loses are not kept.
+        """
+        state = list(first)
+        variables = opened(body).outvars[: len(state)]
+
+        def returned() -> Sequence[Trail]:
+            return self._follower.jaxpr(body, arguments(state)).trails[: len(state)]
+
         for _ in range(_ROUNDS):
             grown = [
-                possible(merged([mine, theirs], len(aval.shape)), aval.shape, self._sizes) if hasattr(aval, 'shape') else LOST
-                for mine, theirs, aval in zip(state, step(state), avals, strict=True)
+                self._follower.possible(merged(pair, len(shape_of(var))), var)
+                for *pair, var in zip(state, returned(), variables, strict=True)
             ]
             if grown == state:
                 break
             state = grown
         for _ in range(_ROUNDS):
-            kept = [_both(mine, theirs) for mine, theirs in zip(state, step(state), strict=True)]
+            kept = [common(*pair) for pair in zip(state, returned(), strict=True)]
             if kept == state:
                 break
             state = kept
         return state
 
-    def _while(self, eqn: Any, operands: Sequence[Trail]) -> tuple[dict[str, Any], Sequence[Trail]]:
-        params = eqn.params
-        test, body = params['cond_nconsts'], params['body_nconsts']
-        closed = params['body_jaxpr']
-        fixed = list(operands[test : test + body])
-        state = self._settled(
-            list(operands[test + body :]),
-            [v.aval for v in closed.jaxpr.outvars],
-            lambda s: self.body(closed, [*fixed, *s]).trails,
-        )
-        found = self.body(closed, [*fixed, *state], True)
-        return {**params, 'body_jaxpr': found.jaxpr}, found.trails
 
-    def _constraint(self, var: Any, new: Any, trail: Trail, source: Any) -> Any:
-        spec = PartitionSpec(
-            *(PartitionSpec.UNCONSTRAINED if not axes else axes[0] if len(axes) == 1 else axes for axes in trail)
-        )
-        template = _template(NamedSharding(self._mesh, spec), jax.sharding.get_abstract_mesh())
-        return template.replace(invars=[var], outvars=[new], source_info=source.source_info)
+def _row(trail: Trail) -> Trail:
+    """The trail of one element of a stack."""
+    return trail[1:] if any(trail[1:]) else LOST
 
 
-@functools.lru_cache(maxsize=1024)
-def _template(sharding: Any, mesh: Any) -> Any:
-    shape = []
-    for entry in sharding.spec:
-        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        shape.append(math.prod(sharding.mesh.shape[n] for n in names))
-    [eqn] = (
-        jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding))
-        .trace(jax.ShapeDtypeStruct(tuple(shape), 'float32'))
-        .jaxpr.eqns
-    )
-    return eqn
+def _is_choice(equation: Any, operands: Sequence[Trail]) -> bool:
+    """Whether the compiler might put the results of an equation elsewhere.
 
-
-def _ranks_equal(a: Any, b: Any) -> bool:
-    return len(getattr(a.aval, 'shape', ())) == len(getattr(b.aval, 'shape', ()))
-
-
-def _both(mine: Trail, theirs: Trail) -> Trail:
-    kept = tuple(a if a == b else () for a, b in zip(mine, theirs, strict=False)) if theirs else ()
-    return kept if any(kept) else LOST
-
-
-class _Open:
-    """A jaxpr without constants, in the form of a closed one."""
-
-    def __init__(self, jaxpr: Any) -> None:
-        self.jaxpr = jaxpr
-
-
-def _with_jaxpr(closed: Any, new: Any) -> Any:
-    if isinstance(closed, _Open):
-        return _Open(new)
-    if isinstance(closed, Jaxpr):
-        return new
-    return ClosedJaxpr(new, closed.consts)
-
-
-def _unwrapped(inner: Any, edited: Any) -> Any:
-    return edited.jaxpr if isinstance(edited, _Open) else edited
-
-
-def followed(fun: Callable[..., Any], mesh: Mesh, trails_of: Callable[[Sequence[Any]], Sequence[Trail]]) -> Callable[..., Any]:
-    """A function of which values that hold rows of the batch stay where they are."""
-
-    def call(*args: Any) -> Any:
-        leaves = jax.tree.leaves(args)
-        inner = jax.jit(fun)
-        outer = jax.jit(lambda *a: inner(*a)).trace(*args)
-        [eqn] = outer.jaxpr.eqns
-        follower = Follower(mesh)
-        body = follower.body(eqn.params['jaxpr'], trails_of(args))
-        call.follower = follower
-        order = {v: leaf for v, leaf in zip(outer.jaxpr.jaxpr.invars, leaves, strict=True)}
-        outs = eqn.primitive.bind(*[order[v] for v in eqn.invars], **{**eqn.params, 'jaxpr': body.jaxpr})
-        by_var = dict(zip(eqn.outvars, outs, strict=True))
-        flat = [by_var.get(v, order.get(v)) if not isinstance(v, Literal) else v.val for v in outer.jaxpr.jaxpr.outvars]
-        return jax.tree.unflatten(jax.tree.structure(outer.out_info), flat)
-
-    return call
+    What is computed of rows alone stays with them.
+    """
+    name = equation.primitive.name
+    return name in ('scan', 'while', 'cond') or (name in CHOICES and not all(operands))

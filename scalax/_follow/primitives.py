@@ -1,27 +1,23 @@
-"""Where the rows of the batch are in the results of each primitive of JAX, from where they are in its operands.
+"""Where the rows of the batch are in the results of each primitive, from where they are in its operands.
 
 A primitive that is not in the table loses the trail.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scalax._follow.jaxprs import shape_of
 from scalax._follow.trail import LOST, Trail, merged, of_dims
 
 Rule = Callable[[Any, Sequence[Trail]], list[Trail]]
 """Takes an equation and the trails of its operands; gives those of its results."""
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, 'shape', ()))
-
-
 def _elementwise(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """All operands and results have the same dimensions; or an operand is a scalar."""
-    return [merged(trails, len(_shape(out))) for out in eqn.outvars]
+    """Operands and results have the same dimensions, or parts of them; or an operand is a scalar."""
+    return [merged(trails, len(shape_of(out))) for out in eqn.outvars]
 
 
 def _each(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
@@ -29,13 +25,8 @@ def _each(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return list(trails[: len(eqn.outvars)])
 
 
-def _alike(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """Parts or wholes of the operands, of the same number of dimensions."""
-    return _elementwise(eqn, trails)
-
-
 def _broadcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    out, operand = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
+    out, operand = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
     places = eqn.params['broadcast_dimensions']
     dims = {
         place: axes
@@ -49,7 +40,7 @@ def _reshape(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Dimensions that are merged or split: the major one of each group keeps its rows."""
     if eqn.params.get('dimensions') is not None or not trails[0]:
         return [LOST]
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     dims = {b[0]: trails[0][a[0]] for a, b in _groups(old, new)}
     return [of_dims(dims, len(new))]
 
@@ -90,12 +81,12 @@ def _squeeze(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _reduce(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     dims = eqn.params['axes'] if 'axes' in eqn.params else eqn.params['dimensions']
-    operands = len(_shape(eqn.invars[0]))
+    operands = len(shape_of(eqn.invars[0]))
     return [_without(dims, merged(trails, operands))] * len(eqn.outvars)
 
 
 def _top_k(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank = len(_shape(eqn.invars[0]))
+    rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get('axis', eqn.params.get('reduction_dimension', rank - 1)) % rank
     kept = {i: axes for i, axes in enumerate(trails[0]) if i != axis}
     return [of_dims(kept, rank)] * len(eqn.outvars)
@@ -108,14 +99,16 @@ def _dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _product(eqn: Any, trails: Sequence[Trail], contracted: Any, batch: Any, grouped: Any = ()) -> Trail:
     """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
-    left, right = (list(trail) or [()] * len(_shape(x)) for trail, x in zip(trails, eqn.invars, strict=False))
+    left, right = (
+        list(trail) or [()] * len(shape_of(x)) for trail, x in zip(trails, eqn.invars, strict=False)
+    )
     gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
     dims = [
         *(left[i] or right[j] for i, j in zip(*batch, strict=True)),
         *(axes for i, axes in enumerate(left) if i not in gone[0]),
         *(axes for i, axes in enumerate(right) if i not in gone[1]),
     ]
-    dims = [()] * (len(_shape(eqn.outvars[0])) - len(dims)) + dims
+    dims = [()] * (len(shape_of(eqn.outvars[0])) - len(dims)) + dims
     return tuple(dims) if any(dims) else LOST
 
 
@@ -136,14 +129,14 @@ def _conv(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
         numbers.out_spec[0]: images[numbers.lhs_spec[0]] if images else (),
         numbers.out_spec[1]: kernel[numbers.rhs_spec[0]] if kernel else (),
     }
-    return [of_dims(dims, len(_shape(eqn.outvars[0])))]
+    return [of_dims(dims, len(shape_of(eqn.outvars[0])))]
 
 
 def _gather(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Rows follow the indices; in dimensions that are taken whole, the operand."""
     numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
     operand, indices = trails
-    shape, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
+    shape, rank = shape_of(eqn.invars[0]), len(shape_of(eqn.outvars[0]))
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
     dims: dict[int, tuple[str, ...]] = dict(zip(batch, indices, strict=False)) if indices else {}
     if operand:
@@ -161,7 +154,7 @@ def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Rows stay those of the operand; in dimensions that are updated whole, also of the updates."""
     numbers = eqn.params['dimension_numbers']
     operand, indices, updates = trails[0], trails[1], trails[2]
-    shape, update = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     dims = dict(enumerate(operand))
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = [i for i in range(len(shape)) if i not in gone]
@@ -171,14 +164,12 @@ def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
             if update[place] == shape[i]:
                 dims[i] = dims.get(i) or updates[place]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-        dims[i] = (
-            dims.get(i) or (updates[rows[j]] if updates else ()) or (indices[j] if indices else ())
-        )
+        dims[i] = dims.get(i) or (updates[rows[j]] if updates else ()) or (indices[j] if indices else ())
     return [of_dims(dims, len(shape))]
 
 
 def _update_slice(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    shape, update = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     whole = [axes if a == b else () for axes, a, b in zip(trails[1], shape, update, strict=False)]
     return [merged([trails[0], tuple(whole)], len(shape))] if any(whole) else [trails[0]]
 
@@ -189,10 +180,10 @@ def _window(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
         of_dims(
             {
                 i: axes
-                for i, axes in enumerate(merged(trails, len(_shape(out))))
-                if all(len(_shape(x)) <= i or _shape(x)[i] == _shape(out)[i] for x in eqn.invars)
+                for i, axes in enumerate(merged(trails, len(shape_of(out))))
+                if all(len(shape_of(x)) <= i or shape_of(x)[i] == shape_of(out)[i] for x in eqn.invars)
             },
-            len(_shape(out)),
+            len(shape_of(out)),
         )
         for out in eqn.outvars
     ]
@@ -204,28 +195,28 @@ def _leading(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     for out in eqn.outvars:
         dims: dict[int, tuple[str, ...]] = {}
         for atom, trail in zip(eqn.invars, trails, strict=True):
-            for i, (axes, a, b) in enumerate(zip(trail, _shape(atom), _shape(out), strict=False)):
-                if a != b or i >= len(_shape(atom)) - 2:
+            for i, (axes, a, b) in enumerate(zip(trail, shape_of(atom), shape_of(out), strict=False)):
+                if a != b or i >= len(shape_of(atom)) - 2:
                     break
                 dims[i] = dims.get(i) or axes
-        found.append(of_dims(dims, len(_shape(out))))
+        found.append(of_dims(dims, len(shape_of(out))))
     return found
 
 
 def _fft(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     kept = rank - len(eqn.params['fft_lengths'])
     return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < kept}, rank)]
 
 
 def _longer(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Keys of random numbers: what is drawn from each has further dimensions."""
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     return [of_dims(dict(enumerate(trails[0])), rank) if trails[0] else LOST] * len(eqn.outvars)
 
 
 def _shorter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < rank}, rank)]
 
 
@@ -233,7 +224,7 @@ def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """What the user says holds; dimensions that are left open stay as they were."""
     open_ = eqn.params['unconstrained_dims']
     spec = getattr(eqn.params['sharding'], 'spec', None)
-    rank = len(_shape(eqn.outvars[0]))
+    rank = len(shape_of(eqn.outvars[0]))
     if spec is None:
         return [LOST]
     said = [*spec, *[None] * rank][:rank]
@@ -247,18 +238,19 @@ def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 
 _ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div eq eq_to erf
-    erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
-    lgamma log log1p log2 logistic lt lt_to max min mul name ne neg nextafter not one_minus_square or polygamma
-    population_count pow random_gamma_grad real reduce_precision regularized_incomplete_beta rem rev round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sort sqrt square stop_gradient
-    sub tan tanh threefry2x32 xor zeta random_fold_in
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul name ne
+    neg nextafter not one_minus_square or polygamma population_count pow random_gamma_grad real
+    reduce_precision regularized_incomplete_beta rem rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sort sqrt square stop_gradient sub tan
+    tanh threefry2x32 xor zeta random_fold_in
 """
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(('optimization_barrier', 'device_put', 'copy_p', 'pvary'), _each),
-    **dict.fromkeys(('concatenate', 'pad', 'slice', 'dynamic_slice', 'split'), _alike),
+    **dict.fromkeys(('concatenate', 'pad', 'slice', 'dynamic_slice', 'split'), _elementwise),
     **dict.fromkeys(
         [f'reduce_{name}' for name in ('sum', 'max', 'min', 'prod', 'and', 'or', 'xor')], _reduce
     ),
@@ -295,15 +287,17 @@ RULES: dict[str, Rule] = {
     'sharding_constraint': _constraint,
 }
 
-# The compiler chooses how their results are sharded: operands of different layouts meet in them.
-PINNED = frozenset(
+# Operands of different layouts meet in these, and the compiler chooses where their results are.
+CHOICES = frozenset(
     {
         *('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather', 'scatter', 'scatter-add'),
-        *('scatter_add', 'select_and_scatter_add', 'reduce_window_max', 'reduce_window_sum', 'sort', 'cumsum'),
+        *(
+            'scatter_add',
+            'select_and_scatter_add',
+            'reduce_window_max',
+            'reduce_window_sum',
+            'sort',
+            'cumsum',
+        ),
     }
 )
-
-
-def size_of(atom: Any) -> int:
-    """The number of elements of a value."""
-    return math.prod(_shape(atom))

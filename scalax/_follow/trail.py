@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from jax.sharding import NamedSharding
+
+from scalax._tree.specs import entries, entry_axes
 
 Trail = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes that shard it; an empty tuple altogether if no dimension is followed."""
@@ -42,3 +46,24 @@ def possible(trail: Trail, shape: Sequence[int], sizes: Mapping[str, int]) -> Tr
         used.update(axes)
         found.append(axes)
     return tuple(found) if used else LOST
+
+
+def common(mine: Trail, theirs: Trail) -> Trail:
+    """The dimensions that have the same axes in two trails."""
+    kept = tuple(a if a == b else () for a, b in zip(mine, theirs, strict=True)) if mine and theirs else LOST
+    return kept if any(kept) else LOST
+
+
+def of_sharding(sharding: NamedSharding | None, ndim: int) -> Trail:
+    """The trail of an array with a sharding; a mesh axis of one device is nothing to follow."""
+    if sharding is None:
+        return LOST
+    sizes = sharding.mesh.shape
+    found = [tuple(axis for axis in entry_axes(entry) if sizes[axis] > 1) for entry in entries(sharding.spec)]
+    return of_dims(dict(enumerate(found)), ndim)
+
+
+def without(trail: Trail, axes: Container[str]) -> Trail:
+    """A trail along other mesh axes than these."""
+    kept = tuple(tuple(axis for axis in each if axis not in axes) for each in trail)
+    return kept if any(kept) else LOST

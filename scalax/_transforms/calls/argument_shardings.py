@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._follow.trail import Trail, of_sharding, without
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
-from scalax._transforms.calls.call_signature import CallSignature
+from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallSignature
 from scalax._transforms.calls.placement import Shardings
 from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
-from scalax.errors import Problem, ShardingError, StructureError
+from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
@@ -33,10 +36,26 @@ class Options:
     static_argnames: str | Iterable[str] | None = None
     donate_argnums: int | Iterable[int] | None = None
     donate_argnames: str | Iterable[str] | None = None
+    batch_argnums: int | Iterable[int] | None = None
+    batch_argnames: str | Iterable[str] | None = None
     args_sharding_constraint: RuleLike = None
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
     jit_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trails:
+    """What is followed from the arguments of a call.
+
+    Attributes:
+        by_slot: the trails of the arguments, by slot and leaf: the rows of batches; of other arguments, the
+            mesh axes that shard no rows.
+        batch_axes: the mesh axes that shard rows.
+    """
+
+    by_slot: Mapping[int, Sequence[Trail]]
+    batch_axes: frozenset[str]
 
 
 class ArgumentShardings:
@@ -94,6 +113,89 @@ class ArgumentShardings:
         if rules is None:
             return {}
         return self._by_slot(rules, call, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
+
+    def followed(self, call: Call, shardings: Mapping[int, Shardings]) -> Trails | None:
+        """What is followed through the function; None if there is no batch.
+
+        Args:
+            call: the call.
+            shardings: those of the arguments, or those to which they are constrained inside.
+
+        Raises:
+            ArgumentError: an argument that is said to be a batch has no sharding.
+        """
+        if self.any_explicit:  # types say where values are
+            return None
+        leaves = {slot: jax.tree.leaves(call.flat_args[slot]) for slot in call.layout.dynamic}
+        trails = {
+            slot: [
+                of_sharding(sharding, len(np.shape(leaf)))
+                for leaf, sharding in zip(leaves[slot], shardings[slot], strict=True)
+            ]
+            for slot in leaves
+        }
+        rows = self._holding_rows(call)
+        axes = {axis for slot, i in rows for axis in itertools.chain(*trails[slot][i])}
+        if self.signature.says_batch:
+            self._reject_unsharded(call, rows, shardings)
+        if not axes:
+            return None
+        for slot, each in trails.items():
+            trails[slot] = [
+                trail if (slot, i) in rows else without(trail, axes) for i, trail in enumerate(each)
+            ]
+        return Trails(trails, frozenset(axes))
+
+    def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
+        """The leaves that hold rows of the batch: slot and number.
+
+        Unless the user says which: those whose rules are specs, where another argument has a rule that looks
+        at paths or shapes, and that are not donated. State is placed by rules, or donated.
+        """
+        signature, layout = self.signature, call.layout
+        if not signature.says_batch:
+            slots = self._placed_as_batches(call)
+            return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
+        return {
+            (slot, i)
+            for slot in layout.dynamic
+            for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(call.flat_args[slot]))
+            if layout.slots[slot].batch
+            or (
+                layout.slots[slot].name == EXTRA_KEYWORDS
+                and getattr(path[0], 'key', None) in signature.batch_keywords
+            )
+        }
+
+    def _placed_as_batches(self, call: Call) -> list[int]:
+        signature, layout = self.signature, call.layout
+        given: dict[int, list[Any]] = {slot: [] for slot in layout.dynamic}
+        for rules in (self.options.in_shardings, self.options.args_sharding_constraint):
+            if rules is not None:
+                for slot, rule in signature.rules_by_slot(rules, layout, call.flat_args, '', '').items():
+                    given[slot] += [
+                        each for each in jax.tree.leaves(rule, is_leaf=is_rule) if each is not None
+                    ]
+        by_specs = [
+            slot
+            for slot, rules in given.items()
+            if rules and all(isinstance(rule, PartitionSpec | NamedSharding) for rule in rules)
+        ]
+        if not any(given[slot] for slot in given.keys() - by_specs):
+            return []
+        return [slot for slot in by_specs if not layout.slots[slot].donated]
+
+    def _reject_unsharded(
+        self, call: Call, rows: set[tuple[int, int]], shardings: Mapping[int, Shardings]
+    ) -> None:
+        for slot in sorted({slot for slot, _ in rows}):
+            given = [shardings[slot][i] for s, i in rows if s == slot]
+            if not any(sharding is not None and any(sharding.spec) for sharding in given):
+                raise ArgumentError(
+                    f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
+                    '(batch_argnums, batch_argnames), and in_shardings shards none of its dimensions: give it '
+                    "a spec such as PartitionSpec('data'), or leave it out"
+                )
 
     def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:
         if rules is None:

@@ -48,11 +48,13 @@ class Slot:
             no parameter takes.
         static: whether it is part of the program rather than data.
         donated: whether its buffers may be reused for outputs.
+        batch: whether the user says that it holds rows of the batch.
     """
 
     name: str
     static: bool = False
     donated: bool = False
+    batch: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +89,16 @@ class CallSignature:
         static_argnames: names of static arguments.
         donate_argnums: positions of donated arguments.
         donate_argnames: names of donated arguments.
+        batch_argnums: positions of arguments that hold rows of the batch.
+        batch_argnames: names of arguments that hold rows of the batch.
+
+    Attributes:
+        says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
+        batch_keywords: those of them among the extra keywords.
 
     Raises:
-        ArgumentError: a position or a name that the function does not have, or one that is both static
-            and donated.
+        ArgumentError: a position or a name that the function does not have, or one that is static and also
+            donated or a batch.
     """
 
     def __init__(
@@ -100,6 +108,8 @@ class CallSignature:
         static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Iterable[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
+        batch_argnums: int | Iterable[int] | None = None,
+        batch_argnames: str | Iterable[str] | None = None,
     ) -> None:
         self.name = name_of(fun)
         self.parameters = _parameters(fun)
@@ -117,9 +127,12 @@ class CallSignature:
         self._hints_used: set[str] = set()
         self._static = self._selection('static', static_argnums, static_argnames)
         self._donated = self._selection('donate', donate_argnums, donate_argnames)
+        self._batch = self._selection('batch', batch_argnums, batch_argnames)
+        self.says_batch = batch_argnums is not None or batch_argnames is not None
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
+        self.batch_keywords = self._extra_keywords(self._batch[1])
         own = (self.static_keywords, self.donated_keywords, self.keywords)
         self._fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
@@ -205,7 +218,8 @@ class CallSignature:
     def key(self) -> Any:
         """Equal for functions of equal parameters and options."""
         parameters = tuple([(p.name, p.kind, p.default is p.empty) for p in self.parameters])
-        return self.name, parameters, tuple(self.hints), self._static, self._donated
+        batch = (self.says_batch, *self._batch)
+        return self.name, parameters, tuple(self.hints), self._static, self._donated, batch
 
     def layout(self, extras: int) -> CallLayout:
         """The layout of calls with this number of extra positional arguments."""
@@ -226,8 +240,14 @@ class CallSignature:
         total = len(names)
         static = {n % total for n in self._static[0] if -total <= n < total}
         donated = {n % total for n in self._donated[0] if -total <= n < total}
+        batch = {n % total for n in self._batch[0] if -total <= n < total}
         slots = [
-            Slot(name, i in static or name in self._static[1], i in donated or name in self._donated[1])
+            Slot(
+                name,
+                static=i in static or name in self._static[1],
+                donated=i in donated or name in self._donated[1],
+                batch=i in batch or name in self._batch[1],
+            )
             for i, name in enumerate([*names, *self.keyword_only])
         ]
         if self.static_keywords:
@@ -236,9 +256,14 @@ class CallSignature:
             slots.append(Slot(EXTRA_KEYWORDS, donated=True))
         if self.keywords:
             slots.append(Slot(EXTRA_KEYWORDS))
-        both = [slot.name for slot in slots if slot.static and slot.donated]
-        if both:
-            raise ArgumentError(f'{self.name}: {", ".join(both)} cannot be both static and donated')
+        static_keywords = set(self.static_keywords)
+        for what, names in (
+            ('donated', [slot.name for slot in slots if slot.static and slot.donated]),
+            ('a batch', [slot.name for slot in slots if slot.static and slot.batch]),
+            ('a batch', sorted(static_keywords.intersection(self.batch_keywords))),
+        ):
+            if names:
+                raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
         return CallLayout(tuple(slots), total)
 
     def flat_signature(self, layout: CallLayout) -> inspect.Signature:

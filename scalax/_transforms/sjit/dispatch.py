@@ -18,10 +18,7 @@ or lets the caller dispatch.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import threading
-import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,7 +124,6 @@ class Dispatcher:
         self.rules = ArgumentShardings(helper, signature, options)
         self.mesh = self.rules.mesh
         self._function = TracedFunction(fun, self.rules)
-        self._source = _source_of(fun)
         # In an outer trace JAX ignores in_shardings for values typed by another mesh with Explicit axes.
         self._refuses_foreign = (
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
@@ -317,7 +313,9 @@ class Dispatcher:
         return traced, program, dataclasses.replace(shardings, recording=Recording.of(traced, key))
 
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
-        return TraceShardings(state.arguments, self.rules.constraints(call))
+        constraints = self.rules.constraints(call)
+        trails = self.rules.followed(call, {**state.arguments, **constraints})
+        return TraceShardings(state.arguments, constraints, trails)
 
     def _build(
         self, call: Call, key: CallKey, new_program: Program, out_tree: Any, shardings: TraceShardings
@@ -428,10 +426,7 @@ class Dispatcher:
         def flat_function(*flat_args: Any) -> Any:
             return this._in_trace(shardings, layout, flat_args)
 
-        flat_function.__name__ = flat_function.__qualname__ = self.signature.name
-        flat_function.__dict__['__signature__'] = self.signature.flat_signature(layout)
-        flat_function.__dict__['__wrapped__'] = self._source  # where JAX's messages point
-        return Program(layout, flat_function, shardings)
+        return Program(layout, self._function.as_users(flat_function, layout), shardings)
 
     def _in_trace(
         self, mine: LRUCache[CallKey, TraceShardings], layout: CallLayout, flat_args: Sequence[Any]
@@ -475,20 +470,6 @@ class Dispatcher:
 
     def _wrong_program(self) -> WrongProgram:
         return WrongProgram(self, self.signature.name, other_types=self._runs_inline())
-
-
-def _source_of(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the source of *fun*, without its globals, defaults and closure."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    code = getattr(inspect.unwrap(fun), '__code__', None)
-    if not isinstance(code, types.CodeType):
-        return _unknown
-    return types.FunctionType(code, {}, closure=tuple([types.CellType() for _ in code.co_freevars]))
-
-
-def _unknown() -> None:
-    """The source of functions that have none."""
 
 
 class _ThreadFlag(threading.local):

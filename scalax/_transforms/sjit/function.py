@@ -176,6 +176,8 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         options.static_argnames,
         options.donate_argnums,
         options.donate_argnames,
+        options.batch_argnums,
+        options.batch_argnames,
     )
     for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
         rules = getattr(options, what)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +22,15 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
+from scalax._follow.follow import Followed
 from scalax._trace import contexts
 from scalax._trace.constraints import abstract, apply_shardings
-from scalax._transforms.calls.argument_shardings import ArgumentShardings
+from scalax._transforms.calls.argument_shardings import ArgumentShardings, Trails
 from scalax._transforms.calls.call_key import Call, CallKey, placement_kinds, type_of
+from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Shardings, as_typed
 from scalax._transforms.calls.placement_errors import reject_foreign_types
+from scalax._transforms.followed import run_followed
 from scalax._tree.paths import path_string
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import (
@@ -81,14 +87,18 @@ class TraceShardings:
     Attributes:
         arguments: the shardings of the arguments, by slot and leaf.
         constraints: the shardings to which they are constrained inside, likewise.
+        trails: what is followed from the arguments; None if nothing is.
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
         recording: the first trace, which later ones replay, if it can be kept.
+        followed: the values that are kept where they are in it.
     """
 
     arguments: Mapping[int, Shardings]
     constraints: Mapping[int, Shardings]
+    trails: Trails | None = None
     outputs: Sequence[NamedSharding | None] | None = None
     recording: Recording | None = None
+    followed: Followed | None = None
 
 
 class TracedFunction:
@@ -96,6 +106,7 @@ class TracedFunction:
 
     def __init__(self, fun: Callable[..., Any], rules: ArgumentShardings) -> None:
         self._fun, self._rules = _weakly(fun), rules
+        self._source = _source_of(fun)
         self._names = rules.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
         # Held, because JAX finds traces by the identity of their context.
@@ -105,7 +116,9 @@ class TracedFunction:
     def run(self, call: Call, shardings: TraceShardings) -> tuple[Any, TraceShardings]:
         """The outputs of a call, and its shardings with those of the outputs."""
         with self._mesh_entered(call):
-            outputs = self._outputs(call, shardings.constraints, shardings.recording)
+            outputs, followed = self._outputs(call, shardings)
+            if followed is not None:
+                shardings = dataclasses.replace(shardings, followed=followed)
             if shardings.outputs is None:
                 found = self._rules.outputs(outputs, call, shardings.arguments)
                 shardings = dataclasses.replace(shardings, outputs=found)
@@ -116,19 +129,34 @@ class TracedFunction:
 
     def run_inline(self, call: Call) -> Any:
         """The outputs of a call on the mesh in force, without shardings."""
-        return self._outputs(call, {}, None)
+        return self._outputs(call, TraceShardings({}, {}))[0]
 
-    def _outputs(self, call: Call, constraints: Mapping[int, Shardings], recording: Recording | None) -> Any:
-        context = contexts.contexts_of(self._rules.helper).get(self._names)
-        self._contexts.put(context, context)
-        with contexts.entered(context, self._uses):
-            leaves = jax.tree.leaves(call.data)
-            if recording is not None and recording.serves(leaves):
-                return recording.replay(leaves)
-            flat_args = list(call.flat_args)
-            for slot, shardings in constraints.items():
-                flat_args[slot] = apply_shardings(flat_args[slot], shardings)
-            args, keywords = call.signature.restore(flat_args)
+    def _outputs(self, call: Call, shardings: TraceShardings) -> tuple[Any, Followed | None]:
+        """The outputs of a call, and the values that are kept where they are, if it is followed now."""
+        leaves = jax.tree.leaves(call.data)
+        recording = shardings.recording
+        if recording is not None and recording.serves(leaves):
+            with self._context_entered():
+                return recording.replay(leaves), None
+        flat_args = list(call.flat_args)
+        for slot, constraints in shardings.constraints.items():
+            flat_args[slot] = apply_shardings(flat_args[slot], constraints)
+        # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan.
+        if shardings.trails is None or not all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._call(call.signature, flat_args), None
+
+        def flat_function(*flat_args: Any) -> Any:
+            return self._call(call.signature, flat_args)
+
+        trails = [trail for slot in call.layout.dynamic for trail in shardings.trails.by_slot[slot]]
+        users = self.as_users(flat_function, call.layout)
+        axes = shardings.trails.batch_axes
+        return run_followed(users, flat_args, call.layout.static, trails, self._rules.mesh, axes)
+
+    def _call(self, signature: CallSignature, flat_args: Sequence[Any]) -> Any:
+        """What the user's function returns, with the bindings of annotations in force."""
+        with self._context_entered():
+            args, keywords = signature.restore(flat_args)
             fun = self._fun()
             assert fun is not None  # callers hold it
             nnx = sys.modules.get('flax.nnx')
@@ -136,8 +164,21 @@ class TracedFunction:
                 return fun(*args, **keywords)
             updates = _ModuleUpdates(nnx, (args, keywords))
             outputs = fun(*args, **keywords)
-            updates.warn_lost(call.signature.name, outputs)
+            updates.warn_lost(signature.name, outputs)
             return outputs
+
+    def _context_entered(self) -> Any:
+        context = contexts.contexts_of(self._rules.helper).get(self._names)
+        self._contexts.put(context, context)
+        return contexts.entered(context, self._uses)
+
+    def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
+        """Gives a function of slots the name, the parameters and the source that JAX's messages show."""
+        signature = self._rules.signature
+        flat_function.__name__ = flat_function.__qualname__ = signature.name
+        flat_function.__dict__['__signature__'] = signature.flat_signature(layout)
+        flat_function.__dict__['__wrapped__'] = self._source
+        return flat_function
 
     def _mesh_entered(self, call: Call) -> Any:
         """Enters the helper's mesh, for operations in the user's code that need a mesh in force."""
@@ -180,6 +221,20 @@ def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
         return weakref.ref(fun)
     except TypeError:  # of some types of other libraries
         return lambda: fun
+
+
+def _source_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the source of *fun*, without its globals, defaults and closure."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    code = getattr(inspect.unwrap(fun), '__code__', None)
+    if not isinstance(code, types.CodeType):
+        return _unknown
+    return types.FunctionType(code, {}, closure=tuple([types.CellType() for _ in code.co_freevars]))
+
+
+def _unknown() -> None:
+    """The source of functions that have none."""
 
 
 class _ModuleUpdates:

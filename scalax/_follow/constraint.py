@@ -1,0 +1,46 @@
+"""Equations of a jaxpr that constrain a value to a trail."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from scalax._follow.trail import Trail
+
+
+def spec_of(trail: Trail) -> PartitionSpec:
+    """The spec that keeps the followed dimensions where they are, and leaves the others to the compiler."""
+    return PartitionSpec(*(_entry(axes) for axes in trail))
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    if not axes:
+        return PartitionSpec.UNCONSTRAINED
+    return axes[0] if len(axes) == 1 else axes
+
+
+def constraint(var: Any, trail: Trail, mesh: Mesh | AbstractMesh, source_info: Any) -> Any:
+    """An equation whose result is *var*, kept where its trail says; the mesh is the one in force."""
+    template = _template(NamedSharding(mesh, spec_of(trail)), jax.sharding.get_abstract_mesh())
+    return template.replace(invars=[var], outvars=[Var(var.aval)], source_info=source_info)
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(sharding: NamedSharding, ambient: AbstractMesh) -> Any:
+    """An equation as JAX makes it. Its parameters depend on the sharding and the mesh in force only."""
+    sizes = sharding.mesh.shape
+    shape = []
+    for entry in sharding.spec:
+        axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        shape.append(math.prod(sizes[axis] for axis in axes))
+
+    def constrained(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    [equation] = jax.jit(constrained).trace(jax.ShapeDtypeStruct(tuple(shape), 'float32')).jaxpr.eqns
+    return equation

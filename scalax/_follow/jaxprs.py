@@ -1,0 +1,52 @@
+"""Where primitives of JAX keep the jaxprs that they run, in all supported versions.
+
+A jaxpr is kept open or closed (with its constants); since JAX 0.11 both are one class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
+CALLS = {
+    **dict.fromkeys(('jit', 'pjit', 'remat', 'remat2', 'checkpoint'), 'jaxpr'),
+    **dict.fromkeys(('closed_call', 'core_call', 'custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
+}
+
+
+def opened(jaxpr: Any) -> Any:
+    """The jaxpr without its constants."""
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def replaced(jaxpr: Any, **changes: Any) -> Any:
+    """The jaxpr with other equations or results, as open or as closed as it was."""
+    inner = opened(jaxpr)
+    new = inner.replace(**changes)
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def scan_parts(equation: Any) -> tuple[int, int]:
+    """How many constants a scan has, and how many values it carries; its other operands are stacked.
+
+    Carried values have the same rank inside and outside; stacked ones have one dimension more outside.
+    """
+    body = opened(equation.params['jaxpr'])
+    carried = _leading(_same_rank, equation.outvars, body.outvars)
+    stacked = _leading(lambda *pair: not _same_rank(*pair), equation.invars[::-1], body.invars[::-1])
+    return len(body.invars) - carried - stacked, carried
+
+
+def _same_rank(a: Any, b: Any) -> bool:
+    return len(shape_of(a)) == len(shape_of(b))
+
+
+def _leading(fits: Callable[[Any, Any], bool], a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: fits(*pair), zip(a, b, strict=True)))
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal; that of what has none, such as a token, is empty."""
+    return tuple(getattr(atom.aval, 'shape', ()))

@@ -1,0 +1,56 @@
+"""Runs a function in a trace so that the rows of its batch stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, Mesh
+
+from scalax._follow.follow import Followed, follow
+from scalax._follow.jaxprs import opened
+from scalax._follow.trail import LOST, Trail
+
+
+def run_followed(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    static: Sequence[int],
+    trails: Sequence[Trail],
+    mesh: Mesh | AbstractMesh,
+    batch_axes: Container[str],
+) -> tuple[Any, Followed]:
+    """The outputs of a function, computed by its jaxpr with constraints.
+
+    The user's code is traced once, as one equation, a `jit`. Its jaxpr is edited and bound: that costs less
+    than to evaluate it equation by equation, and keeps the lines of the code.
+
+    Args:
+        fun: the function; it returns a tree of arrays.
+        args: its arguments, values of a trace.
+        static: which of them are static.
+        trails: those of the leaves of the others.
+        mesh: a mesh of Auto axes, in force.
+        batch_axes: the mesh axes over which rows of the batch are.
+    """
+    compiled = jax.jit(fun, static_argnums=static)
+    traced = jax.jit(lambda *args: compiled(*args), static_argnums=static).trace(*args)
+    outside = opened(traced.jaxpr)
+    leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
+    values = dict(zip(outside.invars, leaves, strict=True))
+    values |= dict(zip(outside.constvars, traced.jaxpr.consts, strict=True))
+    on_trail = dict(zip(outside.invars, trails, strict=True))
+    [equation] = outside.eqns
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    operands = [LOST if isinstance(atom, Literal) else on_trail.get(atom, LOST) for atom in equation.invars]
+    found = follow(equation.params['jaxpr'], operands, mesh, batch_axes)
+    results = equation.primitive.bind(
+        *map(value, equation.invars), **{**equation.params, 'jaxpr': found.jaxpr}
+    )
+    values |= dict(zip(equation.outvars, results, strict=True))
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(value, outside.outvars)), found
