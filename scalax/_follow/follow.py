@@ -28,6 +28,7 @@ from scalax._follow.trail import LOST, Trail, common, merged, possible
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
+_LOOPS = ('scan', 'while', 'cond')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +199,16 @@ class _Edit:
             trail = self._follower.possible(trail, var)
             if trail:
                 self._on_trail[var] = trail
-                if _is_choice(equation, operands):
+                if self._is_choice(equation, operands):
                     self._keep(var, equation)
+
+    def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
+        """Whether the compiler might put the results of an equation elsewhere.
+
+        What is computed of rows alone stays with them.
+        """
+        name = equation.primitive.name
+        return name in _LOOPS or (name in CHOICES and not all(map(self._follower.has_rows, operands)))
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""
@@ -293,12 +302,3 @@ class _Edit:
 def _row(trail: Trail) -> Trail:
     """The trail of one element of a stack."""
     return trail[1:] if any(trail[1:]) else LOST
-
-
-def _is_choice(equation: Any, operands: Sequence[Trail]) -> bool:
-    """Whether the compiler might put the results of an equation elsewhere.
-
-    What is computed of rows alone stays with them.
-    """
-    name = equation.primitive.name
-    return name in ('scan', 'while', 'cond') or (name in CHOICES and not all(operands))

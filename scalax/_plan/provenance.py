@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from scalax._plan.hlo import Computation, Frame, Instruction, Module
+from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._util.user_frames import users_own
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
 # Instructions that only forward a value.
@@ -18,7 +19,6 @@ _FORWARDS = {
 _FAR = 4
 _MOVED = 'is_spmd_generated="true"'
 _COMPUTES = ('all-reduce', 'reduce-scatter')
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Source(NamedTuple):
@@ -61,7 +61,7 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     near = [*neighbourhood(computation, instruction)]
     annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:
-        frame = _users_own(module.stack(item.frame))
+        frame = users_own(module.stack(item.frame), lambda each: each.file)
         if frame is not None:
             return Source(annotation, frame.file, frame.line, frame.function)
     # An argument has no line; its op_name is its name.
@@ -80,15 +80,6 @@ def neighbourhood(computation: Computation, instruction: Instruction) -> Iterato
     yield instruction
     yield from users
     yield from _operands(computation, instruction)
-
-
-def _users_own(stack: Iterable[Frame]) -> Frame | None:
-    """The innermost frame of the user: neither ours nor generated, and outside of libraries if possible."""
-    frames = [frame for frame in stack if not frame.file.startswith(('<', _OWN))]
-    for frame in frames:
-        if not any(part in ('site-packages', 'dist-packages') for part in frame.file.split(os.sep)):
-            return frame
-    return frames[0] if frames else None
 
 
 def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:

@@ -36,6 +36,9 @@ from scalax.errors import ArgumentError, MeshError, did_you_mean
 from scalax.rules._prefix import check, key_of
 from scalax.rules._resolve import are_pure
 
+if TYPE_CHECKING:
+    from scalax._transforms.followed_batch import FollowedBatch
+
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
 
@@ -118,6 +121,31 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
         entry, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
         return entry.program.jitted.eval_shape(*placed)
+
+    def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
+        """Which values of a call stay where the rows of its batch are, and where these were lost.
+
+        docs/unchanged.md has what is followed.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['fsdp'])
+            >>> rules = FSDPShardingRule(min_fsdp_size=1), PartitionSpec('fsdp')
+            >>> layer = helper.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=rules)
+            >>> [kept] = layer.followed(jnp.ones((8, 16)), jnp.ones((32, 8))).kept
+            >>> kept.primitive, kept.array, kept.spec
+            ('dot_general', 'float32[32,16]', P('fsdp', UNCONSTRAINED))
+        """
+        from scalax._transforms.followed_batch import FollowedBatch, followed_batch
+
+        flat_args = self._flatten(args, kwargs)
+        entry, _ = self._dispatcher.prepare(flat_args)
+        trails, followed = entry.shardings.trails, entry.shardings.followed
+        name = self._dispatcher.signature.name
+        if trails is None or followed is None:
+            return FollowedBatch(name)
+        return followed_batch(name, trails.batch_axes, followed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
