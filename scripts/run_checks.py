@@ -47,6 +47,7 @@ _numbers = itertools.count()
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 QUICK = ['-m', 'not slow']
+QUICK_ON_OLDEST = ['-m', 'not slow and not one_jax']
 
 # Compiling is much of the work of the tests, and how fast the machine code is says nothing about what scalax
 # does: where arrays lie, which collectives there are and what is traced stay as they are. `make verify`
@@ -61,7 +62,7 @@ COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COM
 
 # These ask little of JAX that others do not ask, or their subject is files, text or pages and not JAX; `make
 # verify` runs them there, too. Each room keeps others: checkpoint what one process and several write and
-# read, hostdata its transfers and what two and four processes do (loaders too), rules random compositions.
+# read, hostdata its transfers and what several processes do (loaders too), rules random compositions.
 NOT_ON_OLDEST = [
     'tests/checkpoint/test_faults.py',
     'tests/checkpoint/test_hostile.py',
@@ -432,7 +433,15 @@ def main() -> None:
                 'tests (JAX newest)', python, scratch, 4, variables=UNOPTIMISED, compiled=scratch / 'compiled'
             )
             name = 'tests (JAX oldest)'
-            steps += test_steps(name, oldest, scratch, 2, left_out=NOT_ON_OLDEST, variables=UNOPTIMISED_OLDER)
+            steps += test_steps(
+                name,
+                oldest,
+                scratch,
+                2,
+                QUICK_ON_OLDEST,
+                left_out=NOT_ON_OLDEST,
+                variables=UNOPTIMISED_OLDER,
+            )
             if between:
                 between = between.absolute()
                 print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
