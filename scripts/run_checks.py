@@ -47,23 +47,22 @@ _numbers = itertools.count()
 # pytest's cache folder would be shared by two runs at the same time.
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 QUICK = ['-m', 'not slow']
+QUICK_ON_OLDEST = ['-m', 'not slow and not one_jax']
 
 # Compiling is much of the work of the tests, and how fast the machine code is says nothing about what scalax
 # does: where arrays lie, which collectives there are and what is traced stay as they are. `make verify`
 # compiles as users do.
 UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+# JAX 0.10 can also make machine code without MLIR, in a third of the time; newer ones do not know the flag.
+UNOPTIMISED_OLDER = {**UNOPTIMISED, 'XLA_FLAGS': '--xla_cpu_use_fusion_emitters=false'}
 
-# What was compiled for the quick tests is kept for their next run. Not for `make test`: writing it down makes
-# JAX 0.10.0 crash where a program takes tokens, and processes of one test may read what another is writing.
-CACHED = {
-    **UNOPTIMISED,
-    'JAX_COMPILATION_CACHE_DIR': str(ROOT / '.jax_cache'),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-}
+# Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
+# compiles it once. Not on JAX 0.10.0, which crashes where it writes down a program that takes tokens.
+COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
 
 # These ask little of JAX that others do not ask, or their subject is files, text or pages and not JAX; `make
 # verify` runs them there, too. Each room keeps others: checkpoint what one process and several write and
-# read, hostdata its transfers and what two and four processes do (loaders too), rules random compositions.
+# read, hostdata its transfers and what several processes do (loaders too), rules random compositions.
 NOT_ON_OLDEST = [
     'tests/checkpoint/test_faults.py',
     'tests/checkpoint/test_hostile.py',
@@ -308,6 +307,7 @@ def test_steps(
     left_out: Sequence[str] = (),
     chosen: Sequence[str] = ('tests',),
     variables: Mapping[str, str] | None = None,
+    compiled: Path | None = None,
 ) -> list[Step]:
     """The tests in so many processes, each of which gets every so many-th file.
 
@@ -320,6 +320,7 @@ def test_steps(
         left_out: files and folders that do not run.
         chosen: files and folders.
         variables: of the environment.
+        compiled: where each process keeps, in a folder of its own, what it compiles.
     """
     files = sorted(file for one in chosen for file in _files(ROOT / one))
     files = [file for file in files if not any(file.is_relative_to(ROOT / other) for other in left_out)]
@@ -329,7 +330,8 @@ def test_steps(
         report = scratch / f'{label}.xml'
         own = [str(file.relative_to(ROOT)) for file in files[part::parts]]
         command = [python, *PYTEST, f'--junit-xml={report}', *options, *own]
-        steps.append(Step(label, command, junit=report, variables=variables or {}))
+        cache = {COMPILED: str(compiled / label), **KEEP_ALL} if compiled else {}
+        steps.append(Step(label, command, junit=report, variables={**(variables or {}), **cache}))
     return steps
 
 
@@ -409,7 +411,15 @@ def main() -> None:
         scratch, steps = Path(folder), static_steps(python)
         if args.what == 'check':
             print(f'left out, for `make test`: {", ".join(NOT_IN_CHECK)}')
-            steps += test_steps('quick tests', python, scratch, 2, left_out=NOT_IN_CHECK, variables=CACHED)
+            steps += test_steps(
+                'quick tests',
+                python,
+                scratch,
+                2,
+                left_out=NOT_IN_CHECK,
+                variables=UNOPTIMISED,
+                compiled=ROOT / '.jax_cache',  # for the next run, too
+            )
         elif args.what == 'release':
             print(describe_python(python))
             tests = test_steps('tests', python, scratch, 4, options=())
@@ -419,15 +429,25 @@ def main() -> None:
             oldest = str(Path(oldest).absolute())
             newest_is, oldest_is = describe_python(python), describe_python(oldest)
             print(f'newest: {newest_is}\noldest: {oldest_is}')
-            steps += test_steps('tests (JAX newest)', python, scratch, 4, variables=UNOPTIMISED)
+            steps += test_steps(
+                'tests (JAX newest)', python, scratch, 4, variables=UNOPTIMISED, compiled=scratch / 'compiled'
+            )
             name = 'tests (JAX oldest)'
-            steps += test_steps(name, oldest, scratch, 2, left_out=NOT_ON_OLDEST, variables=UNOPTIMISED)
+            steps += test_steps(
+                name,
+                oldest,
+                scratch,
+                2,
+                QUICK_ON_OLDEST,
+                left_out=NOT_ON_OLDEST,
+                variables=UNOPTIMISED_OLDER,
+            )
             if between:
                 between = between.absolute()
                 print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
                 if between_is != newest_is:  # all tests run on it then
                     name = 'tests (JAX between)'
-                    first = {**UNOPTIMISED, 'PYTHONPATH': str(between)}
+                    first = {**UNOPTIMISED_OLDER, 'PYTHONPATH': str(between)}
                     steps += test_steps(
                         name, oldest, scratch, options=(), chosen=ON_ONE_BETWEEN, variables=first
                     )

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests. The simulated devices are set up in the conftest.py above."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,6 +27,16 @@ hypothesis.settings.load_profile('scalax')
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run (pytest-randomly seeds the global generators)."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def earlier_objects_frozen() -> None:
+    """Collections look through what the tests of this module have made, and not through all that JAX keeps.
+
+    Garbage of the modules before is freed first. What a test of this module drops is freed as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

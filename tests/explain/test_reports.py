@@ -164,6 +164,7 @@ def test_layers_that_alternate_are_abbreviated():
     ]
 
 
+@pytest.mark.one_jax
 def test_100_000_leaves():
     tree = {'layers': [[leaf(8, 8)] * 100 for _ in range(1000)]}
     report = HELPER.explain(tree, P('fsdp'))

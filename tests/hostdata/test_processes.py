@@ -5,7 +5,8 @@ import pytest
 from tests.support.processes import Outcome, names_of_checks, run_checks
 
 CHECKS = names_of_checks('tests.support.data_checks')
-# Where more than two processes can go wrong in another way than two.
+# Where more than two processes can go wrong in another way than two: in who brings what to whom, decided
+# without JAX. What a release of JAX does with several processes, two of them show.
 OF_FOUR = [
     'check_every_mesh',
     'check_other_batch_axes',
@@ -36,10 +37,13 @@ def test_on_two_processes(two: Outcome, name: str) -> None:
     assert name in two.passed, str(two)
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize('name', OF_FOUR)
 def test_on_four_processes(four: Outcome, name: str) -> None:
     assert name in four.passed, str(four)
 
 
-def test_every_process_ended_well(two: Outcome, four: Outcome) -> None:
-    assert set(two.codes) == set(four.codes) == {0}, f'{two}\n{four}'
+@pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.one_jax)])
+def test_every_process_ended_well(request: pytest.FixtureRequest, processes: str) -> None:
+    outcome: Outcome = request.getfixturevalue(processes)
+    assert set(outcome.codes) == {0}, str(outcome)

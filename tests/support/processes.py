@@ -70,7 +70,7 @@ def run_checks(
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
     # Not buffered: what a process said before it was ended counts.
     env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
-    env.pop('XLA_FLAGS', None)
+    env['XLA_FLAGS'] = _flags_but_of_devices()
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
         command = [sys.executable, '-W', 'error', '-m', 'tests.support.processes']
         command += [str(processes), str(port)]
@@ -133,7 +133,7 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
         env: environment variables for each, besides those of the tests.
     """
     common = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'}
-    common.pop('XLA_FLAGS', None)
+    common['XLA_FLAGS'] = _flags_but_of_devices()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files: list[Path] = []
         processes: list[subprocess.Popen[bytes]] = []
@@ -150,6 +150,12 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
                 )
             processes.append(process)
         yield Running(processes, files)
+
+
+def _flags_but_of_devices() -> str:
+    """How many devices a process has is said by JAX_NUM_CPU_DEVICES, or by itself."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    return ' '.join(flag for flag in flags if 'device_count' not in flag)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
