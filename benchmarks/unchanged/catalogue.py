@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.unchanged import bert, decoders, seq2seq, vision
+from benchmarks.unchanged import bert, decoders, diffusion, resnet, seq2seq, unet, vision
 from benchmarks.unchanged.model import Model, Size
 
-FILES = (decoders, seq2seq, bert, vision)
+FILES = (decoders, seq2seq, bert, vision, unet, resnet, diffusion)
 
 
 def all_models(size: Size) -> list[Model]:
