@@ -38,7 +38,11 @@ RULE = TreePathShardingRule(
     ('query|key|value|up', blocks.COLUMNS),
     ('shifts', P(None, 'fsdp', None)),
 )
-HAND = {**blocks.HAND, 'image': P('batch', None, None, None), 'row': P('batch', None)}
+HAND = {
+    **{name: blocks.HAND[name] for name in ('residual', 'heads', 'hidden')},
+    'image': P('batch', None, None, None),
+    'row': P('batch', None),
+}
 
 
 def init(key: jax.Array, s: Sizes) -> Tree:

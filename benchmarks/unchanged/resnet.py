@@ -25,7 +25,7 @@ class Sizes:
 
 SIZES = {
     'small': Sizes(16, 8, (1, 1), 16, 'float32'),
-    'large': Sizes(224, 256, (3, 4, 6, 3), 1024, 'bfloat16'),
+    'large': Sizes(224, 320, (2, 2, 2, 2), 1024, 'bfloat16'),
 }
 RULE = TreePathShardingRule(
     ('inward', P(None, None, None, 'fsdp')),

@@ -28,7 +28,7 @@ class Sizes:
 
 SIZES = {
     'small': Sizes(8, 16, (1, 2), 1, 4, 8, 'float32'),
-    'large': Sizes(64, 320, (1, 2, 4), 2, 32, 64, 'bfloat16'),
+    'large': Sizes(64, 384, (1, 2, 4), 1, 32, 64, 'bfloat16'),
 }
 RULE = TreePathShardingRule(
     ('inward|outward', P(None, None, None, 'fsdp')),
