@@ -1,0 +1,64 @@
+"""The models of the table "unchanged code": the expert's programs compute what one device computes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.unchanged.catalogue import all_models
+from benchmarks.unchanged.model import Model, Strategy
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+ROWS = 8
+STRATEGIES = (Strategy('FSDP', {'fsdp': 8}, ('fsdp',)), Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',)))
+MODELS = [model for model in all_models('small') if not model.name.startswith('decoder, ')]
+
+
+def floats(tree: Any) -> Any:
+    """The same parameters in float32."""
+    return jax.tree.map(lambda x: x.astype('float32') if x.dtype == 'bfloat16' else x, tree)
+
+
+def example(model: Model) -> Any:
+    """A batch with values."""
+    if model.example is not None:
+        return model.example(ROWS)
+    rng = np.random.default_rng(0)
+
+    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        whole = np.issubdtype(leaf.dtype, np.integer)
+        drawn = rng.integers(0, 8, leaf.shape) if whole else rng.normal(size=leaf.shape)
+        return drawn.astype(leaf.dtype)
+
+    return jax.tree.map(values, model.batch(ROWS))
+
+
+@pytest.mark.parametrize('model', MODELS, ids=lambda model: model.name)
+def test_hand_is_one_device(model: Model) -> None:
+    params, batch, key = floats(jax.jit(model.init)(jax.random.key(0))), example(model), jax.random.key(2)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.batch(ROWS))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == shapes
+    wanted, grads = jax.jit(jax.value_and_grad(model.loss, has_aux=model.has_aux))(params, batch, key)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((wanted, grads)))
+
+    for strategy in STRATEGIES:
+        helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
+        rule = model.columns_and_rows if 'tp' in strategy.mesh else FSDPShardingRule('fsdp', min_fsdp_size=1)
+
+        def loss(params: Any, batch: Any, key: Any, axes: tuple[str, ...] = strategy.batch_axes) -> Any:
+            if model.hand_loss is not None:
+                return model.hand_loss(params, batch, key, axes)
+            return model.loss(params, batch, key)
+
+        step = helper.sjit(
+            jax.value_and_grad(loss, has_aux=model.has_aux),
+            in_shardings=(rule, strategy.batch(model), P()),
+            out_shardings=(P(), rule),
+            annotation_shardings={name: strategy.bound(spec) for name, spec in model.hand.items()},
+        )
+        found, found_grads = step(params, batch, key)
+        for one, other in zip(jax.tree.leaves((found, found_grads)), jax.tree.leaves((wanted, grads)), strict=True):
+            scale = max(1e-3, float(np.max(np.abs(other))))
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale, err_msg=strategy.name)
