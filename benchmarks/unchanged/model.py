@@ -34,6 +34,7 @@ class Model:
         hand_loss: the loss as an expert writes it, where names cannot say it; takes a further argument, the
             axes of the batch.
         rows: rows of a batch for each device, in plans.
+        fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Model:
     hand: Mapping[str, P]
     hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], jax.Array] | None = None
     rows: int = 1
+    fsdp_rule: ShardingRule | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Strategy:
 
     def rule(self, model: Model) -> ShardingRule:
         """Where the parameters of a model are."""
-        return model.columns_and_rows if 'tp' in self.mesh else FSDPShardingRule()
+        if 'tp' in self.mesh:
+            return model.columns_and_rows
+        return model.fsdp_rule or FSDPShardingRule()
 
     def bound(self, spec: P) -> P:
         """A spec of `Model.hand` over this mesh."""
