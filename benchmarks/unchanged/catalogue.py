@@ -8,18 +8,44 @@ from benchmarks.unchanged import (
     contrastive,
     decoders,
     diffusion,
+    experts,
     graph,
+    linen_modules,
+    local_global,
+    nnx_modules,
+    per_example,
     recommender,
     recurrent,
     resnet,
     seq2seq,
     state_space,
     unet,
+    variants,
     vision,
 )
 from benchmarks.unchanged.model import Model, Size
 
-FILES = (decoders, seq2seq, bert, vision, unet, resnet, diffusion, recurrent, state_space, contrastive, recommender, graph, actor_critic)
+FILES = (
+    decoders,
+    local_global,
+    experts,
+    per_example,
+    nnx_modules,
+    linen_modules,
+    variants,
+    seq2seq,
+    bert,
+    vision,
+    unet,
+    resnet,
+    diffusion,
+    recurrent,
+    state_space,
+    contrastive,
+    recommender,
+    graph,
+    actor_critic,
+)
 
 
 def all_models(size: Size) -> list[Model]:

@@ -37,6 +37,7 @@ class Model:
         batch_dim: the dimension of the batch's arrays that has the rows; 1 in time-major data.
         has_aux: the loss returns a pair: the mean loss, and arrays that the step hands out.
         example: from a number of rows to a batch with values, where any small numbers will not do.
+        fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Model:
     batch_dim: int = 0
     has_aux: bool = False
     example: Callable[[int], Tree] | None = None
+    fsdp_rule: ShardingRule | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Strategy:
 
     def rule(self, model: Model) -> ShardingRule:
         """Where the parameters of a model are."""
-        return model.columns_and_rows if 'tp' in self.mesh else FSDPShardingRule()
+        if 'tp' in self.mesh:
+            return model.columns_and_rows
+        return model.fsdp_rule or FSDPShardingRule()
 
     def bound(self, spec: P) -> P:
         """A spec of `Model.hand` over this mesh."""

@@ -64,7 +64,9 @@ def lstm(x: jax.Array, w: Tree) -> jax.Array:
     inward = with_sharding_annotation(w['inward'], 'gathered')
     inputs = with_sharding_annotation(jnp.einsum('bsd,dge->bsge', x, inward) + w['bias'], 'gates')
 
-    def step(state: tuple[jax.Array, jax.Array], inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+        state: tuple[jax.Array, jax.Array], inputs: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         hidden, cell = state
         gates = inputs + jnp.einsum('bd,dge->bge', with_sharding_annotation(hidden, 'output'), again)
         gates = with_sharding_annotation(gates, 'gates of a step')
