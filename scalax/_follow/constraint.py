@@ -15,18 +15,21 @@ from scalax._follow.trail import Trail
 
 def spec_of(trail: Trail) -> PartitionSpec:
     """The spec that keeps the followed dimensions where they are, and leaves the others to the compiler."""
-    return PartitionSpec(*(_entry(axes) for axes in trail))
+    return _spec(trail, PartitionSpec.UNCONSTRAINED)
 
 
-def _entry(axes: tuple[str, ...]) -> Any:
-    if not axes:
-        return PartitionSpec.UNCONSTRAINED
-    return axes[0] if len(axes) == 1 else axes
+def closed_spec_of(trail: Trail, ndim: int) -> PartitionSpec:
+    """The spec of a trail whose other dimensions are whole."""
+    return _spec(trail or ((),) * ndim, None)
 
 
-def constraint(var: Any, trail: Trail, mesh: Mesh | AbstractMesh, source_info: Any) -> Any:
-    """An equation whose result is *var*, kept where its trail says; the mesh is the one in force."""
-    template = _template(NamedSharding(mesh, spec_of(trail)), jax.sharding.get_abstract_mesh())
+def _spec(trail: Trail, otherwise: Any) -> PartitionSpec:
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or otherwise for axes in trail))
+
+
+def constraint(var: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, source_info: Any) -> Any:
+    """An equation that constrains a variable; the mesh is the one in force."""
+    template = _template(NamedSharding(mesh, spec), jax.sharding.get_abstract_mesh())
     return template.replace(invars=[var], outvars=[Var(var.aval)], source_info=source_info)
 
 

@@ -9,22 +9,23 @@ looked up or scattered, and at both ends of the body of a loop. Dimensions witho
 user's constraint takes is not constrained before it.
 
 Weights are not constrained. So each use gathers them, and their gradients, sums over rows, go where the
-shardings of the results say.
+shardings of the results say. Loops that multiply few rows in a round are an exception (`weights`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import DropVar, Literal
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from scalax._follow.constraint import constraint
+from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
 from scalax._follow.primitives import CHOICES, RULES
 from scalax._follow.trail import LOST, Trail, common, merged, possible
+from scalax._follow.weights import FEW_ROWS, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
@@ -68,12 +69,17 @@ class Followed:
         trails: those of its results.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
+        multiplied: the arguments without rows that are multiplied with rows, by number: with how many on each
+            device at most.
+        summed: the results that are sums over few rows, by number.
     """
 
     jaxpr: Any
     trails: tuple[Trail, ...]
     kept: tuple[Kept, ...] = ()
     lost: tuple[Lost, ...] = ()
+    multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    summed: frozenset[int] = frozenset()
 
 
 def follow(
@@ -95,7 +101,7 @@ class _Follower:
 
     def __init__(self, mesh: Mesh | AbstractMesh, batch_axes: Container[str]) -> None:
         self.batch_axes = batch_axes
-        self._mesh, self._sizes = mesh, dict(mesh.shape)
+        self._mesh, self.sizes = mesh, dict(mesh.shape)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
@@ -108,27 +114,21 @@ class _Follower:
             if on_trail and opened(jaxpr).eqns:
                 found = _Edit(self, jaxpr, on_trail).made(is_round)
             else:
-                found = Followed(
-                    jaxpr,
-                    tuple(
-                        on_trail.get(var, LOST) if not isinstance(var, Literal) else LOST
-                        for var in opened(jaxpr).outvars
-                    ),
-                )
+                found = _Edit(self, jaxpr, on_trail).unchanged()
             self._known[key] = jaxpr, found
         return self._known[key][1]
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""
-        return possible(trail, shape_of(var), self._sizes)
+        return possible(trail, shape_of(var), self.sizes)
 
     def has_rows(self, trail: Trail) -> bool:
         """Whether some dimension of a value holds rows of the batch."""
         return any(axis in self.batch_axes for axes in trail for axis in axes)
 
-    def constraint(self, var: Any, trail: Trail, source_info: Any) -> Any:
+    def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
-        return constraint(var, trail, self._mesh, source_info)
+        return constraint(var, spec, self._mesh, source_info)
 
 
 class _Edit:
@@ -146,61 +146,83 @@ class _Edit:
         self._constrained: dict[Any, Any] = {}  # variable -> the variable behind its constraint
         self._kept: list[Kept] = []
         self._lost: list[Lost] = []
+        arguments = {
+            var: i
+            for i, var in enumerate(opened(jaxpr).invars)
+            if not follower.has_rows(on_trail.get(var, LOST))
+        }
+        self._weights = Weights(arguments, follower.sizes, follower.has_rows)
+        # Of the loop at hand: weights that are gathered before it, and results that are summed behind it.
+        self._whole: dict[Any, Any] = {}
+        self._summed: list[Any] = []
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
         self._users_own = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
+
+    def unchanged(self) -> Followed:
+        """The jaxpr as it is: without equations there is nothing to constrain."""
+        return Followed(self._jaxpr, tuple(map(self._trail, opened(self._jaxpr).outvars)))
 
     def made(self, is_round: bool) -> Followed:
         """The jaxpr with constraints."""
         jaxpr = opened(self._jaxpr)
         first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
         if is_round:
-            for var in jaxpr.invars:
-                self._keep(var, first)
+            for var in filter(self._may_keep, jaxpr.invars):
+                self._constrain(var, spec_of(self._on_trail[var]), first)
         for equation in jaxpr.eqns:
             self._equation(equation)
         if is_round:
-            for atom in jaxpr.outvars:
-                if not isinstance(atom, Literal) and atom not in self._constrained:
-                    self._keep(atom, last)
+            for atom in dict.fromkeys(atom for atom in jaxpr.outvars if not isinstance(atom, Literal)):
+                if atom not in self._constrained and self._may_keep(atom):
+                    self._constrain(atom, spec_of(self._on_trail[atom]), last)
         results = [self._constrained_form(atom) for atom in jaxpr.outvars]
         return Followed(
             replaced(self._jaxpr, eqns=self._equations, outvars=results),
             tuple(map(self._trail, jaxpr.outvars)),
             tuple(self._kept),
             tuple(self._lost),
+            self._weights.multiplied,
+            frozenset(i for i, atom in enumerate(jaxpr.outvars) if self._weights.is_sum(atom)),
         )
 
     def _trail(self, atom: Any) -> Trail:
         return LOST if isinstance(atom, Literal) else self._on_trail.get(atom, LOST)
 
+    def _input(self, var: Any) -> Any:
+        return self._whole.get(var, self._constrained.get(var, var))
+
     def _constrained_form(self, atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
 
-    def _keep(self, var: Any, equation: Any) -> None:
-        """Constrains a variable to its trail, if it has one and no constraint of the user's takes it."""
-        trail = self._on_trail.get(var, LOST)
-        if var in self._users_own or isinstance(var, DropVar) or not self._follower.has_rows(trail):
-            return
-        added = self._follower.constraint(var, trail, equation.source_info)
+    def _may_keep(self, var: Any) -> bool:
+        """Whether a variable has rows, and no constraint of the user's takes it."""
+        users = var in self._users_own or isinstance(var, DropVar)
+        return not users and self._follower.has_rows(self._trail(var))
+
+    def _constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
+        added = self._follower.constraint(var, spec, equation.source_info)
         self._equations.append(added)
         self._constrained[var] = added.outvars[0]
-        self._kept.append(Kept(var.aval, trail, equation))
 
     def _equation(self, equation: Any) -> None:
         operands = [self._trail(atom) for atom in equation.invars]
+        self._whole, self._summed = {}, []
         params, results = self._results(equation, operands) if any(operands) else (equation.params, ())
+        self._weights.note(equation, operands)
         changed = {} if params is equation.params else {'params': params}
-        if not self._constrained.keys().isdisjoint(
-            atom for atom in equation.invars if not isinstance(atom, Literal)
-        ):
-            changed['invars'] = list(map(self._constrained_form, equation.invars))
+        inputs = [atom if isinstance(atom, Literal) else self._input(atom) for atom in equation.invars]
+        if any(new is not old for new, old in zip(inputs, equation.invars, strict=True)):
+            changed['invars'] = inputs
         self._equations.append(equation.replace(**changed) if changed else equation)
         for var, trail in zip(equation.outvars, results, strict=False):
             trail = self._follower.possible(trail, var)
             if trail:
                 self._on_trail[var] = trail
-                if self._is_choice(equation, operands):
-                    self._keep(var, equation)
+                if self._is_choice(equation, operands) and self._may_keep(var):
+                    self._constrain(var, spec_of(trail), equation)
+                    self._kept.append(Kept(var.aval, trail, equation))
+        for var in self._summed:
+            self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
 
     def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
         """Whether the compiler might put the results of an equation elsewhere.
@@ -220,6 +242,7 @@ class _Edit:
             return params, results
         if name in CALLS:
             inside = self._inside(params[CALLS[name]], operands)
+            self._weights.note_call(equation, inside.multiplied, inside.summed)
             return {**params, CALLS[name]: inside.jaxpr}, inside.trails
         if name == 'scan':
             return self._scan(equation, operands)
@@ -256,6 +279,8 @@ class _Edit:
 
         state = self._settled(body, operands[constants : constants + carried], arguments)
         inside = self._inside(body, arguments(state), is_round=True)
+        self._gather_before(equation, range(constants), inside)
+        self._sum_behind(equation, carried, inside)
         stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
         return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
 
@@ -268,7 +293,30 @@ class _Edit:
 
         state = self._settled(params['body_jaxpr'], operands[constants[1] :], arguments)
         inside = self._inside(params['body_jaxpr'], arguments(state), is_round=True)
+        self._gather_before(equation, range(*constants), inside)
+        self._sum_behind(equation, len(state), inside)
         return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
+
+    def _gather_before(self, equation: Any, places: range, inside: Followed) -> None:
+        """Gathers the weights at these operands of a loop, if each round multiplies few rows with them."""
+        for i, place in enumerate(places):
+            var = equation.invars[place]
+            if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS and not isinstance(var, Literal):
+                spec = closed_spec_of(self._trail(var), len(shape_of(var)))
+                added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
+                self._equations.append(added)
+                self._whole[var] = added.outvars[0]
+
+    def _sum_behind(self, equation: Any, carried: int, inside: Followed) -> None:
+        """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
+        self._summed = [
+            var
+            for i, var in enumerate(equation.outvars[:carried])
+            if i in inside.summed
+            and not self._follower.has_rows(inside.trails[i])
+            and shape_of(var)
+            and not isinstance(var, DropVar)
+        ]
 
     def _settled(
         self, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]

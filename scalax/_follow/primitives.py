@@ -37,11 +37,19 @@ def _broadcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 
 def _reshape(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """Dimensions that are merged or split: the major one of each group keeps its rows."""
+    """Dimensions that are merged or split.
+
+    The rows of merged dimensions are those of the first one that has any. Of the dimensions that one is split
+    into, the first that divides has the rows: rows change places if that is not the major one.
+    """
     if eqn.params.get('dimensions') is not None or not trails[0]:
         return [LOST]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    dims = {b[0]: trails[0][a[0]] for a, b in _groups(old, new)}
+    dims = {}
+    for merged_dims, split_dims in _groups(old, new):
+        i = next((i for i in merged_dims if trails[0][i]), None)
+        if i is not None:
+            dims.update(dict.fromkeys(split_dims, trails[0][i]))
     return [of_dims(dims, len(new))]
 
 
@@ -244,7 +252,7 @@ _ELEMENTWISE = """
     imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul name ne
     neg nextafter not one_minus_square or polygamma population_count pow random_gamma_grad real
     reduce_precision regularized_incomplete_beta rem rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sort sqrt square stop_gradient sub tan
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh threefry2x32 xor zeta random_fold_in
 """
 RULES: dict[str, Rule] = {

@@ -1,4 +1,4 @@
-"""What `SjitFunction.followed` tells: which values stay with the rows of a batch, and where these are lost."""
+"""What `SjitFunction.followed` tells: which values stay with the rows, and where these are lost."""
 
 from __future__ import annotations
 

@@ -193,8 +193,8 @@ class ArgumentShardings:
             if not any(sharding is not None and any(sharding.spec) for sharding in given):
                 raise ArgumentError(
                     f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
-                    '(batch_argnums, batch_argnames), and in_shardings shards none of its dimensions: give it '
-                    "a spec such as PartitionSpec('data'), or leave it out"
+                    '(batch_argnums, batch_argnames), and in_shardings shards none of its dimensions: give '
+                    "it a spec such as PartitionSpec('data'), or leave it out"
                 )
 
     def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:
