@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.unchanged import (
     decoders,
     experts,
+    flash,
     linen_modules,
     local_global,
     nnx_modules,
@@ -13,7 +14,7 @@ from benchmarks.unchanged import (
 )
 from benchmarks.unchanged.model import Model, Size
 
-FILES = (decoders, local_global, experts, per_example, nnx_modules, linen_modules, variants)
+FILES = (decoders, local_global, experts, per_example, nnx_modules, linen_modules, variants, flash)
 
 
 def all_models(size: Size) -> list[Model]:
