@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.unchanged.blocks import Draw
 from benchmarks.unchanged.model import Model, Size, Tree
@@ -180,9 +181,9 @@ def models(size: Size) -> list[Model]:
         return {'images': images, 'noise': images, 'signal': jax.ShapeDtypeStruct((rows,), 'float32')}
 
     def example(rows: int) -> Tree:
-        shape = rows, s.image, s.image, 4
-        images, noise = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(1)))
-        return {'images': images, 'noise': noise, 'signal': jnp.linspace(0.1, 0.9, rows)}
+        rng = np.random.default_rng(1)
+        images, noise = rng.normal(size=(2, rows, s.image, s.image, 4)).astype('float32')
+        return {'images': images, 'noise': noise, 'signal': np.linspace(0.1, 0.9, rows, dtype='float32')}
 
     return [
         Model(
