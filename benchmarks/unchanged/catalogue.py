@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from benchmarks.unchanged import (
+    actor_critic,
+    bert,
+    contrastive,
     decoders,
+    diffusion,
     experts,
     flash,
+    graph,
     linen_modules,
     local_global,
     nnx_modules,
     per_example,
+    recommender,
+    recurrent,
+    resnet,
+    seq2seq,
+    state_space,
+    unet,
     variants,
+    vision,
 )
 from benchmarks.unchanged.model import Model, Size
 
-FILES = (decoders, local_global, experts, per_example, nnx_modules, linen_modules, variants, flash)
+FILES = (
+    decoders,
+    local_global,
+    experts,
+    per_example,
+    nnx_modules,
+    linen_modules,
+    variants,
+    flash,
+    seq2seq,
+    bert,
+    vision,
+    unet,
+    resnet,
+    diffusion,
+    recurrent,
+    state_space,
+    contrastive,
+    recommender,
+    graph,
+    actor_critic,
+)
 
 
 def all_models(size: Size) -> list[Model]:

@@ -23,17 +23,17 @@ def make_step(
     optimizer = optax.adamw(1e-3)
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape(optimizer.init, params)
-    rule, batch = strategy.rule(model), P(strategy.batch_axes)
+    rule, batch = strategy.rule(model), strategy.batch(model)
     by_hand = model.hand_loss if variant == 'hand' else None
 
-    def loss(params: Any, batch: Any, key: Any) -> jax.Array:
+    def loss(params: Any, batch: Any, key: Any) -> Any:
         if by_hand is not None:
             return by_hand(params, batch, key, strategy.batch_axes)
         return model.loss(params, batch, key)
 
     def step(state: Any, batch: Any, key: Any) -> Any:
         params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        value, grads = jax.value_and_grad(loss, has_aux=model.has_aux)(params, batch, key)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 

@@ -13,7 +13,7 @@ from scalax.sharding import PartitionSpec as P
 
 Tree = Any
 Size = Literal['small', 'large']
-Loss = Callable[[Tree, Tree, jax.Array], jax.Array]
+Loss = Callable[[Tree, Tree, jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Model:
             axes of the batch.
         rows: rows of a batch for each device, in plans.
         fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
+        batch_dim: the dimension of the batch's arrays that has the rows; 1 in time-major data.
+        has_aux: the loss returns a pair: the mean loss, and arrays that the step hands out.
+        example: from a number of rows to a batch with values, where any small numbers will not do.
     """
 
     name: str
@@ -43,9 +46,12 @@ class Model:
     loss: Loss
     columns_and_rows: TreePathShardingRule
     hand: Mapping[str, P]
-    hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], jax.Array] | None = None
+    hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], Any] | None = None
     rows: int = 1
     fsdp_rule: ShardingRule | None = None
+    batch_dim: int = 0
+    has_aux: bool = False
+    example: Callable[[int], Tree] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,10 @@ class Strategy:
         """A spec of `Model.hand` over this mesh."""
         known = {'batch': self.batch_axes, **{name: name for name in self.mesh}}
         return P(*(known.get(entry) if isinstance(entry, str) else entry for entry in spec))
+
+    def batch(self, model: Model) -> P:
+        """Where the arrays of a batch are."""
+        return P(*[None] * model.batch_dim, self.batch_axes)
 
 
 STRATEGIES = (
