@@ -19,7 +19,21 @@ from benchmarks.unchanged import (
 )
 from benchmarks.unchanged.model import Model, Size
 
-FILES = (decoders, seq2seq, bert, vision, unet, resnet, diffusion, recurrent, state_space, contrastive, recommender, graph, actor_critic)
+FILES = (
+    decoders,
+    seq2seq,
+    bert,
+    vision,
+    unet,
+    resnet,
+    diffusion,
+    recurrent,
+    state_space,
+    contrastive,
+    recommender,
+    graph,
+    actor_critic,
+)
 
 
 def all_models(size: Size) -> list[Model]:

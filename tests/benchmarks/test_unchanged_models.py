@@ -12,7 +12,10 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 ROWS = 8
-STRATEGIES = (Strategy('FSDP', {'fsdp': 8}, ('fsdp',)), Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',)))
+STRATEGIES = (
+    Strategy('FSDP', {'fsdp': 8}, ('fsdp',)),
+    Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',)),
+)
 # Half the time of compiling.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 
@@ -69,6 +72,8 @@ def test_hand_is_one_device(model: Model) -> None:
             annotation_shardings={name: strategy.bound(spec) for name, spec in model.hand.items()},
             compiler_options=QUICKLY,
         )
-        for one, other in zip(jax.tree.leaves(step(params, batch, key)), jax.tree.leaves(wanted), strict=True):
+        for one, other in zip(
+            jax.tree.leaves(step(params, batch, key)), jax.tree.leaves(wanted), strict=True
+        ):
             scale = max(0.1, np.max(np.abs(other)))
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale, err_msg=strategy.name)
