@@ -40,8 +40,8 @@ RULE = TreePathShardingRule(
     ('top/[13]', P('tp', 'fsdp')),
 )
 # Every device looks up all rows in its part of a table; the sums of what they found go to the rows' devices.
-# Backward, all rows come to every part: gradients of tables are never summed over slices. In one slice plain does
-# so by itself, with 3 % fewer bytes.
+# Backward, all rows come to every part: gradients of tables are never summed over slices. In one slice
+# plain does so by itself, with 3 % fewer bytes.
 HAND = {
     'indices': P(None),
     'found': P(None, 'tp'),

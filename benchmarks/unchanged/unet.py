@@ -40,8 +40,8 @@ RULE = TreePathShardingRule(
     ('output', P('tp', 'fsdp')),
     ('norm', P()),
 )
-# Images stay whole over tp between blocks. FSDP x TP: half of plain's bytes and seconds for 12 % more memory; with
-# channels over tp it is the plain program. FSDP and HSDP: written out, plain is as good, and holds 7 % less.
+# Images stay whole over tp between blocks. FSDP x TP: half of plain's bytes and seconds for 12 % more memory;
+# with channels over tp it is the plain program. FSDP and HSDP: written out, plain is as good, and holds 7 % less.
 HAND = {
     'image': P('batch', None, None, None),
     'hidden': P('batch', None, None, 'tp'),
