@@ -41,7 +41,7 @@ RULE = TreePathShardingRule(
     ('norm', P()),
 )
 # Images stay whole over tp between blocks. FSDP x TP: half of plain's bytes and seconds for 12 % more memory;
-# with channels over tp it is the plain program. FSDP and HSDP: written out, plain is as good, and holds 7 % less.
+# with channels over tp it is the plain program. FSDP and HSDP: plain is as good, and holds 7 % less.
 HAND = {
     'image': P('batch', None, None, None),
     'hidden': P('batch', None, None, 'tp'),
