@@ -76,7 +76,9 @@ def layer_norm(x: jax.Array, w: Tree | None = None) -> jax.Array:
     return y if w is None else y * w['scale'] + w['bias']
 
 
-def attention(x: jax.Array, w: Tree, heads: int, bias: Any = 0.0, context: jax.Array | None = None) -> jax.Array:
+def attention(
+    x: jax.Array, w: Tree, heads: int, bias: Any = 0.0, context: jax.Array | None = None
+) -> jax.Array:
     """(B, Q, D) -> (B, Q, D); *bias* is added to the scores, (B, H, Q, K)."""
     context = x if context is None else context
 

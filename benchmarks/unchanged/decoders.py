@@ -125,4 +125,7 @@ def decoder(name: str, size: Size, grouped: bool, remat: bool = True) -> Model:
 
 def models(size: Size) -> list[Model]:
     """The decoders of the table."""
-    return [decoder('decoder, many heads', size, grouped=False), decoder('decoder, grouped heads', size, grouped=True)]
+    return [
+        decoder('decoder, many heads', size, grouped=False),
+        decoder('decoder, grouped heads', size, grouped=True),
+    ]

@@ -1,4 +1,4 @@
-"""A recommender: large embedding tables, a product of every pair of features, two stacks of layers, as in DLRM."""
+"""A recommender: large embedding tables, products of all pairs of features, two stacks of layers (DLRM)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ RULE = TreePathShardingRule(
     ('top/[13]', P('tp', 'fsdp')),
 )
 # Every device looks up all rows in its part of a table; the sums of what they found go to the rows' devices.
-# Backward, all rows come to every part: gradients of tables are never summed over devices.
+# Backward, all rows come to every part: gradients of tables are never summed over slices. In one slice
+# plain does so by itself, with 3 % fewer bytes.
 HAND = {
     'indices': P(None),
     'found': P(None, 'tp'),

@@ -30,7 +30,9 @@ RULE = TreePathShardingRule(
     ('inward|again', P('fsdp', None, 'tp')),
     ('bias', P()),
 )
-# The weights of a cell are gathered once, before the loop over time.
+# The weights of a cell are gathered once, before the loop over time, and held until the loop backward is
+# done: with FSDP a quarter to a half more memory than plain, for a sixtieth of its bytes and a seventh of
+# its time.
 HAND = {
     'sequence': P('batch', None, None),
     'gates': P('batch', None, None, 'tp'),
@@ -64,7 +66,9 @@ def lstm(x: jax.Array, w: Tree) -> jax.Array:
     inward = with_sharding_annotation(w['inward'], 'gathered')
     inputs = with_sharding_annotation(jnp.einsum('bsd,dge->bsge', x, inward) + w['bias'], 'gates')
 
-    def step(state: tuple[jax.Array, jax.Array], inputs: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+        state: tuple[jax.Array, jax.Array], inputs: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         hidden, cell = state
         gates = inputs + jnp.einsum('bd,dge->bge', with_sharding_annotation(hidden, 'output'), again)
         gates = with_sharding_annotation(gates, 'gates of a step')

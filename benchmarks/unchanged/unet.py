@@ -40,6 +40,8 @@ RULE = TreePathShardingRule(
     ('output', P('tp', 'fsdp')),
     ('norm', P()),
 )
+# Images stay whole over tp between blocks. FSDP x TP: half of plain's bytes and seconds for 12 % more memory;
+# with channels over tp it is the plain program. FSDP and HSDP: plain is as good, and holds 7 % less.
 HAND = {
     'image': P('batch', None, None, None),
     'hidden': P('batch', None, None, 'tp'),
@@ -121,7 +123,9 @@ def block(x: jax.Array, time: jax.Array, w: Tree, s: Sizes) -> jax.Array:
     y = with_sharding_annotation(y + (jax.nn.silu(time) @ w['time'])[:, None, None], 'hidden')
     y = conv(jax.nn.silu(group_norm(y, w['norm2'], s.groups)), w['conv2'])
     x = conv(x, w['skip']) if 'skip' in w else x
-    x = with_sharding_annotation(with_sharding_annotation(x, 'image') + with_sharding_annotation(y, 'image'), 'image')
+    x = with_sharding_annotation(
+        with_sharding_annotation(x, 'image') + with_sharding_annotation(y, 'image'), 'image'
+    )
     return x + attention(x, w['attention'], s) if 'attention' in w else x
 
 
@@ -135,7 +139,9 @@ def attention(x: jax.Array, w: Tree, s: Sizes) -> jax.Array:
     q, k, v = split(y @ w['query']), split(y @ w['key']), split(y @ w['value'])
     scores = jnp.einsum('bqhd,bkhd->bhqk', q, k) / math.sqrt(s.head)
     y = with_sharding_annotation(jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), v), 'heads')
-    return with_sharding_annotation((y.reshape(batch, height * width, -1) @ w['output']).reshape(x.shape), 'image')
+    return with_sharding_annotation(
+        (y.reshape(batch, height * width, -1) @ w['output']).reshape(x.shape), 'image'
+    )
 
 
 def unet(params: Tree, x: jax.Array, times: jax.Array, s: Sizes) -> jax.Array:
