@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.unchanged import blocks
 from benchmarks.unchanged.model import Model, Size, Tree
@@ -109,17 +110,17 @@ def models(size: Size) -> list[Model]:
         }
 
     def example(rows: int) -> Tree:
-        keys = jax.random.split(jax.random.key(1), 3)
-        lengths = 4 + jnp.arange(rows) % (s.sequence - 3)
-        mask = (jnp.arange(s.sequence) < lengths[:, None]).astype('int32')
-        tokens = jax.random.randint(keys[0], (rows, s.sequence), 0, s.vocabulary) * mask
+        rng = np.random.default_rng(1)
+        lengths = 4 + np.arange(rows) % (s.sequence - 3)
+        mask = (np.arange(s.sequence) < lengths[:, None]).astype('int32')
+        tokens = rng.integers(0, s.vocabulary, (rows, s.sequence), 'int32') * mask
         return {
             'tokens': tokens,
             'mask': mask,
             'kinds': tokens % 2,
-            'places': jax.random.randint(keys[1], (rows, s.masked), 0, 4),
-            'labels': jax.random.randint(keys[2], (rows, s.masked), 0, s.vocabulary),
-            'weights': jnp.ones((rows, s.masked)).at[::2, 1].set(0),
+            'places': rng.integers(0, 4, (rows, s.masked), 'int32'),
+            'labels': rng.integers(0, s.vocabulary, (rows, s.masked), 'int32'),
+            'weights': (rng.random((rows, s.masked)) < 0.8).astype('float32'),
         }
 
     return [

@@ -30,10 +30,10 @@ SIZES = {
     'large': Sizes(2048, 16, 32, 8, 8192, 32_768, 2048),
 }
 RULE = TreePathShardingRule(
-    ('unembed', P('fsdp', 'tp')),
-    ('embed', P('tp', 'fsdp')),
     ('output|down', P(None, 'tp', 'fsdp')),
     ('query|key|value|gate|up', P(None, 'fsdp', 'tp')),
+    ('unembed', P('fsdp', 'tp')),
+    ('embed', P('tp', 'fsdp')),
     ('norm', P()),
 )
 HAND = {

@@ -39,10 +39,10 @@ MANY = {
     'large': Sizes(1024, 12, 16, 512, 64, 2, 32_768, 2048, 'bfloat16'),
 }
 SHARED = (
-    ('embed', P('tp', 'fsdp')),
     ('output', P(None, 'tp', 'fsdp')),
     ('query|key|value', P(None, 'fsdp', 'tp')),
     ('unembed', P('fsdp', 'tp')),
+    ('embed', P('tp', 'fsdp')),
     ('norm|router', P()),
 )
 # Sorted tokens: parts of the hidden dimension. One-hot dispatch: some of the experts.
@@ -59,8 +59,8 @@ OVER_EXPERTS = {
     '': TreePathShardingRule(
         ('gate|up|down', P(None, 'fsdp')),
         ('output', P(None, None, 'fsdp')),
-        ('embed', P(None, 'fsdp')),
         ('unembed', P('fsdp')),
+        ('embed', P(None, 'fsdp')),
         ('query|key|value', P(None, 'fsdp')),
         ('norm|router', P()),
     ),

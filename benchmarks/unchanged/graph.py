@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.unchanged.blocks import Draw, layer_norm
 from benchmarks.unchanged.model import Model, Size, Tree
@@ -133,16 +134,16 @@ def models(size: Size) -> list[Model]:
 
     def example(rows: int) -> Tree:
         """The last node of each graph is padding, and so are the edges at it."""
-        keys = jax.random.split(jax.random.key(1), 5)
+        rng = np.random.default_rng(1)
         nodes, edges = rows * s.nodes, rows * s.edges
-        first = jnp.repeat(jnp.arange(rows) * s.nodes, s.edges)
+        first = np.repeat(np.arange(rows) * s.nodes, s.edges)
         return {
-            'nodes': jax.random.normal(keys[0], (nodes, s.features)),
-            'real': (jnp.arange(nodes) % s.nodes < s.nodes - 1).astype('float32'),
-            'targets': jax.random.normal(keys[1], (nodes, s.features)),
-            'edges': jax.random.normal(keys[2], (edges, s.features)),
-            'senders': (first + jax.random.randint(keys[3], (edges,), 0, s.nodes)).astype('int32'),
-            'receivers': (first + jax.random.randint(keys[4], (edges,), 0, s.nodes)).astype('int32'),
+            'nodes': rng.normal(size=(nodes, s.features)).astype('float32'),
+            'real': (np.arange(nodes) % s.nodes < s.nodes - 1).astype('float32'),
+            'targets': rng.normal(size=(nodes, s.features)).astype('float32'),
+            'edges': rng.normal(size=(edges, s.features)).astype('float32'),
+            'senders': (first + rng.integers(0, s.nodes, edges)).astype('int32'),
+            'receivers': (first + rng.integers(0, s.nodes, edges)).astype('int32'),
         }
 
     return [

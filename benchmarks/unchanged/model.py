@@ -34,10 +34,10 @@ class Model:
         hand_loss: the loss as an expert writes it, where names cannot say it; takes a further argument, the
             axes of the batch.
         rows: rows of a batch for each device, in plans.
+        fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
         batch_dim: the dimension of the batch's arrays that has the rows; 1 in time-major data.
         has_aux: the loss returns a pair: the mean loss, and arrays that the step hands out.
         example: from a number of rows to a batch with values, where any small numbers will not do.
-        fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Model:
     hand: Mapping[str, P]
     hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], Any] | None = None
     rows: int = 1
+    fsdp_rule: ShardingRule | None = None
     batch_dim: int = 0
     has_aux: bool = False
     example: Callable[[int], Tree] | None = None
-    fsdp_rule: ShardingRule | None = None
 
 
 @dataclasses.dataclass(frozen=True)

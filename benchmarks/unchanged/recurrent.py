@@ -30,7 +30,9 @@ RULE = TreePathShardingRule(
     ('inward|again', P('fsdp', None, 'tp')),
     ('bias', P()),
 )
-# The weights of a cell are gathered once, before the loop over time.
+# The weights of a cell are gathered once, before the loop over time, and held until the loop backward is
+# done: with FSDP a quarter to a half more memory than plain, for a sixtieth of its bytes and a seventh of
+# its time.
 HAND = {
     'sequence': P('batch', None, None),
     'gates': P('batch', None, None, 'tp'),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.unchanged.blocks import Draw
 from benchmarks.unchanged.model import Model, Size, Tree
@@ -39,6 +40,8 @@ RULE = TreePathShardingRule(
     ('output', P('tp', 'fsdp')),
     ('norm', P()),
 )
+# Images stay whole over tp between blocks. FSDP x TP: half of plain's bytes and seconds for 12 % more memory;
+# with channels over tp it is the plain program. FSDP and HSDP: plain is as good, and holds 7 % less.
 HAND = {
     'image': P('batch', None, None, None),
     'hidden': P('batch', None, None, 'tp'),
@@ -184,9 +187,9 @@ def models(size: Size) -> list[Model]:
         return {'images': images, 'noise': images, 'signal': jax.ShapeDtypeStruct((rows,), 'float32')}
 
     def example(rows: int) -> Tree:
-        shape = rows, s.image, s.image, 4
-        images, noise = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(1)))
-        return {'images': images, 'noise': noise, 'signal': jnp.linspace(0.1, 0.9, rows)}
+        rng = np.random.default_rng(1)
+        images, noise = rng.normal(size=(2, rows, s.image, s.image, 4)).astype('float32')
+        return {'images': images, 'noise': noise, 'signal': np.linspace(0.1, 0.9, rows, dtype='float32')}
 
     return [
         Model(
