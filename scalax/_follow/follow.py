@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import DropVar, Literal
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -196,9 +197,12 @@ class _Edit:
         return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
 
     def _may_keep(self, var: Any) -> bool:
-        """Whether a variable has rows, and no constraint of the user's takes it."""
-        users = var in self._users_own or isinstance(var, DropVar)
-        return not users and self._follower.has_rows(self._trail(var))
+        """Whether a variable has rows, is no value in the memory of the host, and is free of the user's."""
+        if var in self._users_own or isinstance(var, DropVar):
+            return False
+        # A constraint would bring a value back from there.
+        space = getattr(var.aval, 'memory_space', jax.memory.Space.Device)
+        return space == jax.memory.Space.Device and self._follower.has_rows(self._trail(var))
 
     def _constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         added = self._follower.constraint(var, spec, equation.source_info)
