@@ -57,7 +57,7 @@ UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
 UNOPTIMISED_OLDER = {**UNOPTIMISED, 'XLA_FLAGS': '--xla_cpu_use_fusion_emitters=false'}
 
 # Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
-# compiles it once. Not on JAX 0.10.0, which crashes where it writes down a program that takes tokens.
+# compiles it once.
 COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
 
 # These ask little of JAX that others do not ask, or their subject is files, text or pages and not JAX; `make
@@ -441,6 +441,7 @@ def main() -> None:
                 QUICK_ON_OLDEST,
                 left_out=NOT_ON_OLDEST,
                 variables=UNOPTIMISED_OLDER,
+                compiled=scratch / 'compiled',
             )
             if between:
                 between = between.absolute()
@@ -449,7 +450,13 @@ def main() -> None:
                     name = 'tests (JAX between)'
                     first = {**UNOPTIMISED_OLDER, 'PYTHONPATH': str(between)}
                     steps += test_steps(
-                        name, oldest, scratch, options=(), chosen=ON_ONE_BETWEEN, variables=first
+                        name,
+                        oldest,
+                        scratch,
+                        options=(),
+                        chosen=ON_ONE_BETWEEN,
+                        variables=first,
+                        compiled=scratch / 'compiled',
                     )
             steps.append(doctests(python, scratch, UNOPTIMISED))
         run(steps)
