@@ -84,6 +84,8 @@ class MeshShardingHelper:
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
+        follow_batch: whether compiled functions find out which arguments are batches, and keep values that
+            hold their rows in place; False leaves it to ``sjit(..., batch_argnums=...)``.
 
     Raises:
         MeshError: dimensions, names, types and devices do not fit together.
@@ -108,6 +110,7 @@ class MeshShardingHelper:
         devices: Sequence[Any] | None = None,
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
+        follow_batch: bool = True,
     ) -> None:
         self._mesh: Mesh | AbstractMesh = meshes.build_mesh(
             axis_dims,
@@ -118,22 +121,31 @@ class MeshShardingHelper:
             axis_types=axis_types,
         )
         self._on_indivisible = checked_policy(on_indivisible)
+        self._follow_batch = checked_flag('follow_batch', follow_batch)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
         self._resolutions = ResolutionCache()
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh | AbstractMesh, *, on_indivisible: OnIndivisible = 'error') -> Self:
+    def from_mesh(
+        cls,
+        mesh: Mesh | AbstractMesh,
+        *,
+        on_indivisible: OnIndivisible = 'error',
+        follow_batch: bool = True,
+    ) -> Self:
         """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
 
         Args:
             mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
             on_indivisible: as in the constructor.
+            follow_batch: as in the constructor.
 
         Raises:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
         helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
+        helper._follow_batch = checked_flag('follow_batch', follow_batch)
         helper._contexts, helper._resolutions = LRUCache(), ResolutionCache()
         return helper
 
@@ -149,6 +161,7 @@ class MeshShardingHelper:
         dcn_axis_dims: Sequence[int] | None = None,
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
+        follow_batch: bool = True,
     ) -> Self:
         """A helper over TPU hardware that is not attached, for compiling and planning.
 
@@ -161,6 +174,7 @@ class MeshShardingHelper:
             dcn_axis_dims: see above; needed with several slices.
             axis_types: see above.
             on_indivisible: see above.
+            follow_batch: see above.
 
         Raises:
             MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.
@@ -174,6 +188,7 @@ class MeshShardingHelper:
             devices=topologies.topology_devices(topology, num_slices),
             axis_types=axis_types,
             on_indivisible=on_indivisible,
+            follow_batch=follow_batch,
         )
 
     @property
@@ -201,8 +216,14 @@ class MeshShardingHelper:
         """The policy for bare PartitionSpecs where a dimension does not divide."""
         return self._on_indivisible
 
+    @property
+    def follow_batch(self) -> bool:
+        """Whether compiled functions find out which arguments are batches."""
+        return self._follow_batch
+
     def __reduce__(self) -> Any:
-        return _unpickled, (type(self), meshes.pickled(self._mesh), self._on_indivisible)
+        options = {'on_indivisible': self._on_indivisible, 'follow_batch': self._follow_batch}
+        return _unpickled, (type(self), meshes.pickled(self._mesh), options)
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}
@@ -924,7 +945,5 @@ class MeshShardingHelper:
     _fields = ('__init__', *(name for name in vars() if not name.startswith('_')))
 
 
-def _unpickled(
-    cls: type[MeshShardingHelper], parts: Any, on_indivisible: OnIndivisible
-) -> MeshShardingHelper:
-    return cls.from_mesh(meshes.unpickled(parts), on_indivisible=on_indivisible)
+def _unpickled(cls: type[MeshShardingHelper], parts: Any, options: Mapping[str, Any]) -> MeshShardingHelper:
+    return cls.from_mesh(meshes.unpickled(parts), **options)

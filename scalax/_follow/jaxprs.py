@@ -12,7 +12,8 @@ from typing import Any
 # Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
 CALLS = {
     **dict.fromkeys(('jit', 'pjit', 'remat', 'remat2', 'checkpoint'), 'jaxpr'),
-    **dict.fromkeys(('closed_call', 'core_call', 'custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
+    **dict.fromkeys(('closed_call', 'core_call', 'eval_jaxpr'), 'call_jaxpr'),
+    **dict.fromkeys(('custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
 }
 
 

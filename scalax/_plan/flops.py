@@ -12,7 +12,6 @@ on other units, and the peak of hardware is that of its matrix units.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from scalax._follow.jaxprs import CALLS, scan_parts
 from scalax._plan.formulas import (
     PARTS,
     Counted,
@@ -36,9 +36,9 @@ Live = tuple[bool, ...]
 
 # Primitives that run their jaxpr once, with their own arguments and results in order: name -> parameter.
 _CALLS = {
-    **dict.fromkeys(('jit', 'pjit', 'core_call', 'closed_call', 'remat', 'remat2', 'checkpoint'), ''),
-    **dict.fromkeys(('custom_jvp_call', 'custom_vjp_call', 'custom_vjp_call_jaxpr'), ''),
-    **dict.fromkeys(('composite', 'custom_partitioning', 'xla_metadata_call', 'shard_map', 'run_scoped'), ''),
+    **dict.fromkeys(CALLS, ''),
+    **dict.fromkeys(('custom_vjp_call_jaxpr', 'composite', 'custom_partitioning', 'xla_metadata_call'), ''),
+    **dict.fromkeys(('shard_map', 'run_scoped'), ''),
     'custom_linear_solve': 'solve',
     'linear_call': 'callee',
     'linear_solve': 'solve',
@@ -238,9 +238,7 @@ class _Counter:
         return flops, needed if fits else (True,) * len(equation.invars)
 
     def _scan(self, equation: Any, body: Jaxpr, live: Live) -> tuple[Flops, Live]:
-        carried = _leading(equation.outvars, body.outvars)
-        stacked = _leading(equation.invars[::-1], body.invars[::-1], alike=False)
-        constants = len(body.invars) - carried - stacked
+        constants, carried = scan_parts(equation)
         while True:  # state that a round needs has to be a result of the previous round
             flops, needed = self.jaxpr(body, live)
             state = needed[constants : constants + carried]
@@ -263,16 +261,6 @@ class _Counter:
         same = len({flops for flops, _ in branches}) == 1
         needed = (True, *map(any, zip(*(needs for _, needs in branches), strict=True)))
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
-
-
-def _leading(outside: Sequence[Any], inside: Sequence[Any], alike: bool = True) -> int:
-    """The number of leading variables with the same rank outside and inside a scan (or with another rank).
-
-    Carried state keeps its rank; stacked arrays have one dimension more outside.
-    """
-    pairs = zip(outside, inside, strict=True)
-    same = (len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
-    return sum(1 for _ in itertools.takewhile(lambda fits: fits is alike, same))
 
 
 def _jaxprs_in(value: Any) -> Iterator[Jaxpr]:

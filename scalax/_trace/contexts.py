@@ -41,6 +41,10 @@ class MeshOwner(Protocol):
     def on_indivisible(self) -> OnIndivisible:
         """The policy of bare specs."""
 
+    @property
+    def follow_batch(self) -> bool:
+        """Whether compiled functions find out which arguments are batches."""
+
 
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)

@@ -1,4 +1,4 @@
-"""The models of the table "unchanged code": the expert's programs compute what one device computes."""
+"""The models of the table "unchanged code" compute on eight devices what they compute on one."""
 
 from typing import Any
 
@@ -12,12 +12,17 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 ROWS = 8
-STRATEGIES = (
-    Strategy('FSDP', {'fsdp': 8}, ('fsdp',)),
-    Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',)),
-)
+FSDP = Strategy('FSDP', {'fsdp': 8}, ('fsdp',))
+FSDP_TP = Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',))
 # Half the time of compiling.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+MODELS = {model.name: model for model in all_models('small')}
+# One of each kind; the others differ from these in their sizes, or in how the same blocks are written.
+OF_EACH_KIND = (
+    *('decoder, grouped heads', 'local and global attention', 'experts, one-hot dispatch'),
+    *('experts, sorted tokens', 'equinox, one example', 'microbatches', 'flash attention, custom_vjp'),
+    *('vision transformer', 'recurrent cell', 'state-space model', 'dual encoder', 'actor-critic'),
+)
 
 
 def weights(model: Model) -> Any:
@@ -46,36 +51,64 @@ def example(model: Model) -> Any:
     return jax.tree.map(values, model.batch(rows))
 
 
-@pytest.mark.parametrize('model', all_models('small'), ids=lambda model: model.name)
-def test_hand_is_one_device(model: Model) -> None:
-    params, batch, key = weights(model), example(model), jax.random.key(2)
+def arguments(model: Model) -> tuple[Any, Any, jax.Array]:
+    """What a loss takes, with values."""
+    batch = example(model)
     kinds = jax.tree.map(lambda x: (x.shape, x.dtype), model.batch(ROWS * model.rows))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == kinds
+    return weights(model), batch, jax.random.key(2)
+
+
+def on_one_device(model: Model, args: tuple[Any, Any, jax.Array]) -> Any:
+    """The loss and its gradients."""
     plain = jax.value_and_grad(model.loss, has_aux=model.has_aux)
-    wanted = jax.jit(plain, compiler_options=QUICKLY)(params, batch, key)
-    wanted = jax.tree.map(np.asarray, wanted)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(wanted))
-    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(wanted[1])) > 1e-3
+    found = jax.tree.map(np.asarray, jax.jit(plain, compiler_options=QUICKLY)(*args))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(found))
+    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(found[1])) > 1e-3
+    return found
 
-    for strategy in STRATEGIES:
-        helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
-        fsdp = model.fsdp_rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
-        rule = model.columns_and_rows if 'tp' in strategy.mesh else fsdp
 
-        def loss(params: Any, batch: Any, key: Any, axes: tuple[str, ...] = strategy.batch_axes) -> Any:
-            if model.hand_loss is not None:
-                return model.hand_loss(params, batch, key, axes)
-            return model.loss(params, batch, key)
+def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
+    """The loss and its gradients over a mesh, followed or as an expert writes it."""
+    helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
+    fsdp = model.fsdp_rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
+    rule = model.columns_and_rows if 'tp' in strategy.mesh else fsdp
 
-        step = helper.sjit(
-            jax.value_and_grad(loss, has_aux=model.has_aux),
-            in_shardings=(rule, strategy.batch(model), P()),
-            out_shardings=(P(), rule),
-            annotation_shardings={name: strategy.bound(spec) for name, spec in model.hand.items()},
-            compiler_options=QUICKLY,
-        )
-        for one, other in zip(
-            jax.tree.leaves(step(params, batch, key)), jax.tree.leaves(wanted), strict=True
-        ):
-            scale = max(0.1, np.max(np.abs(other)))
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale, err_msg=strategy.name)
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        if by_hand and model.hand_loss is not None:
+            return model.hand_loss(params, batch, key, strategy.batch_axes)
+        return model.loss(params, batch, key)
+
+    names = {name: strategy.bound(spec) for name, spec in model.hand.items()} if by_hand else {}
+    return helper.sjit(
+        jax.value_and_grad(loss, has_aux=model.has_aux),
+        in_shardings=(rule, strategy.batch(model), P()),
+        out_shardings=(P(), rule),
+        annotation_shardings=names,
+        batch_argnums=() if by_hand else 1,
+        compiler_options=QUICKLY,
+    )
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        scale = max(0.1, np.max(np.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize('name', OF_EACH_KIND)
+def test_followed_is_one_device(name: str) -> None:
+    args = arguments(MODELS[name])
+    step = compiled(MODELS[name], FSDP_TP, by_hand=False)
+    assert step.followed(*args).kept
+    assert_equal(step(*args), on_one_device(MODELS[name], args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('by_hand', [False, True], ids=['followed', 'by hand'])
+@pytest.mark.parametrize('name', MODELS)
+def test_every_strategy_is_one_device(name: str, by_hand: bool) -> None:
+    args = arguments(MODELS[name])
+    wanted = on_one_device(MODELS[name], args)
+    for strategy in (FSDP, FSDP_TP):
+        assert_equal(compiled(MODELS[name], strategy, by_hand)(*args), wanted)

@@ -154,7 +154,7 @@ class ArgumentShardings:
         """
         signature, layout = self.signature, call.layout
         if not signature.says_batch:
-            slots = self._placed_as_batches(call)
+            slots = self._placed_as_batches(call) if self.helper.follow_batch else []
             return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
         return {
             (slot, i)
