@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from scalax._plan.plan import Plan
     from scalax._transforms.calls.argument_shardings import OnMismatch
-    from scalax._transforms.sjit.function import JitOptions, SjitFunction
+    from scalax._transforms.sjit.function import SjitFunction, SjitOptions
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 
@@ -301,14 +301,7 @@ class MeshShardingHelper:
         static_argnums: int | Iterable[int] | None = None,
         args_sharding_constraint: RuleLike = None,
         annotation_shardings: Mapping[str, RuleLike] | None = None,
-        *,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Iterable[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-        batch_argnums: int | Iterable[int] | None = None,
-        batch_argnames: str | Iterable[str] | None = None,
-        on_mismatch: OnMismatch = 'error',
-        **jit_kwargs: Unpack[JitOptions],
+        **options: Unpack[SjitOptions],
     ) -> SjitFunction[Given, Result]: ...
     @overload
     def sjit(
@@ -319,14 +312,7 @@ class MeshShardingHelper:
         static_argnums: int | Iterable[int] | None = None,
         args_sharding_constraint: RuleLike = None,
         annotation_shardings: Mapping[str, RuleLike] | None = None,
-        *,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Iterable[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-        batch_argnums: int | Iterable[int] | None = None,
-        batch_argnames: str | Iterable[str] | None = None,
-        on_mismatch: OnMismatch = 'error',
-        **jit_kwargs: Unpack[JitOptions],
+        **options: Unpack[SjitOptions],
     ) -> Callable[[Callable[Given, Result]], SjitFunction[Given, Result]]: ...
     def sjit(
         self,

@@ -18,12 +18,13 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import DropVar, Literal
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
-from scalax._follow.primitives import CHOICES, RULES
+from scalax._follow.primitives import CHOICES, RULES, redealt
 from scalax._follow.trail import LOST, Trail, common, merged, possible
 from scalax._follow.weights import FEW_ROWS, Weights
 
@@ -152,9 +153,10 @@ class _Edit:
             if not follower.has_rows(on_trail.get(var, LOST))
         }
         self._weights = Weights(arguments, follower.sizes, follower.has_rows)
-        # Of the loop at hand: weights that are gathered before it, and results that are summed behind it.
-        self._whole: dict[Any, Any] = {}
+        # Of the loop at hand: operands that are placed otherwise before it, and results summed behind it.
+        self._replaced: dict[Any, Any] = {}
         self._summed: list[Any] = []
+        self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
         self._users_own = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
 
@@ -189,15 +191,18 @@ class _Edit:
         return LOST if isinstance(atom, Literal) else self._on_trail.get(atom, LOST)
 
     def _input(self, var: Any) -> Any:
-        return self._whole.get(var, self._constrained.get(var, var))
+        return self._replaced.get(var, self._constrained.get(var, var))
 
     def _constrained_form(self, atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
 
     def _may_keep(self, var: Any) -> bool:
-        """Whether a variable has rows, and no constraint of the user's takes it."""
-        users = var in self._users_own or isinstance(var, DropVar)
-        return not users and self._follower.has_rows(self._trail(var))
+        """Whether a variable has rows, is no value in the memory of the host, and is free of the user's."""
+        if var in self._users_own or isinstance(var, DropVar):
+            return False
+        # A constraint would bring a value back from there.
+        space = getattr(var.aval, 'memory_space', jax.memory.Space.Device)
+        return space == jax.memory.Space.Device and self._follower.has_rows(self._trail(var))
 
     def _constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         added = self._follower.constraint(var, spec, equation.source_info)
@@ -206,7 +211,7 @@ class _Edit:
 
     def _equation(self, equation: Any) -> None:
         operands = [self._trail(atom) for atom in equation.invars]
-        self._whole, self._summed = {}, []
+        self._replaced, self._summed = {}, []
         params, results = self._results(equation, operands) if any(operands) else (equation.params, ())
         self._weights.note(equation, operands)
         changed = {} if params is equation.params else {'params': params}
@@ -237,8 +242,11 @@ class _Edit:
         name, params = equation.primitive.name, equation.params
         if name in RULES:
             results = RULES[name](equation, operands)
-            if name == 'reshape' and not any(results):
-                self._note_loss(equation)
+            if name == 'reshape':
+                var = equation.outvars[0]
+                self._parts[var] = self._follower.possible(redealt(equation, operands[0]), var)
+                if not any(results):
+                    self._note_loss(equation)
             return params, results
         if name in CALLS:
             inside = self._inside(params[CALLS[name]], operands)
@@ -272,7 +280,8 @@ class _Edit:
     def _scan(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         body = equation.params['jaxpr']
         constants, carried = scan_parts(equation)
-        before, behind = operands[:constants], [_row(trail) for trail in operands[constants + carried :]]
+        stacks = [*zip(equation.invars, operands, strict=True)][constants + carried :]
+        before, behind = operands[:constants], [self._of_stack(*stack, equation) for stack in stacks]
 
         def arguments(state: Sequence[Trail]) -> list[Trail]:
             return [*before, *state, *behind]
@@ -283,6 +292,22 @@ class _Edit:
         self._sum_behind(equation, carried, inside)
         stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
         return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
+
+    def _of_stack(self, atom: Any, trail: Trail, equation: Any) -> Trail:
+        """The trail of the elements that a loop takes of a stack."""
+        row = _row(trail)
+        parts = LOST if isinstance(atom, Literal) else self._parts.get(atom, LOST)
+        if row or not trail or not parts:
+            return row
+        # The rows of each part are dealt to all devices; else a device would have whole parts.
+        self._place_before(atom, spec_of(parts), equation)
+        return _row(parts)
+
+    def _place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
+        """Constrains an operand of the equation at hand, and of no other."""
+        added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
+        self._equations.append(added)
+        self._replaced[var] = added.outvars[0]
 
     def _while(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         params = equation.params
@@ -303,9 +328,7 @@ class _Edit:
             var = equation.invars[place]
             if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS and not isinstance(var, Literal):
                 spec = closed_spec_of(self._trail(var), len(shape_of(var)))
-                added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
-                self._equations.append(added)
-                self._whole[var] = added.outvars[0]
+                self._place_before(var, spec, equation)
 
     def _sum_behind(self, equation: Any, carried: int, inside: Followed) -> None:
         """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""

@@ -53,6 +53,18 @@ def _reshape(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(dims, len(new))]
 
 
+def redealt(eqn: Any, trail: Trail) -> Trail:
+    """The rows of a dimension that a reshape splits, in the second of the new dimensions.
+
+    Parts of a batch are rows that a loop takes one part after the other: ``x.reshape(parts, rows, ...)``.
+    """
+    if eqn.params.get('dimensions') is not None or not trail:
+        return LOST
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    split = [(a[0], b[1]) for a, b in _groups(old, new) if len(a) == 1 and len(b) > 1 and b[0] == 0]
+    return of_dims({place: trail[i] for i, place in split}, len(new))
+
+
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The groups of dimensions, of more than one element, that a reshape makes of groups of others."""
     groups: list[tuple[list[int], list[int]]] = []

@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
-from scalax._transforms.calls.argument_shardings import Options
+from scalax._transforms.calls.argument_shardings import OnMismatch, Options
 from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
 from scalax._transforms.calls.placement import as_moved, moved, with_moved
 from scalax._transforms.sjit.caller import generate_caller
@@ -51,6 +51,17 @@ class JitOptions(TypedDict, total=False):
     backend: str | None
     inline: Any
     compiler_options: Mapping[str, Any] | None
+
+
+class SjitOptions(JitOptions, total=False):
+    """The options of `sjit` that are given by name."""
+
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Iterable[int] | None
+    donate_argnames: str | Iterable[str] | None
+    batch_argnums: int | Iterable[int] | None
+    batch_argnames: str | Iterable[str] | None
+    on_mismatch: OnMismatch
 
 
 class SjitFunction(functools.partial[Result], Generic[Given, Result]):
