@@ -1,4 +1,7 @@
-"""``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md."""
+"""``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md.
+
+``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/unchanged.md.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import jax
 from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
+# A table of its own, which takes minutes: it is printed only if its whole name is given.
+UNCHANGED = 'unchanged'
+
 
 def main() -> None:
     """Runs the benchmarks and prints their table."""
@@ -21,11 +27,20 @@ def main() -> None:
         '--against', choices=['0.2.5'], help='compare with that release of scalax, in its environment'
     )
     parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
+    parser.add_argument('--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged)')
+    parser.add_argument('--model', default='', help='models whose name holds this (--only unchanged)')
+    parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
     options = parser.parse_args()
     if options.against:
         from benchmarks import against
 
         print(against.table(options.against, options.rounds, options.only, options.repeats))
+        return
+    if options.only == UNCHANGED:
+        from benchmarks.unchanged.table import show
+
+        quiet_libtpu()
+        show(options.topology, options.model, options.strategy)
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
@@ -35,7 +50,8 @@ def main() -> None:
 
     groups = all_groups(options.rounds)
     if not any(options.only in name for name in groups):
-        parser.error(f'no group holds {options.only!r} in its name: {", ".join(groups)}')
+        names = ', '.join([*groups, UNCHANGED])
+        parser.error(f'no group holds {options.only!r} in its name: {names}')
     quiet_libtpu()
     device = jax.devices()[0]
     print(

@@ -19,6 +19,7 @@ from scalax.rules import (
 )
 
 if TYPE_CHECKING:
+    from scalax._transforms.followed_batch import FollowedBatch, KeptValue, LostRows
     from scalax.explain import ShardingReport
 
 get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
@@ -28,7 +29,10 @@ get_global_annotation_shardings = MeshShardingHelper.get_global_annotation_shard
 __all__ = [
     'AxisType',
     'FSDPShardingRule',
+    'FollowedBatch',
+    'KeptValue',
     'LogicalAxisShardingRule',
+    'LostRows',
     'Mesh',
     'MeshShardingHelper',
     'NamedSharding',
@@ -54,4 +58,8 @@ def __getattr__(name: str) -> Any:
         from scalax.explain import ShardingReport
 
         return ShardingReport
+    if name in ('FollowedBatch', 'KeptValue', 'LostRows'):
+        from scalax._transforms import followed_batch
+
+        return getattr(followed_batch, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -69,28 +68,3 @@ def figures(found: Plan) -> dict[str, float]:
         'estimate': seconds.estimate,
         'bound': seconds.bound,
     }
-
-
-def rows(models: list[Model], strategies: tuple[Strategy, ...], topology: str) -> Iterator[str]:
-    """A line for each cell."""
-    for model in models:
-        for strategy in strategies:
-            for variant in VARIANTS:
-                try:
-                    found = figures(plan(model, strategy, topology, variant))
-                    cells = ' '.join(f'{name} {value:.4g}' for name, value in found.items())
-                except NotImplementedError as error:  # JAX itself has no such program
-                    cells = str(error)
-                yield f'{model.name} | {strategy.name} | {variant} | {cells}'
-
-
-if __name__ == '__main__':
-    import sys
-
-    from benchmarks.unchanged.catalogue import all_models
-    from benchmarks.unchanged.model import STRATEGIES
-
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ''
-    topology = sys.argv[2] if len(sys.argv) > 2 else 'v5p:4x4x4'
-    for line in rows([m for m in all_models('large') if wanted in m.name], STRATEGIES, topology):
-        print(line, flush=True)

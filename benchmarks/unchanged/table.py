@@ -1,0 +1,99 @@
+"""``--only unchanged``: what a step of each model moves, needs and takes: followed and plain, beside hand.
+
+The steps are planned for TPUs that are not here, and not run. A cell takes some seconds of a core.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from benchmarks.unchanged.measure import VARIANTS, figures, plan
+from benchmarks.unchanged.model import STRATEGIES, Model, Strategy
+from scalax.errors import MeshError, MissingDependencyError, PlanError
+
+Figures = Mapping[str, float]
+Measure = Callable[[Model, Strategy, str, str], Figures]
+
+# The figures of the table, their names and units: the bytes that are moved, those held at the peak, and the
+# roofline's seconds if nothing overlaps. By hand first, then the others as multiples of it.
+FIGURES = (('moved', 'bytes', 'GiB'), ('peak', 'peak', 'GiB'), ('estimate', 'seconds', 's'))
+RATIOS = ('followed', 'plain')
+# What the compiler refuses has no figures: a Pallas kernel that nothing divides.
+REFUSED = '-'
+
+
+def measure(model: Model, strategy: Strategy, topology: str, variant: str) -> Figures:
+    """The figures of one cell, by a quick plan."""
+    return figures(plan(model, strategy, topology, variant))
+
+
+def lines(
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    topology: str,
+    measure: Measure = measure,
+) -> Iterator[str]:
+    """The table in Markdown, line by line, each as soon as it is known."""
+    head = ['model', 'strategy']
+    for _, name, _ in FIGURES:
+        head += [f'{name} by hand', *RATIOS]
+    names = [model.name for model in models], [strategy.name for strategy in strategies]
+    first = [max(map(len, (title, *each))) for title, each in zip(head, names, strict=False)]
+    widths = [*first, *map(len, head[2:])]
+    yield _line(head, widths)
+    yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
+    for model in models:
+        for strategy in strategies:
+            found = {variant: _measured(model, strategy, topology, variant, measure) for variant in VARIANTS}
+            yield _line([model.name, strategy.name, *_cells(found)], widths)
+
+
+def _measured(
+    model: Model, strategy: Strategy, topology: str, variant: str, measure: Measure
+) -> Figures | None:
+    try:
+        return measure(model, strategy, topology, variant)
+    except (NotImplementedError, PlanError) as error:  # as JAX and the compiler refuse programs
+        print(f'{model.name}, {strategy.name}, {variant}: {error}', file=sys.stderr)
+        return None
+
+
+def _cells(found: Mapping[str, Figures | None]) -> Iterator[str]:
+    hand = found['hand']
+    for name, _, unit in FIGURES:
+        yield REFUSED if hand is None else f'{hand[name]:.3g} {unit}'
+        for variant in RATIOS:
+            other = found[variant]
+            yield REFUSED if hand is None or other is None else f'{other[name] / hand[name]:.2f}'
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return '| ' + ' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + ' |'
+
+
+def show(topology: str, model: str, strategy: str) -> None:
+    """Prints the table.
+
+    Raises:
+        SystemExit: something is not installed, or nothing has such a name.
+    """
+    strategies = [each for each in STRATEGIES if strategy in (each.name, '')]
+    if not strategies:
+        names = '; '.join(each.name for each in STRATEGIES)
+        raise SystemExit(f'no strategy is called {strategy!r}: {names}')
+    try:
+        from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
+
+        models = [each for each in all_models('large') if model in each.name]
+        if not models:
+            names = '; '.join(each.name for each in all_models('large'))
+            raise SystemExit(f'no model holds {model!r} in its name: {names}')
+        for line in lines(models, strategies, topology):
+            print(line, flush=True)
+    except (MissingDependencyError, ModuleNotFoundError) as error:
+        raise SystemExit(
+            f'{error}\n`make bench ARGS="--only unchanged"` installs all that the table needs'
+        ) from None
+    except MeshError as error:  # of a topology that the compiler does not know
+        raise SystemExit(str(error)) from None

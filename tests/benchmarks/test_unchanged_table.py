@@ -1,0 +1,91 @@
+"""The table of docs/unchanged.md: its lines, and what is said where it cannot be made."""
+
+import builtins
+import sys
+
+import pytest
+
+import benchmarks.__main__
+from benchmarks.unchanged import decoders, table
+from benchmarks.unchanged.model import STRATEGIES
+from scalax.errors import MissingDependencyError, PlanError
+from tests.support import tpu_compiler
+
+MODELS = decoders.models('large')
+
+
+def measured(model, strategy, topology, variant):
+    if model is MODELS[1] and variant == 'plain':
+        raise PlanError('too large')
+    size = {'hand': 1.0, 'followed': 1.0, 'plain': 4.0}[variant]
+    return {'moved': 6.5 * size, 'peak': 1.25 * size, 'estimate': 0.125 * size, 'bound': 0.1}
+
+
+def test_lines(capsys):
+    head, rule, *rows = table.lines(MODELS[:2], STRATEGIES[:1], 'v5p:4x4x4', measured)
+    assert [cell.strip() for cell in head.split('|')[1:-1]] == [
+        *('model', 'strategy', 'bytes by hand', 'followed', 'plain'),
+        *('peak by hand', 'followed', 'plain', 'seconds by hand', 'followed', 'plain'),
+    ]
+    assert {len(line) for line in (head, rule, *rows)} == {len(head)}
+    cells = [[cell.strip() for cell in row.split('|')[1:-1]] for row in rows]
+    ratios = ['1.00', '4.00']
+    assert cells[0] == [
+        *(MODELS[0].name, 'FSDP', '6.5 GiB', *ratios, '1.25 GiB', *ratios, '0.125 s', *ratios)
+    ]
+    assert [cell for cell in cells[1] if cell == table.REFUSED] == [table.REFUSED] * 3
+    assert f'{MODELS[1].name}, FSDP, plain: too large' in capsys.readouterr().err
+
+
+def ended(monkeypatch, *arguments):
+    """What the program says last."""
+    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'unchanged', *arguments])
+    with pytest.raises(SystemExit) as end:
+        benchmarks.__main__.main()
+    return str(end.value)
+
+
+def test_names_that_nothing_has(monkeypatch):
+    assert 'decoder, many heads; ' in ended(monkeypatch, '--model', 'nothing')
+    assert ended(monkeypatch, '--strategy', 'DP').endswith(': FSDP; FSDP x TP; HSDP, 2 slices')
+
+
+def test_without_the_tpu_compiler(monkeypatch):
+    def lines(*_):
+        raise MissingDependencyError('TPU topologies need the TPU compiler')
+
+    monkeypatch.setattr(table, 'lines', lines)
+    assert ended(monkeypatch) == (
+        'TPU topologies need the TPU compiler\n'
+        '`make bench ARGS="--only unchanged"` installs all that the table needs'
+    )
+
+
+def test_without_a_library_of_a_model(monkeypatch):
+    import_ = builtins.__import__
+
+    def without(name, *rest):
+        if name == 'benchmarks.unchanged.catalogue':
+            raise ModuleNotFoundError("No module named 'equinox'")
+        return import_(name, *rest)
+
+    monkeypatch.setattr(builtins, '__import__', without)
+    assert ended(monkeypatch).startswith("No module named 'equinox'\n`make bench")
+
+
+@tpu_compiler.needed
+def test_an_unknown_topology(monkeypatch):
+    assert "'v5p:0x0x0'" in ended(monkeypatch, '--topology', 'v5p:0x0x0')
+
+
+@pytest.mark.slow
+@tpu_compiler.needed
+def test_a_cell(monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys,
+        'argv',
+        ['program', '--only', 'unchanged', '--model', 'BERT', '--strategy', 'FSDP', '--topology', 'v5e:2x4'],
+    )
+    benchmarks.__main__.main()
+    *_, row = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in row.split('|')[1:3]] == ['BERT', 'FSDP']

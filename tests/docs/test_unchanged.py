@@ -1,0 +1,36 @@
+"""The tables of docs/unchanged.md name what is there: primitives, options, models."""
+
+import re
+
+import pytest
+
+from benchmarks.unchanged.catalogue import all_models
+from scalax._follow.jaxprs import CALLS
+from scalax._follow.primitives import RULES
+from scalax._follow.weights import FEW_ROWS
+from tests.support import ROOT
+
+PAGE = (ROOT / 'docs' / 'unchanged.md').read_text(encoding='utf-8')
+LOOPS = ('scan', 'while', 'cond')
+
+
+def rows_of(name: str) -> list[list[str]]:
+    """The cells of the rows of a table between two comments, without its head."""
+    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PAGE, re.DOTALL)
+    assert found is not None
+    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in found[1].splitlines()[2:]]
+
+
+def test_every_primitive_is_in_the_table_once() -> None:
+    named = [name for row in rows_of('primitives') for name in re.findall(r'`([\w-]+)`', row[1])]
+    assert sorted(named) == sorted({*RULES, *CALLS, *LOOPS})
+
+
+def test_the_number_of_few_rows() -> None:
+    assert f'{FEW_ROWS:,} rows on each device' in PAGE
+
+
+@pytest.mark.parametrize('size', ['small', 'large'])
+def test_models_of_the_table_exist(size) -> None:
+    names = {model.name for model in all_models(size)}
+    assert {row[0] for row in rows_of('table')} <= names
