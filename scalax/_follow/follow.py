@@ -237,7 +237,7 @@ class _Edit:
         name, params = equation.primitive.name, equation.params
         if name in RULES:
             results = RULES[name](equation, operands)
-            if name == 'reshape' and not any(results):
+            if name in ('reshape', 'sort') and not any(results):
                 self._note_loss(equation)
             return params, results
         if name in CALLS:
