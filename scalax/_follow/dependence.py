@@ -1,4 +1,4 @@
-"""Which values of a jaxpr depend on the batch, with rows of it or not. The others are weights and constants."""
+"""Which values of a jaxpr depend on the batch, also without its rows. Others are weights and constants."""
 
 from __future__ import annotations
 
