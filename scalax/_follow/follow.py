@@ -23,6 +23,7 @@ from jax.extend.core import DropVar, Literal
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
+from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
 from scalax._follow.primitives import CHOICES, RULES, redealt
 from scalax._follow.trail import LOST, Trail, common, merged, possible
@@ -94,15 +95,29 @@ def follow(
         mesh: a mesh of Auto axes. It is in force.
         batch_axes: the mesh axes over which rows of the batch are.
     """
-    return _Follower(mesh, batch_axes).jaxpr(jaxpr, trails)
+    return _Follower(mesh, batch_axes, jaxpr, trails).jaxpr(jaxpr, trails)
 
 
 class _Follower:
-    """Follows jaxprs over a mesh; one that is used in several places with the same trails stays one."""
+    """Follows jaxprs over a mesh; one that is used in several places with the same trails stays one.
 
-    def __init__(self, mesh: Mesh | AbstractMesh, batch_axes: Container[str]) -> None:
-        self.batch_axes = batch_axes
+    Args:
+        mesh: the mesh.
+        batch_axes: the mesh axes over which rows of the batch are.
+        whole: the jaxpr that has all others in it.
+        trails: those of its arguments.
+
+    Attributes:
+        sizes: the sizes of the mesh axes.
+        from_batch: the variables that depend on the batch.
+    """
+
+    def __init__(
+        self, mesh: Mesh | AbstractMesh, batch_axes: Container[str], whole: Any, trails: Sequence[Trail]
+    ) -> None:
+        self._batch_axes = batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
+        self.from_batch = Dependence(whole, list(map(self.has_rows, trails)))
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
@@ -125,7 +140,7 @@ class _Follower:
 
     def has_rows(self, trail: Trail) -> bool:
         """Whether some dimension of a value holds rows of the batch."""
-        return any(axis in self.batch_axes for axes in trail for axis in axes)
+        return any(axis in self._batch_axes for axes in trail for axis in axes)
 
     def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
@@ -158,7 +173,10 @@ class _Edit:
         self._summed: list[Any] = []
         self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
+        # What they take, and what they give.
         self._users_own = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
+        self._users_given = {each.outvars[0] for each in users}
+        self._users_own |= self._users_given
 
     def unchanged(self) -> Followed:
         """The jaxpr as it is: without equations there is nothing to constrain."""
@@ -197,7 +215,7 @@ class _Edit:
         return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
 
     def _may_keep(self, var: Any) -> bool:
-        """Whether a variable has rows, is no value in the memory of the host, and is free of the user's."""
+        """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
         if var in self._users_own or isinstance(var, DropVar):
             return False
         # A constraint would bring a value back from there.
@@ -245,8 +263,8 @@ class _Edit:
             if name == 'reshape':
                 var = equation.outvars[0]
                 self._parts[var] = self._follower.possible(redealt(equation, operands[0]), var)
-                if not any(results):
-                    self._note_loss(equation)
+            if name in ('reshape', 'sort') and not any(results):
+                self._note_loss(equation)
             return params, results
         if name in CALLS:
             inside = self._inside(params[CALLS[name]], operands)
@@ -323,10 +341,15 @@ class _Edit:
         return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
 
     def _gather_before(self, equation: Any, places: range, inside: Followed) -> None:
-        """Gathers the weights at these operands of a loop, if each round multiplies few rows with them."""
+        """Gathers the weights at these operands of a loop, if each round multiplies few rows with them.
+
+        What depends on the batch is no weight: it may be large, and its rows were lost.
+        """
         for i, place in enumerate(places):
             var = equation.invars[place]
-            if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS and not isinstance(var, Literal):
+            if isinstance(var, Literal) or var in self._users_given or var in self._follower.from_batch:
+                continue
+            if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS:
                 spec = closed_spec_of(self._trail(var), len(shape_of(var)))
                 self._place_before(var, spec, equation)
 
@@ -339,6 +362,7 @@ class _Edit:
             and not self._follower.has_rows(inside.trails[i])
             and shape_of(var)
             and not isinstance(var, DropVar)
+            and var not in self._users_own
         ]
 
     def _settled(

@@ -112,6 +112,30 @@ def _top_k(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(kept, rank)] * len(eqn.outvars)
 
 
+def _sort(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """What is sorted along the dimension of the rows has others in each place."""
+    rank = len(shape_of(eqn.invars[0]))
+    kept = merged(trails, rank)
+    dims = {i: axes for i, axes in enumerate(kept) if i != eqn.params['dimension']}
+    return [of_dims(dims, rank)] * len(eqn.outvars)
+
+
+def _stack(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    rank, axis = len(shape_of(eqn.outvars[0])), eqn.params['axis']
+    kept = merged(trails, rank - 1)
+    return [of_dims({i + (i >= axis): axes for i, axes in enumerate(kept)}, rank)]
+
+
+def _unstack(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    return [_without((eqn.params['axis'],), trails[0])] * len(eqn.outvars)
+
+
+def _bitcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """A last dimension comes or goes where the sizes of the dtypes differ."""
+    rank = len(shape_of(eqn.outvars[0]))
+    return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < rank}, rank)]
+
+
 def _dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     (contracted, batch) = eqn.params['dimension_numbers']
     return [_product(eqn, trails, contracted, batch)]
@@ -235,11 +259,6 @@ def _longer(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(dict(enumerate(trails[0])), rank) if trails[0] else LOST] * len(eqn.outvars)
 
 
-def _shorter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank = len(shape_of(eqn.outvars[0]))
-    return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < rank}, rank)]
-
-
 def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """What the user says holds; dimensions that are left open stay as they were."""
     open_ = eqn.params['unconstrained_dims']
@@ -293,7 +312,10 @@ RULES: dict[str, Rule] = {
         _leading,
     ),
     **dict.fromkeys(('random_bits', 'random_split', 'random_unwrap', 'random_seed'), _longer),
-    'random_wrap': _shorter,
+    **dict.fromkeys(('bitcast_convert_type', 'random_wrap'), _bitcast),
+    'sort': _sort,
+    'stack': _stack,
+    'unstack': _unstack,
     'broadcast_in_dim': _broadcast,
     'reshape': _reshape,
     'transpose': _transpose,

@@ -36,11 +36,13 @@ def run_followed(
         batch_axes: the mesh axes over which rows of the batch are.
     """
     compiled = jax.jit(fun, static_argnums=static)
-    traced = jax.jit(lambda *args: compiled(*args), static_argnums=static).trace(*args)
-    outside = opened(traced.jaxpr)
+    # Values of an outer trace that the function closes over are constants of this jaxpr.
+    make = jax.make_jaxpr(lambda *args: compiled(*args), static_argnums=static, return_shape=True)
+    jaxpr, types = make(*args)
+    outside = opened(jaxpr)
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     values = dict(zip(outside.invars, leaves, strict=True))
-    values |= dict(zip(outside.constvars, traced.jaxpr.consts, strict=True))
+    values |= dict(zip(outside.constvars, jaxpr.consts, strict=True))
     on_trail = dict(zip(outside.invars, trails, strict=True))
     [equation] = outside.eqns
 
@@ -53,4 +55,4 @@ def run_followed(
         *map(value, equation.invars), **{**equation.params, 'jaxpr': found.jaxpr}
     )
     values |= dict(zip(equation.outvars, results, strict=True))
-    return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(value, outside.outvars)), found
+    return jax.tree.unflatten(jax.tree.structure(types), map(value, outside.outvars)), found

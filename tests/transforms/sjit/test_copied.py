@@ -125,6 +125,7 @@ def test_methods_stay_with_the_function():
         'lower',
         'trace',
         'eval_shape',
+        'followed',
         'shardings_for',
         'get_jitted_function_by_args',
         'clear_cache',

@@ -1,0 +1,75 @@
+"""Which values of a jaxpr depend on the batch, also without its rows. Others are weights and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from scalax._follow.jaxprs import CALLS, opened, scan_parts
+
+
+class Dependence:
+    """The variables of a jaxpr, and of those inside it, that depend on the batch.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        arguments: whether each of its arguments does.
+    """
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[bool]) -> None:
+        self._variables: set[Any] = set()
+        self._known: dict[Any, list[bool]] = {}
+        self._results(jaxpr, arguments)
+
+    def __contains__(self, variable: Any) -> bool:
+        """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
+        return variable in self._variables
+
+    def _results(self, jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
+        jaxpr = opened(jaxpr)
+        key = id(jaxpr), tuple(arguments)
+        if key not in self._known:
+            found = {var for var, depends in zip(jaxpr.invars, arguments, strict=True) if depends}
+            for equation in jaxpr.eqns:
+                operands = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
+                if any(operands):
+                    results = self._equation(equation, operands)
+                    found.update(
+                        var for var, depends in zip(equation.outvars, results, strict=True) if depends
+                    )
+            self._variables |= found
+            self._known[key] = [not isinstance(atom, Literal) and atom in found for atom in jaxpr.outvars]
+        return self._known[key]
+
+    def _equation(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            return self._results(params[CALLS[name]], operands)
+        if name == 'scan':
+            constants, carried = scan_parts(equation)
+            behind = operands[constants + carried :]
+            return self._loop(params['jaxpr'], operands[:constants], operands[constants:][:carried], behind)
+        if name == 'while':
+            tests, bodies = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
+            state = self._loop(params['body_jaxpr'], operands[tests:bodies], operands[bodies:], [])
+            if any(self._results(params['cond_jaxpr'], [*operands[:tests], *state])):
+                return [True] * len(state)  # on the number of rounds
+            return state
+        if name == 'cond' and not operands[0]:
+            branches = [self._results(branch, operands[1:]) for branch in params['branches']]
+            return [any(each) for each in zip(*branches, strict=True)]
+        return [True] * len(equation.outvars)
+
+    def _loop(
+        self, body: Any, constants: Sequence[bool], first: Sequence[bool], behind: Sequence[bool]
+    ) -> list[bool]:
+        """Those of the results: what a round returns is what the next one begins with."""
+        carried = list(first)
+        while True:
+            results = self._results(body, [*constants, *carried, *behind])
+            grown = [a or b for a, b in zip(carried, results, strict=False)]
+            if grown == carried:
+                return [*carried, *results[len(carried) :]]
+            carried = grown
