@@ -1,4 +1,7 @@
-"""Equations of a jaxpr that constrain a value to a trail."""
+"""Equations of a jaxpr that constrain a value to a trail.
+
+Apart from the pass, because only this file makes equations, and only as JAX makes them.
+"""
 
 from __future__ import annotations
 

@@ -173,10 +173,9 @@ class _Edit:
         self._summed: list[Any] = []
         self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
-        # What they take, and what they give.
-        self._users_own = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
+        taken = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
         self._users_given = {each.outvars[0] for each in users}
-        self._users_own |= self._users_given
+        self._users_own = taken | self._users_given
 
     def unchanged(self) -> Followed:
         """The jaxpr as it is: without equations there is nothing to constrain."""

@@ -1,6 +1,7 @@
 """Where primitives of JAX keep the jaxprs that they run, in all supported versions.
 
-A jaxpr is kept open or closed (with its constants); since JAX 0.11 both are one class.
+A jaxpr is kept open or closed (with its constants); since JAX 0.11 both are one class. Following the batch
+and counting FLOPs both read this here: it is what differs between versions of JAX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which frame of a stack is a user's line."""
+"""Which frame of a stack is a user's line, for the sources of plans and of followed values alike."""
 
 from __future__ import annotations
 
