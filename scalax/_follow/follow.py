@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
-from scalax._follow.primitives import CHOICES, RULES, redealt
+from scalax._follow.primitives import CHOICES, RULES, own_dims, redealt
 from scalax._follow.trail import LOST, Trail, common, merged, possible
 from scalax._follow.weights import FEW_ROWS, Weights
 
@@ -40,12 +40,12 @@ class Kept:
 
     Attributes:
         aval: its shape and dtype.
-        trail: the mesh axes of each dimension.
+        spec: its sharding.
         equation: what computes it.
     """
 
     aval: Any
-    trail: Trail
+    spec: PartitionSpec
     equation: Any
 
 
@@ -85,7 +85,12 @@ class Followed:
 
 
 def follow(
-    jaxpr: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, batch_axes: Container[str]
+    jaxpr: Any,
+    trails: Sequence[Trail],
+    mesh: Mesh | AbstractMesh,
+    batch_axes: Container[str],
+    *,
+    placed: bool = True,
 ) -> Followed:
     """Follows the rows of the batch from the arguments of a jaxpr.
 
@@ -94,8 +99,10 @@ def follow(
         trails: those of its arguments.
         mesh: a mesh of Auto axes. It is in force.
         batch_axes: the mesh axes over which rows of the batch are.
+        placed: whether it is known where all other arguments are: what is computed of rows and weights then
+            has the dimensions of the weights where these have them.
     """
-    return _Follower(mesh, batch_axes, jaxpr, trails).jaxpr(jaxpr, trails)
+    return _Follower(mesh, batch_axes, jaxpr, trails, placed).jaxpr(jaxpr, trails)
 
 
 class _Follower:
@@ -106,6 +113,7 @@ class _Follower:
         batch_axes: the mesh axes over which rows of the batch are.
         whole: the jaxpr that has all others in it.
         trails: those of its arguments.
+        placed: as for `follow`.
 
     Attributes:
         sizes: the sizes of the mesh axes.
@@ -113,8 +121,14 @@ class _Follower:
     """
 
     def __init__(
-        self, mesh: Mesh | AbstractMesh, batch_axes: Container[str], whole: Any, trails: Sequence[Trail]
+        self,
+        mesh: Mesh | AbstractMesh,
+        batch_axes: Container[str],
+        whole: Any,
+        trails: Sequence[Trail],
+        placed: bool,
     ) -> None:
+        self.placed = placed
         self._batch_axes = batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, trails)))
@@ -241,8 +255,9 @@ class _Edit:
             if trail:
                 self._on_trail[var] = trail
                 if self._is_choice(equation, operands) and self._may_keep(var):
-                    self._constrain(var, spec_of(trail), equation)
-                    self._kept.append(Kept(var.aval, trail, equation))
+                    spec = spec_of(trail, self._whole_dims(equation, operands))
+                    self._constrain(var, spec, equation)
+                    self._kept.append(Kept(var.aval, spec, equation))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
 
@@ -253,6 +268,18 @@ class _Edit:
         """
         name = equation.primitive.name
         return name in _LOOPS or (name in CHOICES and not all(map(self._follower.has_rows, operands)))
+
+    def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
+        """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
+        weights = [
+            place
+            for place, atom in enumerate(equation.invars)
+            if self._follower.placed
+            and not self._follower.has_rows(operands[place])
+            and not isinstance(atom, Literal)
+            and atom not in self._follower.from_batch
+        ]
+        return {dim for place in weights for dim in own_dims(equation, place)}
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""

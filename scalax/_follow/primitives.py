@@ -276,6 +276,25 @@ def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(dims, rank)]
 
 
+def own_dims(eqn: Any, place: int) -> Sequence[int]:
+    """The dimensions of a result that are those of one operand alone: of a weight its columns.
+
+    Args:
+        eqn: a product, a convolution or a look-up; of others there are none.
+        place: the number of the operand.
+    """
+    name, rank = eqn.primitive.name, len(shape_of(eqn.outvars[0]))
+    if name == 'dot_general':
+        contracted, batch = eqn.params['dimension_numbers']
+        left = len(shape_of(eqn.invars[0])) - len(contracted[0])
+        return range(left, rank) if place else range(len(batch[0]), left)
+    if name == 'conv_general_dilated' and place == 1:
+        return (eqn.params['dimension_numbers'].out_spec[1],)
+    if name == 'gather' and place == 0:
+        return tuple(eqn.params['dimension_numbers'].offset_dims)
+    return ()
+
+
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum

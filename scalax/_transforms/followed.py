@@ -24,6 +24,8 @@ def run_followed(
     trails: Sequence[Trail],
     mesh: Mesh | AbstractMesh,
     batch_axes: Container[str],
+    *,
+    placed: bool,
 ) -> tuple[Any, Followed]:
     """The outputs of a function, computed by its jaxpr with constraints.
 
@@ -37,6 +39,7 @@ def run_followed(
         trails: those of the leaves of the others.
         mesh: a mesh of Auto axes, in force.
         batch_axes: the mesh axes over which rows of the batch are.
+        placed: as for `follow`.
     """
     compiled = jax.jit(fun, static_argnums=static)
     # Values of an outer trace that the function closes over are constants of this jaxpr.
@@ -53,7 +56,7 @@ def run_followed(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     operands = [LOST if isinstance(atom, Literal) else on_trail.get(atom, LOST) for atom in equation.invars]
-    found = follow(equation.params['jaxpr'], operands, mesh, batch_axes)
+    found = follow(equation.params['jaxpr'], operands, mesh, batch_axes, placed=placed)
     results = equation.primitive.bind(
         *map(value, equation.invars), **{**equation.params, 'jaxpr': found.jaxpr}
     )

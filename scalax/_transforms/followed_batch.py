@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.constraint import spec_of
 from scalax._follow.follow import Followed
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.specs import text
@@ -97,7 +96,7 @@ class FollowedBatch:
 def followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
     """What the pass found in the jaxpr of a function, with the lines of the user's code."""
     kept = Counter(
-        KeptValue(_array(each.aval), spec_of(each.trail), each.equation.primitive.name, _line(each.equation))
+        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each.equation))
         for each in followed.kept
     )
     lost = {

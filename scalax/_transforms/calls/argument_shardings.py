@@ -52,10 +52,12 @@ class Trails:
         by_slot: the trails of the arguments, by slot and leaf: the rows of batches; of other arguments, the
             mesh axes that shard no rows.
         batch_axes: the mesh axes that shard rows.
+        placed: whether every other array has a sharding; else the compiler decides about some.
     """
 
     by_slot: Mapping[int, Sequence[Trail]]
     batch_axes: frozenset[str]
+    placed: bool
 
 
 class ArgumentShardings:
@@ -144,7 +146,12 @@ class ArgumentShardings:
             trails[slot] = [
                 trail if (slot, i) in rows else without(trail, axes) for i, trail in enumerate(each)
             ]
-        return Trails(trails, frozenset(axes))
+        placed = all(
+            sharding is not None or not np.ndim(leaf)
+            for slot, each in leaves.items()
+            for leaf, sharding in zip(each, shardings[slot], strict=True)
+        )
+        return Trails(trails, frozenset(axes), placed)
 
     def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
         """The leaves that hold rows of the batch: slot and number.

@@ -150,8 +150,16 @@ class TracedFunction:
 
         trails = [trail for slot in call.layout.dynamic for trail in shardings.trails.by_slot[slot]]
         users = self.as_users(flat_function, call.layout)
-        axes = shardings.trails.batch_axes
-        return run_followed(users, flat_args, call.layout.static, trails, self._rules.mesh, axes)
+        followed = shardings.trails
+        return run_followed(
+            users,
+            flat_args,
+            call.layout.static,
+            trails,
+            self._rules.mesh,
+            followed.batch_axes,
+            placed=followed.placed,
+        )
 
     def _call(self, signature: CallSignature, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
