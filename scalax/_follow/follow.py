@@ -15,7 +15,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,28 @@ from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
 from scalax._follow.primitives import CHOICES, RULES, own_dims, redealt
 from scalax._follow.trail import LOST, Trail, common, merged, possible
-from scalax._follow.weights import FEW_ROWS, Weights
+from scalax._follow.weights import FEW_ROWS, Products, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
 _LOOPS = ('scan', 'while', 'cond')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arguments:
+    """What is known of the arguments of a jaxpr.
+
+    Attributes:
+        trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
+        gathered: whether each is sharded over the axes of the batch, and holds none: the weights of FSDP.
+        batch_axes: the mesh axes that shard rows.
+        placed: whether it is known where each of them is; else the compiler decides about some.
+    """
+
+    trails: Sequence[Trail]
+    gathered: Sequence[bool]
+    batch_axes: frozenset[str]
+    placed: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +80,19 @@ class Lost:
 
 
 @dataclasses.dataclass(frozen=True)
+class FewRows:
+    """What products multiply, where the weights are more than the rows: to move the rows takes less.
+
+    Attributes:
+        weights: the elements of weights that would be gathered, in all products.
+        rows: those of the rows, or of their products if these are smaller.
+    """
+
+    weights: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Followed:
     """A jaxpr that was followed.
 
@@ -71,38 +101,34 @@ class Followed:
         trails: those of its results.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        multiplied: the arguments without rows that are multiplied with rows, by number: with how many on each
-            device at most.
+        multiplied: the arguments without rows that are multiplied with rows, by number, and these products.
         summed: the results that are sums over few rows, by number.
+        few_rows: why nothing is followed, if the weights are more than the rows.
     """
 
     jaxpr: Any
     trails: tuple[Trail, ...]
     kept: tuple[Kept, ...] = ()
     lost: tuple[Lost, ...] = ()
-    multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    multiplied: Mapping[int, Products] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
+    few_rows: FewRows | None = None
 
 
-def follow(
-    jaxpr: Any,
-    trails: Sequence[Trail],
-    mesh: Mesh | AbstractMesh,
-    batch_axes: Container[str],
-    *,
-    placed: bool = True,
-) -> Followed:
-    """Follows the rows of the batch from the arguments of a jaxpr.
+def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
+    """Follows the rows of the batch from the arguments of a jaxpr, unless they are few.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        trails: those of its arguments.
+        arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
-        batch_axes: the mesh axes over which rows of the batch are.
-        placed: whether it is known where all other arguments are: what is computed of rows and weights then
-            has the dimensions of the weights where these have them.
     """
-    return _Follower(mesh, batch_axes, jaxpr, trails, placed).jaxpr(jaxpr, trails)
+    found = _Follower(mesh, arguments, jaxpr).jaxpr(jaxpr, arguments.trails)
+    products = [each for i, each in found.multiplied.items() if arguments.gathered[i]]
+    weights, rows = sum(each.weights for each in products), sum(each.moved for each in products)
+    if weights > rows:
+        return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
+    return found
 
 
 class _Follower:
@@ -110,28 +136,20 @@ class _Follower:
 
     Args:
         mesh: the mesh.
-        batch_axes: the mesh axes over which rows of the batch are.
-        whole: the jaxpr that has all others in it.
-        trails: those of its arguments.
-        placed: as for `follow`.
+        arguments: those of the jaxpr that has all others in it.
+        whole: this jaxpr.
 
     Attributes:
         sizes: the sizes of the mesh axes.
+        placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh | AbstractMesh,
-        batch_axes: Container[str],
-        whole: Any,
-        trails: Sequence[Trail],
-        placed: bool,
-    ) -> None:
-        self.placed = placed
-        self._batch_axes = batch_axes
+    def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        self.placed = arguments.placed
+        self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
-        self.from_batch = Dependence(whole, list(map(self.has_rows, trails)))
+        self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
@@ -294,7 +312,7 @@ class _Edit:
             return params, results
         if name in CALLS:
             inside = self._inside(params[CALLS[name]], operands)
-            self._weights.note_call(equation, inside.multiplied, inside.summed)
+            self._weights.note_call(equation.invars, equation.outvars, inside.multiplied, inside.summed)
             return {**params, CALLS[name]: inside.jaxpr}, inside.trails
         if name == 'scan':
             return self._scan(equation, operands)
@@ -302,6 +320,8 @@ class _Edit:
             return self._while(equation, operands)
         if name == 'cond':
             branches = [self._inside(branch, operands[1:]) for branch in params['branches']]
+            for branch in branches:
+                self._weights.note_call(equation.invars[1:], (), branch.multiplied, ())
             trails = zip(*(branch.trails for branch in branches), strict=True)
             return {**params, 'branches': tuple(branch.jaxpr for branch in branches)}, [
                 merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
@@ -334,6 +354,7 @@ class _Edit:
         inside = self._inside(body, arguments(state), is_round=True)
         self._gather_before(equation, range(constants), inside)
         self._sum_behind(equation, carried, inside)
+        self._weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
         stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
         return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
 
@@ -363,6 +384,8 @@ class _Edit:
         state = self._settled(params['body_jaxpr'], operands[constants[1] :], arguments)
         inside = self._inside(params['body_jaxpr'], arguments(state), is_round=True)
         self._gather_before(equation, range(*constants), inside)
+        of_rounds = equation.invars[constants[0] :]
+        self._weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)
         self._sum_behind(equation, len(state), inside)
         return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
 
@@ -375,7 +398,7 @@ class _Edit:
             var = equation.invars[place]
             if isinstance(var, Literal) or var in self._users_given or var in self._follower.from_batch:
                 continue
-            if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS:
+            if i in inside.multiplied and inside.multiplied[i].rows < FEW_ROWS:
                 spec = closed_spec_of(self._trail(var), len(shape_of(var)))
                 self._place_before(var, spec, equation)
 
