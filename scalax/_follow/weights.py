@@ -22,8 +22,8 @@ from scalax._follow.trail import Trail
 # the whole loop.
 FEW_ROWS = 1024
 # Primitives whose first operand is a weight, and whose result is the same one, or a part of it.
-_FORWARDS = ('convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
-_PARTS = ('slice', 'dynamic_slice', 'split', 'unstack')
+_FORWARDS = ('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
+_PARTS = ('dynamic_slice', 'slice', 'split', 'unstack')
 _ADDS = ('add', 'add_any')
 
 
@@ -68,6 +68,10 @@ class Weights:
         """Whether a value is a sum over few rows."""
         return not isinstance(atom, Literal) and atom in self._sums
 
+    def is_weight(self, atom: Any) -> bool:
+        """Whether a value is an argument without rows, or a part of one."""
+        return self._number(atom) is not None
+
     def note(self, equation: Any, operands: Sequence[Trail]) -> None:
         """Takes note of an equation without jaxprs, and of the trails of its operands."""
         name, params = equation.primitive.name, equation.params
@@ -81,23 +85,33 @@ class Weights:
             self._note_product(equation, operands, weight=1, summed=left)
         elif name == 'conv_general_dilated':
             self._note_product(equation, operands, weight=1, summed=params['dimension_numbers'].lhs_spec[1:2])
-        elif name in (*_FORWARDS, *_PARTS) and (number := self._number(equation.invars[0])) is not None:
-            self._numbers.update(dict.fromkeys(equation.outvars, number))
-            if name in _PARTS or equation.invars[0] in self._parts:
-                self._parts.update(equation.outvars)
+        elif name in (*_FORWARDS, *_PARTS):
+            operand, result = equation.invars[0], equation.outvars[0]
+            if name in _PARTS or _size(operand) == _size(result):
+                self._note_same(operand, equation.outvars, part=name in _PARTS)
         if name in (*_FORWARDS, *_ADDS) and any(map(self.is_sum, equation.invars)):
             self._sums.add(equation.outvars[0])
 
-    def note_call(
+    def passed(self, results: Sequence[Any]) -> dict[int, int]:
+        """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
+        numbers = {i: self._number(atom) for i, atom in enumerate(results)}
+        return {i: number for i, number in numbers.items() if number is not None}
+
+    def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, Products]) -> None:
+        """Takes note of the products in a jaxpr that runs once."""
+        for i, products in multiplied.items():
+            self._note_products(operands[i], products)
+
+    def note_results(
         self,
         operands: Sequence[Any],
         results: Sequence[Any],
-        multiplied: Mapping[int, Products],
+        passed: Mapping[int, int],
         summed: Container[int],
     ) -> None:
-        """Takes note of a jaxpr that runs once, of whose weights and sums this is known."""
-        for i, products in multiplied.items():
-            self._note_products(operands[i], products)
+        """Takes note of the results of a jaxpr that runs once."""
+        for i, number in passed.items():
+            self._note_same(operands[number], results[i : i + 1], part=True)
         self._sums.update(var for i, var in enumerate(results) if i in summed)
 
     def note_loop(
@@ -160,6 +174,14 @@ class Weights:
 
     def _number(self, atom: Any) -> int | None:
         return None if isinstance(atom, Literal) else self._numbers.get(atom)
+
+    def _note_same(self, atom: Any, results: Sequence[Any], *, part: bool) -> None:
+        """Results that are a weight, or parts of one."""
+        number = self._number(atom)
+        if number is not None:
+            self._numbers.update(dict.fromkeys(results, number))
+            if part or atom in self._parts:
+                self._parts.update(results)
 
     def _note_products(self, atom: Any, products: Products) -> None:
         number = self._number(atom)

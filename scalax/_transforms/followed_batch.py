@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.follow import Followed
+from scalax._follow.follow import Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.specs import text
 from scalax._util.user_frames import users_own
@@ -109,11 +109,11 @@ def followed_batch(name: str, axes: frozenset[str], followed: Followed) -> Follo
         few = followed.few_rows
         return FollowedBatch(name, tuple(sorted(axes)), weights=few.weights, rows=few.rows)
     kept = Counter(
-        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each.equation))
+        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each))
         for each in followed.kept
     )
     lost = {
-        LostRows(each.equation.primitive.name, _line(each.equation), _array(each.aval), _bytes(each.aval))
+        LostRows(each.equation.primitive.name, _line(each), _array(each.aval), _bytes(each.aval))
         for each in followed.lost
     }
     return FollowedBatch(
@@ -132,13 +132,14 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
-def _line(equation: Any) -> str:
-    stack = equation.source_info.traceback
-    if stack is None:
-        return str(equation.source_info.name_stack)
-    frames = traceback.extract_tb(stack.as_python_traceback())
-    written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
-    frame = users_own(written, lambda each: each.filename)
-    if frame is None:  # JAX derived it
-        return str(equation.source_info.name_stack)
-    return f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+def _line(found: Kept | Lost) -> str:
+    """The line of the user's code; of what JAX derived, that of the call around it."""
+    for equation in (found.equation, *found.calls):
+        stack = equation.source_info.traceback
+        if stack is not None:
+            frames = traceback.extract_tb(stack.as_python_traceback())
+            written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
+            frame = users_own(written, lambda each: each.filename)
+            if frame is not None:
+                return f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+    return str(found.equation.source_info.name_stack)
