@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
 from scalax._follow.primitives import RULES
-from scalax._follow.trail import LOST, Trail, common
+from scalax._follow.trail import LOST, Trail, common, possible
 from scalax._follow.weights import SAME
 
 
@@ -25,9 +25,11 @@ class Stored:
     Args:
         jaxpr: the jaxpr, open or closed.
         trails: of its arguments that are weights, the axes of the batch that shard each dimension.
+        sizes: the sizes of the mesh axes.
     """
 
-    def __init__(self, jaxpr: Any, trails: Sequence[Trail]) -> None:
+    def __init__(self, jaxpr: Any, trails: Sequence[Trail], sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
         self._trails: dict[Any, Trail] = {}
         self._known: dict[Any, list[Trail]] = {}
         if any(trails):
@@ -49,7 +51,8 @@ class Stored:
             for equation in jaxpr.eqns:
                 operands = list(map(of, equation.invars))
                 if any(operands):
-                    found.update(zip(equation.outvars, self._equation(equation, operands), strict=False))
+                    for var, trail in zip(equation.outvars, self._equation(equation, operands), strict=False):
+                        found[var] = possible(trail, shape_of(var), self._sizes)
             for var, trail in found.items():
                 before = self._trails.get(var)
                 self._trails[var] = trail if before is None else common(before, trail)

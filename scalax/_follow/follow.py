@@ -160,7 +160,7 @@ class _Follower:
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
-        self.stored = Stored(whole, arguments.stored)
+        self.stored = Stored(whole, arguments.stored, self.sizes)
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
@@ -220,6 +220,7 @@ class _Edit:
         # Of the loop at hand: operands that are placed otherwise before it, and results summed behind it.
         self._replaced: dict[Any, Any] = {}
         self._summed: list[Any] = []
+        self._moved: dict[tuple[Any, Trail], Any] = {}  # a variable and where it moves to -> what moved
         self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
         taken = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
@@ -276,14 +277,14 @@ class _Edit:
         return space == jax.memory.Space.Device and self._follower.has_rows(self._trail(var))
 
     def _constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
-        added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
+        added = self._follower.constraint(var, spec, equation.source_info)
         self._equations.append(added)
         self._constrained[var] = added.outvars[0]
 
     def _equation(self, equation: Any) -> None:
-        experts = self._experts(equation) if equation.primitive.name == 'dot_general' else ()
         operands = [self._trail(atom) for atom in equation.invars]
         self._replaced, self._summed = {}, []
+        experts = self._experts(equation, operands) if equation.primitive.name == 'dot_general' else ()
         params, results = self._results(equation, operands)
         self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
@@ -302,20 +303,23 @@ class _Edit:
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
 
-    def _experts(self, equation: Any) -> Sequence[int]:
-        """The weights of a product to which rows move, by number. Rows stay there until they meet others."""
-        operands = [self._trail(atom) for atom in equation.invars]
+    def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
+        """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
         stored = [self._follower.stored.of(atom) for atom in equation.invars]
         if not any(operands):
             return ()
         move = move_to_experts(equation, operands, stored, self._follower.sizes)
         if move is not None:
-            var, trail = equation.invars[move[0]], self._follower.possible(move[1], equation.invars[move[0]])
+            place, var = move[0], equation.invars[move[0]]
+            trail = self._follower.possible(move[1], var)
             if trail and self._may_keep(var):
-                if var not in self._constrained:  # else the compiler might compute it where it moves to
-                    self._constrain(var, spec_of(self._trail(var)), equation)
-                self._on_trail[var] = operands[move[0]] = trail
-                self._constrain(var, spec_of(trail), equation)
+                if (var, trail) not in self._moved:
+                    # At both ends: else the compiler might compute it where it moves to.
+                    self._place_before(var, spec_of(operands[place]), equation)
+                    self._place_before(var, spec_of(trail), equation)
+                    self._moved[var, trail] = self._replaced[var]
+                self._replaced[var] = self._moved[var, trail]
+                operands[place] = trail
         return stay(equation, operands, stored)
 
     def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
@@ -424,7 +428,7 @@ class _Edit:
 
     def _place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
+        added = self._follower.constraint(self._input(var), spec, equation.source_info)
         self._equations.append(added)
         self._replaced[var] = added.outvars[0]
 
