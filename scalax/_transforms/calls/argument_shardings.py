@@ -18,7 +18,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
+from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, spec_axes, text
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -122,7 +122,8 @@ class ArgumentShardings:
             shardings: those of the arguments, or those to which they are constrained inside.
 
         Raises:
-            ArgumentError: an argument that is said to be a batch has no sharding.
+            ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is
+                there.
         """
         if self.any_explicit:  # types say where values are
             return None
@@ -137,6 +138,7 @@ class ArgumentShardings:
         rows = self._holding_rows(call)
         axes = {axis for slot, i in rows for axis in itertools.chain(*trails[slot][i])}
         if self.signature.says_batch:
+            self.signature.reject_no_batch(call.flat_args)
             self._reject_unsharded(call, rows, shardings)
         if not axes:
             return None
@@ -190,11 +192,13 @@ class ArgumentShardings:
     ) -> None:
         for slot in sorted({slot for slot, _ in rows}):
             given = [shardings[slot][i] for s, i in rows if s == slot]
-            if not any(sharding is not None and any(sharding.spec) for sharding in given):
+            if not any(sharding is not None and spec_axes(sharding.spec) for sharding in given):
+                axis = next((name for name, size in self.mesh.shape.items() if size > 1), 'data')
                 raise ArgumentError(
                     f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
-                    '(batch_argnums, batch_argnames), and in_shardings shards none of its dimensions: give '
-                    "it a spec such as PartitionSpec('data'), or leave it out"
+                    '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '
+                    f'args_sharding_constraint): give it a spec such as PartitionSpec({axis!r}), or leave it '
+                    'out'
                 )
 
     def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:
