@@ -23,7 +23,7 @@ RULE, ROWS, COLUMNS = FSDPShardingRule(min_fsdp_size=1), P('fsdp'), P(None, 'fsd
 RULES, BY_SPECS = (RULE, ROWS), (ROWS, ROWS)
 OPEN = P.UNCONSTRAINED
 W = np.linspace(-1, 1, 256, dtype=np.float32).reshape(16, 16)
-X = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16) ** 2
+X = np.linspace(0, 1, 1024, dtype=np.float32).reshape(64, 16) ** 2
 EXPECTED = np.tanh(X @ W)
 runs = []
 
@@ -238,7 +238,7 @@ def test_without_jit():
         found = jax.grad(lambda w: step(w, X).sum())(W)
         # These trace all the same.
         assert step.followed(W, X).axes == ()
-        assert step.eval_shape(W, X).shape == (16, 16)
+        assert step.eval_shape(W, X).shape == X.shape
         assert HELPER.plan(step, W, X).totals
     np.testing.assert_allclose(found, by_hand, rtol=1e-5, atol=1e-5)
     assert step.followed(W, X).axes == ('fsdp',)
@@ -329,7 +329,7 @@ BATCHES = {
         lambda w, batch, more: (
             layer(w, batch['x']) * batch['mask'][:, None] + more[0] * more[1][:, 0, 0, None]
         ),
-        ({'x': X, 'mask': X[:, 0] > 0.1}, (np.float32(3), STACK.reshape(16, 8, 8))),
+        ({'x': X, 'mask': X[:, 0] > 0.1}, (np.float32(3), STACK.reshape(64, 8, 8))),
         ({'x': P(BOTH), 'mask': P(BOTH)}, (P(), P(BOTH))),
         BOTH,
         {P(BOTH, OPEN)},
@@ -358,7 +358,7 @@ def test_integers_and_random_bits_are_exact(implementation):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
         whole = jnp.round(64 * x).astype(jnp.int32)
         matrix = jnp.round(8 * w).astype(jnp.int32)
-        rows = jax.vmap(lambda key: jax.random.bits(key, (16,)))(jax.random.split(key, 16))
+        rows = jax.vmap(lambda key: jax.random.bits(key, (16,)))(jax.random.split(key, 64))
         products = jnp.where(keep, whole @ matrix, 0)
         sums = jax.lax.scan(lambda c, _: (c @ matrix % 91, c.sum()), products, None, length=3)
         return keep, products, sums, rows, jnp.argsort(products, axis=0), products.sum(), products.argmax(1)
