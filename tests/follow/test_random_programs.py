@@ -40,7 +40,8 @@ STEPS = [
     lambda w, x: jnp.tanh(jax.grad(lambda x: jnp.sin(x @ w).sum())(x)),
     lambda w, x: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x),
     lambda w, x: jnp.stack([x[:8], x[8:]], 1).reshape(16, 16),
-    # Of images, not of one: values of that differ on simulated devices, followed or not.
+    # Of images, not of one. Where a kernel is sharded too, as in the gradient of one, XLA adds up the parts
+    # of all devices, those that hold the same part too: plain jax.jit is as wrong on a mesh of two axes.
     lambda w, x: jnp.tanh(lax.conv(x.reshape(16, 1, 4, 4), w[None, None, :3, :3], (1, 1), 'SAME')).reshape(
         16, 16
     ),
