@@ -280,6 +280,7 @@ def test_errors_are_those_of_a_function_that_follows_nothing(fun):
 EXPLICIT, AUTO = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize('types', [[EXPLICIT, EXPLICIT], [EXPLICIT, AUTO], [AUTO, EXPLICIT]], ids=str)
 def test_explicit_axes_are_left_alone(types):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=types)
@@ -371,7 +372,6 @@ def test_integers_and_random_bits_are_exact(implementation):
 
 POLICIES = jax.checkpoint_policies
 SAVED = {
-    'nothing': POLICIES.nothing_saveable,
     'products': POLICIES.dots_saveable,
     'offloaded products': POLICIES.offload_dot_with_no_batch_dims('device', 'pinned_host'),
     'offloaded names': POLICIES.save_and_offload_only_these_names(
