@@ -181,8 +181,19 @@ IDIOMS = {
         jax.vmap(lambda k: jax.random.normal(k, (4,)))(jax.random.split(jax.random.key(2), 32))[:, :1] * x
     ),
 }
-# Integers without a gradient; or XLA's own error (a kernel that is sharded, see test_random_programs.py).
-WITHOUT_GRADIENT = {'search', 'hist', 'bincount', 'argmax', 'unique', 'nonzero', 'bitcast', 'bitcast8', 'int'}
+# What gives integers only.
+WITHOUT_GRADIENT = {
+    'categorical',
+    'search',
+    'hist',
+    'bincount',
+    'argmax',
+    'unique',
+    'nonzero',
+    'bitcast',
+    'bitcast8',
+    'int',
+}
 
 
 def total(fun):
