@@ -66,19 +66,18 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
+        reason: why nothing was followed; else empty.
     """
 
     name: str
     axes: tuple[str, ...] = ()
     kept: tuple[KeptValue, ...] = ()
     lost: tuple[LostRows, ...] = ()
+    reason: str = ''
 
     def __str__(self) -> str:
         if not self.axes:
-            return (
-                f'{self.name}: no batch is followed. It is an argument with a sharding: batch_argnums or '
-                'batch_argnames say which'
-            )
+            return f'{self.name} follows no batch: {self.reason}'
         width, count = terminal_width(None), sum(value.count for value in self.kept)
         lines = [f'{self.name} keeps {count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:

@@ -1,5 +1,6 @@
 """Which arguments are batches, and how users say it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,6 +85,41 @@ def test_what_cannot_be_one(options, message):
     with pytest.raises(ArgumentError) as error:
         axes(**options)
     assert str(error.value) == message
+
+
+IT_IS = (
+    'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
+    'batch_argnums and batch_argnames say which it is elsewhere'
+)
+
+
+@pytest.mark.parametrize(
+    ('helper', 'options', 'reason'),
+    [
+        (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
+        (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
+        (HELPER, {'batch_argnums': ()}, 'batch_argnums or batch_argnames are empty'),
+        (
+            MeshShardingHelper([8, 1], ['data', 'fsdp']),
+            {'batch_argnums': 1},
+            'no array of what is said to be one is on several devices',
+        ),
+        (
+            MeshShardingHelper([8], ['fsdp'], follow_batch=False),
+            {},
+            'the helper has follow_batch=False',
+        ),
+        (
+            MeshShardingHelper([8], ['fsdp'], axis_types=jax.sharding.AxisType.Explicit),
+            {},
+            'the mesh has Explicit axes, so types say where values are',
+        ),
+    ],
+)
+def test_why_nothing_is_followed(helper, options, reason):
+    followed = helper.sjit(layer, **{'in_shardings': (RULE, ROWS), **options}).followed(W, X)
+    assert str(followed) == f'layer follows no batch: {reason}'
+    assert not (followed.axes or followed.kept or followed.lost)
 
 
 def any_number(w, *batches, **more):

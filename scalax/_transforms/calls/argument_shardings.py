@@ -148,6 +148,23 @@ class ArgumentShardings:
             ]
         return Trails(trails, frozenset(axes))
 
+    def reason_not_followed(self) -> str:
+        """Why `followed` finds no batch, as far as options tell."""
+        if self.any_explicit:
+            return 'the mesh has Explicit axes, so types say where values are'
+        if jax.config.jax_disable_jit:
+            return 'jax.disable_jit is in force'
+        if self.signature.says_no_batch:
+            return 'batch_argnums or batch_argnames are empty'
+        if self.signature.says_batch:
+            return 'no array of what is said to be one is on several devices'
+        if not self.helper.follow_batch:
+            return 'the helper has follow_batch=False'
+        return (
+            'it is an argument that specs alone shard, and that is not donated, beside one that a rule '
+            'places; batch_argnums and batch_argnames say which it is elsewhere'
+        )
+
     def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
         """The leaves that hold rows of the batch: slot and number.
 

@@ -94,6 +94,7 @@ class CallSignature:
 
     Attributes:
         says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
+        says_no_batch: whether the user says that none does.
         batch_keywords: those of them among the extra keywords.
 
     Raises:
@@ -129,6 +130,7 @@ class CallSignature:
         self._donated = self._selection('donate', donate_argnums, donate_argnames)
         self._batch = self._selection('batch', batch_argnums, batch_argnames)
         self.says_batch = batch_argnums is not None or batch_argnames is not None
+        self.says_no_batch = self.says_batch and not any(self._batch)
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])

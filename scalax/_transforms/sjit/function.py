@@ -155,7 +155,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         trails, followed = entry.shardings.trails, entry.shardings.followed
         name = self._dispatcher.signature.name
         if trails is None or followed is None:
-            return FollowedBatch(name)
+            return FollowedBatch(name, reason=self._dispatcher.rules.reason_not_followed())
         return followed_batch(name, trails.batch_axes, followed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
