@@ -497,7 +497,8 @@ on_one_device = jax.jit(train_step)(params, batch)
 # whether this is FSDP, in which parameters are gathered before each layer. Each parameter has 65,536 bytes.
 # With 4,096 rows it is: `sjit` keeps the rows of the batch where they are. With 32 rows the gathered arrays
 # have 8,192 bytes, the size of the batch: to send all rows to all devices takes less than to send the
-# parameters, so `sjit` leaves the rows to the compiler. (A plan compiles but does not run: shapes are enough.)
+# parameters, so `sjit` leaves the rows to the compiler. (A plan compiles but does not run: shapes are
+# enough.)
 
 # %%
 fsdp = MeshShardingHelper([-1], ['fsdp'])
@@ -510,9 +511,9 @@ for rows in (4096, 32):
 
 # %% [markdown]
 # To say yourself where a value is, bind its name: here the hidden values get the sharding of the batch. Then
-# parameters are gathered for 32 rows as well. Gradients are summed, with each device keeping its part. (The plan shows an
-# all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs turn it into
-# a reduce-scatter.)
+# parameters are gathered for 32 rows as well. Gradients are summed, with each device keeping its part. (The
+# plan shows an all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs
+# turn it into a reduce-scatter.)
 
 # %%
 step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})

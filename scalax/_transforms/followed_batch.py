@@ -65,29 +65,18 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
-        weights: the elements of weights that devices would gather for products with rows, if these are more
-            than those of the rows. Then nothing is kept. Else 0.
-        rows: those of the rows, or of their products if these are smaller.
+        reason: why nothing was followed; else empty.
     """
 
     name: str
     axes: tuple[str, ...] = ()
     kept: tuple[KeptValue, ...] = ()
     lost: tuple[LostRows, ...] = ()
-    weights: int = 0
-    rows: int = 0
+    reason: str = ''
 
     def __str__(self) -> str:
         if not self.axes:
-            return (
-                f'{self.name}: no batch is followed. It is an argument with a sharding: batch_argnums or '
-                'batch_argnames say which'
-            )
-        if self.weights > self.rows:
-            return (
-                f'{self.name} keeps nothing, because rows are few: to keep them gathers {self.weights:,} '
-                f'elements of weights, to move them takes {self.rows:,}'
-            )
+            return f'{self.name} follows no batch: {self.reason}'
         width, count = terminal_width(None), sum(value.count for value in self.kept)
         lines = [f'{self.name} keeps {count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:
@@ -107,7 +96,11 @@ def followed_batch(name: str, axes: frozenset[str], followed: Followed) -> Follo
     """What the pass found in the jaxpr of a function, with the lines of the user's code."""
     if followed.few_rows is not None:
         few = followed.few_rows
-        return FollowedBatch(name, tuple(sorted(axes)), weights=few.weights, rows=few.rows)
+        reason = (
+            f'rows are few. To keep them would gather {few.weights:,} elements of weights; the compiler '
+            f'can move {few.rows:,} of rows instead'
+        )
+        return FollowedBatch(name, reason=reason)
     kept = Counter(
         KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each))
         for each in followed.kept

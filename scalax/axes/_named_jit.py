@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -55,6 +55,8 @@ def named_jit(
     out_axis_resources: Resources = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
+    batch_argnums: int | Iterable[int] | None = None,
+    batch_argnames: str | Iterable[str] | None = None,
     mesh: Any = None,
     **jit_kwargs: Unpack[JitOptions],
 ) -> NamedJitFunction[Given, Result]: ...
@@ -67,6 +69,8 @@ def named_jit(
     out_axis_resources: Resources = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
+    batch_argnums: int | Iterable[int] | None = None,
+    batch_argnames: str | Iterable[str] | None = None,
     mesh: Any = None,
     **jit_kwargs: Unpack[JitOptions],
 ) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
@@ -78,6 +82,8 @@ def named_jit(
     out_axis_resources: Resources = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
+    batch_argnums: int | Iterable[int] | None = None,
+    batch_argnames: str | Iterable[str] | None = None,
     mesh: Any = None,
     **jit_kwargs: Any,
 ) -> Any:
@@ -96,6 +102,9 @@ def named_jit(
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
             be used for outputs. A function in place of a boolean is asked for each array.
         donate_kwargs: the same for the dict of keyword arguments.
+        batch_argnums: positions of arguments that hold rows of the batch, sharded by *in_axis_resources*:
+            values inside that hold them stay where they are (docs/unchanged.md). None by default.
+        batch_argnames: names of arguments that hold rows of the batch.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
         **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
 
@@ -126,6 +135,8 @@ def named_jit(
         'out_axis_resources': out_axis_resources,
         'donate_args': donate_args,
         'donate_kwargs': donate_kwargs,
+        'batch_argnums': batch_argnums,
+        'batch_argnames': batch_argnames,
         'mesh': mesh,
     }
     if fn is None:
@@ -209,6 +220,7 @@ class NamedJitFunction(Generic[Given, Result]):
     __slots__ = (
         '__dict__',
         '__weakref__',
+        '_batch',
         '_donated',
         '_fn',
         '_in',
@@ -231,11 +243,16 @@ class NamedJitFunction(Generic[Given, Result]):
         out_axis_resources: Resources,
         donate_args: Any,
         donate_kwargs: Any,
+        batch_argnums: int | Iterable[int] | None,
+        batch_argnames: str | Iterable[str] | None,
         mesh: Any,
         jit_kwargs: dict[str, Any],
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._name = name_of(fn)
+        self._batch: CallSignature | None = None
+        if batch_argnums is not None or batch_argnames is not None:
+            self._batch = CallSignature(fn, batch_argnums=batch_argnums, batch_argnames=batch_argnames)
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
@@ -269,19 +286,32 @@ class NamedJitFunction(Generic[Given, Result]):
         return compiled.lower(*operands)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its operands: donated arrays, other arrays, static part."""
+        """The compiled function of a call, and its operands (`_Call`)."""
         whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
         data, static = partition(whole)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
         require_hashable(static, whole, f'{self._name} got', remedy)
-        donated = self._donations(whole)
-        arrays = [flag for flag, array in zip(donated, static.arrays, strict=True) if array]
-        given = keep_only(data, [not flag for flag in arrays])
-        return self._compiled(len(args), frozenset(kwargs)), (
-            keep_only(data, arrays),
-            given,
-            _Call(static, tuple(arrays)),
-        )
+        flags = zip(self._donations(whole), self._batches(whole), static.arrays, strict=True)
+        parts = [2 * batch + (not donated) for donated, batch, array in flags if array]
+        count = 2 if self._batch is None else 4
+        arrays = [keep_only(data, [part == i for part in parts]) for i in range(count)]
+        call = _Call(static, tuple(parts))
+        return self._compiled(len(args), frozenset(kwargs)), (call, *arrays)
+
+    def _batches(self, whole: dict[str, Any]) -> list[bool]:
+        """Whether each leaf of a call is of a batch."""
+        if self._batch is None:
+            return [False] * len(jax.tree.leaves(whole))
+        signature, args, kwargs = self._batch, whole['args'], whole['kwargs']
+        signature.reject_no_batch(signature.flatten(args, kwargs))
+        slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
+        named = {*signature.batch_keywords, *(slot.name for slot in slots if slot.batch)}
+        flags = {
+            'args': tuple(slot.batch for slot in slots[: len(args)]),
+            'function': False,
+            'kwargs': {name: name in named for name in kwargs},
+        }
+        return jax.tree.leaves(jax.tree.broadcast(flags, whole))
 
     def _check_keywords(self, donated: Mapping[str, Any]) -> None:
         """Raises ArgumentError about names of arguments that the function does not have."""
@@ -340,17 +370,20 @@ class NamedJitFunction(Generic[Given, Result]):
             if not constraints.is_traced():
                 meshes.require_devices(place, self._name)
             return _inline(body, inputs, out, place)
+        # See `_Call`: of two parts the first one is donated, and of four the last two are batches.
+        parts, donated, batches = (2, (1,), ()) if self._batch is None else (4, (1, 3), (3, 4))
         if place is not None:
             compiled: Any = place.sjit(
                 body,
-                in_shardings=None if inputs is None else (inputs, inputs, None),
+                in_shardings=None if inputs is None else (None, *[inputs] * parts),
                 out_shardings=None if out is None else (out, None),
-                donate_argnums=0,
+                donate_argnums=donated,
+                batch_argnums=batches,
                 on_mismatch='reshard',
                 **self._jit_kwargs,
             )
         elif self._in is None and out is None:
-            compiled = jax.jit(body, donate_argnums=0, **self._jit_kwargs)
+            compiled = jax.jit(body, donate_argnums=donated, **self._jit_kwargs)
         else:
             raise MeshError(
                 f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '
@@ -361,9 +394,9 @@ class NamedJitFunction(Generic[Given, Result]):
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
-        def body(donated: Any, given: Any, call: _Call) -> tuple[Any, StaticPart]:
-            parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
-            whole = combine([next(parts[flag]) for flag in call.donated], call.static)
+        def body(call: _Call, donated: Any, given: Any, *batch: Any) -> tuple[Any, StaticPart]:
+            parts = [iter(jax.tree.leaves(part)) for part in (donated, given, *batch)]
+            whole = combine([next(parts[part]) for part in call.parts], call.static)
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
             with inside, _haliax_context(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
@@ -378,10 +411,13 @@ class NamedJitFunction(Generic[Given, Result]):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static part of a call; *donated* has an entry for every array."""
+    """The static part of a call; *parts* has the operand of every array.
+
+    Behind it come the parts: what is donated and what is not; and, of functions with batches, these likewise.
+    """
 
     static: StaticPart
-    donated: tuple[bool, ...]
+    parts: tuple[int, ...]
 
 
 def _inline(
@@ -392,8 +428,8 @@ def _inline(
     def constrained(tree: Any, rules: Any) -> Any:
         return tree if rules is None else constraints.constrain(tree, rules, mesh, where='named_jit')
 
-    def inline(donated: Any, given: Any, call: _Call) -> tuple[Any, StaticPart]:
-        data, static = body(constrained(donated, inputs), constrained(given, inputs), call)
+    def inline(call: _Call, *parts: Any) -> tuple[Any, StaticPart]:
+        data, static = body(call, *(constrained(part, inputs) for part in parts))
         return constrained(data, outputs), static
 
     return inline

@@ -305,6 +305,35 @@ def test_donated_keywords(helper):
     assert not y.is_deleted()
 
 
+@pytest.mark.parametrize(
+    'said',
+    [
+        {'batch_argnums': 1},
+        {'batch_argnums': -1},
+        {'batch_argnames': 'x'},
+        {'batch_argnames': ['x', 'scale']},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize('donate', [False, True], ids=['kept', 'donated'])
+def test_batches_are_followed(helper, said, donate):
+    def layer(w, x, *, scale=None):
+        hidden = jnp.tanh(x['rows'] @ w['w'])
+        return hidden if scale is None else hidden * scale
+
+    rule = TreePathShardingRule(('w$', P('tp', 'data')), ('.*', P('data')))
+    w, x = {'w': jnp.ones((8, 8)) / 8}, {'rows': jnp.ones((16, 8)), 'unused': 3}
+    options = {'in_axis_resources': rule, 'mesh': helper}
+    for keywords in ({}, {'scale': jnp.ones((16, 1))}):
+        step = named_jit(layer, donate_args=(False, donate), **options, **said)
+        lowered = step.lower(w, x, **keywords).as_text()
+        np.testing.assert_allclose(
+            step(w, jax.tree.map(jnp.copy, x), **keywords), np.tanh(np.ones((16, 8))), 1e-6
+        )
+        assert lowered.count('sdy.sharding_constraint') == 1
+    assert 'sdy.sharding_constraint' not in named_jit(layer, **options).lower(w, x).as_text()
+
+
 def test_it_looks_like_the_function(helper):
     @named_jit(mesh=helper)
     def documented(x):

@@ -75,6 +75,15 @@ OF_FSDP = (
             lambda: named_jit(in_shardings=P())(lambda x: x),
             'named_jit takes no in_shardings: give in_axis_resources, a mapping or any rule',
         ),
+        (
+            lambda: named_jit(lambda x: x, batch_argnums=1),
+            'batch_argnums=1: <lambda> takes 1 positional argument (x)',
+        ),
+        (
+            lambda: named_jit(lambda w, **more: w, batch_argnames='x')(np.ones(2), y=np.ones(2)),
+            "batch_argnames='x': a call of <lambda> with 1 positional argument and the keywords (y) has no "
+            "such argument (known: 'w', 'y')",
+        ),
     ],
 )
 def test_calls_that_make_no_sense(bad, said):

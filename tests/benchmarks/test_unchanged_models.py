@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import Model, Strategy
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule
 from scalax.sharding import PartitionSpec as P
 
 ROWS = 8
@@ -68,11 +69,16 @@ def on_one_device(model: Model, args: tuple[Any, Any, jax.Array]) -> Any:
     return found
 
 
-def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
-    """The loss and its gradients over a mesh, followed or as an expert writes it."""
+def placed(model: Model, strategy: Strategy) -> tuple[MeshShardingHelper, ShardingRule]:
+    """The mesh of a strategy, and where the parameters of a model are, however small."""
     helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
     fsdp = model.fsdp_rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
-    rule = model.columns_and_rows if 'tp' in strategy.mesh else fsdp
+    return helper, model.columns_and_rows if 'tp' in strategy.mesh else fsdp
+
+
+def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
+    """The loss and its gradients over a mesh, followed or as an expert writes it."""
+    helper, rule = placed(model, strategy)
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
         if by_hand and model.hand_loss is not None:
@@ -88,6 +94,41 @@ def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
         batch_argnums=() if by_hand else 1,
         compiler_options=QUICKLY,
     )
+
+
+def ten_losses(model: Model, strategy: Strategy | None, args: tuple[Any, Any, jax.Array]) -> list[float]:
+    """The losses of ten steps of AdamW: followed over a mesh, or on one device."""
+    params, batch, key = args
+    optimizer = optax.adamw(1e-3)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(model.loss, has_aux=model.has_aux)(params, batch, key)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jax.tree.leaves(value)[0]
+
+    state = (
+        params,
+        jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(optimizer.init, params)),
+    )
+    if strategy is None:
+        run: Any = jax.jit(step, compiler_options=QUICKLY)
+    else:
+        helper, rule = placed(model, strategy)
+        run = helper.sjit(
+            step,
+            in_shardings=(rule, strategy.batch(model), P()),
+            out_shardings=(rule, P()),
+            donate_argnums=0,
+            compiler_options=QUICKLY,
+        )
+        state = helper.shard(state, rule)
+        assert run.followed(state, batch, key).kept
+    losses = []
+    for i in range(10):
+        state, loss = run(state, batch, jax.random.fold_in(key, i))
+        losses.append(float(loss))
+    return losses
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
@@ -112,3 +153,23 @@ def test_every_strategy_is_one_device(name: str, by_hand: bool) -> None:
     wanted = on_one_device(MODELS[name], args)
     for strategy in (FSDP, FSDP_TP):
         assert_equal(compiled(MODELS[name], strategy, by_hand)(*args), wanted)
+
+
+def assert_ten_steps(name: str, *strategies: Strategy) -> None:
+    args = arguments(MODELS[name])
+    wanted = ten_losses(MODELS[name], None, args)
+    assert np.all(np.isfinite(wanted))
+    assert max(wanted) - min(wanted) > 1e-3 * abs(wanted[0])  # a model that learns nothing shows nothing
+    for strategy in strategies:
+        np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), wanted, rtol=1e-4)
+
+
+@pytest.mark.one_jax
+def test_ten_steps_of_a_recurrent_cell() -> None:
+    assert_ten_steps('recurrent cell', FSDP_TP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', MODELS)
+def test_ten_steps_are_those_of_one_device(name: str) -> None:
+    assert_ten_steps(name, FSDP, FSDP_TP)

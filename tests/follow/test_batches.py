@@ -1,5 +1,6 @@
 """Which arguments are batches, and how users say it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (P(), ROWS)}, ()),  # all by specs
         ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ()),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
+        ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),
+        ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, P('data'))}, ('data',)),
+        ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, P())}, ()),
         ({'in_shardings': (RULE, ROWS), 'batch_argnums': ()}, ()),
         ({'in_shardings': (P(), ROWS), 'batch_argnums': 1}, ('fsdp',)),
         ({'in_shardings': (P(), ROWS), 'batch_argnums': -1}, ('fsdp',)),
@@ -46,15 +50,117 @@ def test_what_is_a_batch(options, expected):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'batch_argnames': 'y'}, "batch_argnames='y': layer has no such argument"),
-        ({'batch_argnums': 2}, 'batch_argnums=2: layer takes 2'),
-        ({'batch_argnums': 1, 'static_argnums': 1}, 'cannot be both static and a batch'),
-        ({'batch_argnums': 1, 'in_shardings': (RULE, P())}, 'is said to be a batch'),
+        (
+            {'batch_argnames': 'y'},
+            "batch_argnames='y': layer has no such argument (known: 'w', 'x')",
+        ),
+        ({'batch_argnums': 2}, 'batch_argnums=2: layer takes 2 positional arguments (w, x)'),
+        ({'batch_argnums': -3}, 'batch_argnums=-3: layer takes 2 positional arguments (w, x)'),
+        ({'batch_argnums': 1, 'static_argnums': 1}, 'layer: x cannot be both static and a batch'),
+        ({'batch_argnames': 'x', 'static_argnums': 1}, 'layer: x cannot be both static and a batch'),
+        (
+            {'batch_argnum': 1},
+            "sjit got an option 'batch_argnum' that neither it nor jax.jit has (did you mean "
+            "'batch_argnums' or 'batch_argnames'?)",
+        ),
+        *(
+            (
+                {'batch_argnums': 1, **shardings},
+                'x of layer is said to be a batch (batch_argnums, batch_argnames), and nothing shards it '
+                "(in_shardings, args_sharding_constraint): give it a spec such as PartitionSpec('data'), or "
+                'leave it out',
+            )
+            for shardings in (
+                {'in_shardings': (RULE, P())},
+                {'in_shardings': (RULE, None)},
+                {'in_shardings': None},
+                {'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (None, P())},
+                {'in_shardings': None, 'args_sharding_constraint': (None, P(P.UNCONSTRAINED))},
+                {'in_shardings': FSDPShardingRule()},  # leaves a small array whole
+            )
+        ),
     ],
 )
 def test_what_cannot_be_one(options, message):
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError) as error:
         axes(**options)
+    assert str(error.value) == message
+
+
+IT_IS = (
+    'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
+    'batch_argnums and batch_argnames say which it is elsewhere'
+)
+
+
+@pytest.mark.parametrize(
+    ('helper', 'options', 'reason'),
+    [
+        (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
+        (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
+        (HELPER, {'batch_argnums': ()}, 'batch_argnums or batch_argnames are empty'),
+        (
+            MeshShardingHelper([8, 1], ['data', 'fsdp']),
+            {'batch_argnums': 1},
+            'no array of what is said to be one is on several devices',
+        ),
+        (
+            MeshShardingHelper([8], ['fsdp'], follow_batch=False),
+            {},
+            'the helper has follow_batch=False',
+        ),
+        (
+            MeshShardingHelper([8], ['fsdp'], axis_types=jax.sharding.AxisType.Explicit),
+            {},
+            'the mesh has Explicit axes, so types say where values are',
+        ),
+    ],
+)
+def test_why_nothing_is_followed(helper, options, reason):
+    followed = helper.sjit(layer, **{'in_shardings': (RULE, ROWS), **options}).followed(W, X)
+    assert str(followed) == f'layer follows no batch: {reason}'
+    assert not (followed.axes or followed.kept or followed.lost)
+
+
+def any_number(w, *batches, **more):
+    return sum(layer(w, x) for x in [*batches, *more.values()])
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (
+            {'batch_argnums': 3},
+            'batch_argnums=3: a call of any_number with 2 positional arguments and the keywords (y) has no '
+            'such argument',
+        ),
+        (
+            {'batch_argnames': 'yy'},
+            "batch_argnames='yy': a call of any_number with 2 positional arguments and the keywords (y) has "
+            "no such argument (did you mean 'y'?)",
+        ),
+    ],
+)
+def test_what_no_argument_of_a_call_is(options, message):
+    """Of a function of any number of arguments it is known at the call."""
+    step = HELPER.sjit(any_number, in_shardings=ROWS, **options)
+    with pytest.raises(ArgumentError) as error:
+        step(W, X, y=X)
+    assert str(error.value) == message
+
+
+def test_optional_batches():
+    """A parameter may be left to its default, or be None; of several, one is enough."""
+
+    def fun(w, x=None, y=None):
+        return w if x is None else layer(w, x) if y is None else layer(w, x) + layer(w, y)
+
+    step = HELPER.sjit(fun, in_shardings=ROWS, batch_argnums=(1, 2))
+    assert [step.followed(W, *rest).axes for rest in [(), (X,), (X, None), (X, X)]] == [
+        *((), ('fsdp',), ('fsdp',), ('fsdp',))
+    ]
+    step = HELPER.sjit(any_number, in_shardings=ROWS, batch_argnums=(1, 2), batch_argnames='y')
+    assert step.followed(W, X).axes == step.followed(W, y=X).axes == ('fsdp',)
 
 
 def test_keywords_and_trees():

@@ -18,7 +18,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
+from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, spec_axes, text
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -108,12 +108,14 @@ class ArgumentShardings:
             shardings: those of the arguments, or those to which they are constrained inside.
 
         Raises:
-            ArgumentError: an argument that is said to be a batch has no sharding.
+            ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is
+                there.
         """
         if self.any_explicit:  # types say where values are
             return None
         rows = self._holding_rows(call)
         if self.signature.says_batch:
+            self.signature.reject_no_batch(call.flat_args)
             self._reject_unsharded(call, rows, shardings)
         leaves = [
             ((slot, i), np.ndim(leaf), sharding)
@@ -134,6 +136,23 @@ class ArgumentShardings:
             [LOST if holds else along(trail, axes) for trail, holds in zip(trails, holding, strict=True)],
             axes,
             placed=all(sharding is not None or not ndim for _, ndim, sharding in leaves),
+        )
+
+    def reason_not_followed(self) -> str:
+        """Why `followed` finds no batch, as far as options tell."""
+        if self.any_explicit:
+            return 'the mesh has Explicit axes, so types say where values are'
+        if jax.config.jax_disable_jit:
+            return 'jax.disable_jit is in force'
+        if self.signature.says_no_batch:
+            return 'batch_argnums or batch_argnames are empty'
+        if self.signature.says_batch:
+            return 'no array of what is said to be one is on several devices'
+        if not self.helper.follow_batch:
+            return 'the helper has follow_batch=False'
+        return (
+            'it is an argument that specs alone shard, and that is not donated, beside one that a rule '
+            'places; batch_argnums and batch_argnames say which it is elsewhere'
         )
 
     def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
@@ -180,11 +199,13 @@ class ArgumentShardings:
     ) -> None:
         for slot in sorted({slot for slot, _ in rows}):
             given = [shardings[slot][i] for s, i in rows if s == slot]
-            if not any(sharding is not None and any(sharding.spec) for sharding in given):
+            if not any(sharding is not None and spec_axes(sharding.spec) for sharding in given):
+                axis = next((name for name, size in self.mesh.shape.items() if size > 1), 'data')
                 raise ArgumentError(
                     f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
-                    '(batch_argnums, batch_argnames), and in_shardings shards none of its dimensions: give '
-                    "it a spec such as PartitionSpec('data'), or leave it out"
+                    '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '
+                    f'args_sharding_constraint): give it a spec such as PartitionSpec({axis!r}), or leave it '
+                    'out'
                 )
 
     def _by_slot(self, rules: RuleLike, call: Call, what: str, mode: ResolveMode) -> dict[int, Shardings]:

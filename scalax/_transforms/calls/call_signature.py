@@ -94,6 +94,7 @@ class CallSignature:
 
     Attributes:
         says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
+        says_no_batch: whether the user says that none does.
         batch_keywords: those of them among the extra keywords.
 
     Raises:
@@ -129,6 +130,7 @@ class CallSignature:
         self._donated = self._selection('donate', donate_argnums, donate_argnames)
         self._batch = self._selection('batch', batch_argnums, batch_argnames)
         self.says_batch = batch_argnums is not None or batch_argnames is not None
+        self.says_no_batch = self.says_batch and not any(self._batch)
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords = self._extra_keywords(self._static[1])
         self.donated_keywords = self._extra_keywords(self._donated[1])
@@ -192,13 +194,33 @@ class CallSignature:
                 'options', sorted(self._hints_used), f' (this call does not fit them: {error})'
             ) from None
 
+    def reject_no_batch(self, flat_args: Sequence[Any]) -> None:
+        """Raises ArgumentError if none of the arguments that are said to be batches can be in this call.
+
+        A parameter with a name may be left to its default. Under ``*args`` and ``**kwargs``, positions and
+        names that no call has are found here only.
+        """
+        numbers, names = self._batch
+        if not (numbers or names) or any(slot.batch for slot in self.layout_of(flat_args).slots):
+            return
+        args, keywords = self.restore(flat_args)
+        if not keywords.keys() & names:
+            said = [f'batch_argnums={number}' for number in numbers]
+            said += [f'batch_argnames={name!r}' for name in sorted(names)]
+            known = [*self.positional, *keywords]
+            near = f' ({did_you_mean(min(names), known)})' if names else ''
+            raise ArgumentError(
+                f'{", ".join(said)}: a call of {self.name} with {plural(len(args), "positional argument")} '
+                f'and the keywords ({", ".join(keywords)}) has no such argument{near}'
+            )
+
     def _misnamed(self, what: str, names: Sequence[str], why: str = '') -> ArgumentError:
         named = ', '.join(map(repr, names))
         return ArgumentError(
             f'{what} of {self.name}: {named} can be any of *{self.varargs}: {self.name} takes '
             f'{self.python_signature}, which are not the parameters {self._behind} of the function that it '
             f'wraps{why}. What to do: say which by position (a tuple of shardings, static_argnums, '
-            'donate_argnums), or write the parameters out in the wrapper.'
+            'donate_argnums, batch_argnums), or write the parameters out in the wrapper.'
         )
 
     def _extra_keywords(self, names: Iterable[str]) -> tuple[str, ...]:

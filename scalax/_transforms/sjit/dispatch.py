@@ -314,7 +314,7 @@ class Dispatcher:
 
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
         constraints = self.rules.constraints(call)
-        batch = self.rules.followed(call, {**state.arguments, **constraints})
+        batch = self.rules.followed(call, {**state.arguments, **_inside(state.arguments, constraints)})
         return TraceShardings(state.arguments, constraints, batch)
 
     def _build(
@@ -494,6 +494,16 @@ def _fails_alike(error: Exception, call: Callable[..., Any], flat_args: Sequence
     except Exception as again:
         return type(again) is type(error) and str(again) == str(error)
     return False
+
+
+def _inside(
+    arguments: Mapping[int, Shardings], constraints: Mapping[int, Shardings]
+) -> Mapping[int, Shardings]:
+    """The shardings of constrained arguments inside the function; a leaf without a constraint stays."""
+    return {
+        slot: [before if now is None else now for now, before in zip(each, arguments[slot], strict=True)]
+        for slot, each in constraints.items()
+    }
 
 
 def _inside_manual_region() -> bool:

@@ -155,7 +155,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         batch, followed = entry.shardings.batch, entry.shardings.followed
         name = self._dispatcher.signature.name
         if batch is None or followed is None:
-            return FollowedBatch(name)
+            return FollowedBatch(name, reason=self._dispatcher.rules.reason_not_followed())
         return followed_batch(name, batch.batch_axes, followed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
@@ -282,11 +282,12 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
 
 def _check_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> None:
     known = list(inspect.signature(jax.jit).parameters)
+    ours = [field.name for field in dataclasses.fields(Options)]
     for name in jit_kwargs:
         if name not in known:
             raise ArgumentError(
                 f'sjit got an option {name!r} that neither it nor jax.jit has '
-                f'({did_you_mean(name, [*known, "annotation_shardings", "on_mismatch"])})'
+                f'({did_you_mean(name, dict.fromkeys([*known, *ours]))})'
             )
     jax.jit(lambda: None, **jit_kwargs)  # raises about invalid values here, and not at a call
 

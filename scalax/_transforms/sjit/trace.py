@@ -141,8 +141,10 @@ class TracedFunction:
         flat_args = list(call.flat_args)
         for slot, constraints in shardings.constraints.items():
             flat_args[slot] = apply_shardings(flat_args[slot], constraints)
-        # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan.
-        if shardings.batch is None or not all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan. Where the
+        # former is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
+        traced = all(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if shardings.batch is None or not traced or jax.config.jax_disable_jit:
             return self._call(call.signature, flat_args), None
 
         def flat_function(*flat_args: Any) -> Any:

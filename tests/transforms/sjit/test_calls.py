@@ -470,7 +470,7 @@ def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
     assert str(error.value) == (
         f"{what} of behind: 'y' can be any of *args: behind takes (rng, *args), which are not the parameters "
         '(x, y) of the function that it wraps. What to do: say which by position (a tuple of shardings, '
-        'static_argnums, donate_argnums), or write the parameters out in the wrapper.'
+        'static_argnums, donate_argnums, batch_argnums), or write the parameters out in the wrapper.'
     )
     with pytest.raises(ArgumentError, match="'y' can be any of "):
         HELPER.sjit(with_rng_and_keywords, **options)

@@ -1,0 +1,64 @@
+"""The table of docs/unchanged.md on a fixed list of models: followed, a step costs what one by hand costs.
+
+By quick plans of the TPU compiler, which needs no TPU.
+"""
+
+import re
+
+import pytest
+
+from benchmarks.unchanged import measure
+from benchmarks.unchanged.catalogue import all_models
+from benchmarks.unchanged.model import STRATEGIES
+from tests.support import ROOT, tpu_compiler
+
+pytestmark = [pytest.mark.one_jax, tpu_compiler.needed]
+TOPOLOGY, FSDP = 'v5p:4x4x4', STRATEGIES[0]
+MODELS = {model.name: model for model in all_models('large')}
+FIGURES = ('moved', 'peak', 'estimate')
+AT_MOST = 1.05
+# These compile quickly: attention and a loop over layers, a kernel, convolutions, a loop over time.
+QUICK = ('decoder, grouped heads', 'flash attention, custom_vjp', 'vision transformer', 'recurrent cell')
+# And these are further kinds: branches, experts, the modules of two frameworks, parts of batches, two stacks
+# of layers, associative scans, a batch against itself.
+TWELVE = (
+    *QUICK,
+    *(
+        'local and global attention',
+        'experts, one-hot dispatch',
+        'equinox, one example',
+        'flax.linen modules',
+    ),
+    *('microbatches', 'encoder-decoder', 'state-space model', 'dual encoder'),
+)
+
+
+def figures(name: str, variant: str) -> dict[str, float]:
+    found = measure.figures(measure.plan(MODELS[name], FSDP, TOPOLOGY, variant))
+    return {kind: found[kind] for kind in FIGURES}
+
+
+def by_hand(name: str) -> dict[str, float]:
+    """What the page says of the program by hand."""
+    page = (ROOT / 'docs' / 'unchanged.md').read_text(encoding='utf-8')
+    [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', page, re.MULTILINE)
+    cells = [float(cell.split()[0]) for cell in row.split('|')[:-1]]
+    return dict(zip(FIGURES, cells[::3], strict=True))
+
+
+def assert_at_most(followed: dict[str, float], hand: dict[str, float]) -> None:
+    ratios = {kind: followed[kind] / hand[kind] for kind in FIGURES}
+    assert max(ratios.values()) <= AT_MOST, ratios
+
+
+@pytest.mark.parametrize('name', QUICK)
+def test_a_step_costs_what_the_page_says_of_one_by_hand(name: str) -> None:
+    assert_at_most(figures(name, 'followed'), by_hand(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', TWELVE)
+def test_a_step_costs_what_one_by_hand_costs(name: str) -> None:
+    hand = figures(name, 'hand')
+    assert hand == pytest.approx(by_hand(name), rel=0.02)
+    assert_at_most(figures(name, 'followed'), hand)
