@@ -126,6 +126,40 @@ class ArgumentShardings:
         """
         if self.any_explicit:  # types say where values are
             return None
+        rows = self._holding_rows(call)
+        if self.signature.says_batch:
+            self._reject_unsharded(call, rows, shardings)
+        return self._trails(call, shardings, rows)
+
+    def batch(self, call: Call, shardings: Mapping[int, Shardings]) -> Trails | None:
+        """What would be followed through the function, were it not switched off.
+
+        Args:
+            call: the call.
+            shardings: as for `followed`.
+        """
+        if self.any_explicit:
+            return None
+        return self._trails(call, shardings, self._holding_rows(call) or self._found_to_hold_rows(call))
+
+    def why_not_followed(self, call: Call) -> str:
+        """Why there is no batch to follow; empty if nothing looks like one."""
+        if self.any_explicit:
+            return 'on Explicit mesh axes, types say where values are'
+        if self.signature.says_batch:
+            return '' if self._holding_rows(call) else 'batch_argnums=() switches it off'
+        if self._found_to_hold_rows(call):
+            return '' if self.helper.follow_batch else 'follow_batch=False of the helper switches it off'
+        by_specs, others = self._placed_by_specs(call)
+        sharded = [rules for rules in by_specs.values() if any(map(any, map(_spec, rules)))]
+        if len(sharded) > 1 and not others:
+            return 'specs place all arguments, and batch_argnums does not say which of them is the batch'
+        return ''
+
+    def _trails(
+        self, call: Call, shardings: Mapping[int, Shardings], rows: set[tuple[int, int]]
+    ) -> Trails | None:
+        """The trails of the arguments if these leaves hold rows; None if no mesh axis shards them."""
         leaves = {slot: jax.tree.leaves(call.flat_args[slot]) for slot in call.layout.dynamic}
         trails = {
             slot: [
@@ -134,10 +168,7 @@ class ArgumentShardings:
             ]
             for slot in leaves
         }
-        rows = self._holding_rows(call)
         axes = {axis for slot, i in rows for axis in itertools.chain(*trails[slot][i])}
-        if self.signature.says_batch:
-            self._reject_unsharded(call, rows, shardings)
         if not axes:
             return None
         for slot, each in trails.items():
@@ -154,8 +185,7 @@ class ArgumentShardings:
         """
         signature, layout = self.signature, call.layout
         if not signature.says_batch:
-            slots = self._placed_as_batches(call) if self.helper.follow_batch else []
-            return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
+            return self._found_to_hold_rows(call) if self.helper.follow_batch else set()
         return {
             (slot, i)
             for slot in layout.dynamic
@@ -167,7 +197,14 @@ class ArgumentShardings:
             )
         }
 
-    def _placed_as_batches(self, call: Call) -> list[int]:
+    def _found_to_hold_rows(self, call: Call) -> set[tuple[int, int]]:
+        """The leaves that hold rows as far as the rules tell."""
+        by_specs, others = self._placed_by_specs(call)
+        slots = [slot for slot in by_specs if others and not call.layout.slots[slot].donated]
+        return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
+
+    def _placed_by_specs(self, call: Call) -> tuple[dict[int, list[Any]], list[int]]:
+        """The slots that specs alone place, with these, and the slots that other rules do."""
         signature, layout = self.signature, call.layout
         given: dict[int, list[Any]] = {slot: [] for slot in layout.dynamic}
         for rules in (self.options.in_shardings, self.options.args_sharding_constraint):
@@ -176,14 +213,12 @@ class ArgumentShardings:
                     given[slot] += [
                         each for each in jax.tree.leaves(rule, is_leaf=is_rule) if each is not None
                     ]
-        by_specs = [
-            slot
+        by_specs = {
+            slot: rules
             for slot, rules in given.items()
             if rules and all(isinstance(rule, PartitionSpec | NamedSharding) for rule in rules)
-        ]
-        if not any(given[slot] for slot in given.keys() - by_specs):
-            return []
-        return [slot for slot in by_specs if not layout.slots[slot].donated]
+        }
+        return by_specs, [slot for slot, rules in given.items() if rules and slot not in by_specs]
 
     def _reject_unsharded(
         self, call: Call, rows: set[tuple[int, int]], shardings: Mapping[int, Shardings]
@@ -260,6 +295,10 @@ class ArgumentShardings:
     def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         return named_sharding(self.mesh, spec)
+
+
+def _spec(rule: PartitionSpec | NamedSharding) -> PartitionSpec:
+    return rule.spec if isinstance(rule, NamedSharding) else rule
 
 
 def resolve_arguments(
