@@ -66,8 +66,8 @@ def advice(plan: Plan) -> str:
         return ''
     rows, others = (human_bytes(round(size)) for size in (moved.rows, moved.others))
     return (
-        f'along {moved.axis} more activations than weights move: each device receives {rows} of them, and '
-        f'{others} of anything else, most at {moved.line}; {_remedy(plan.followed)}'
+        f'along {moved.axis} more activations than weights move: each device receives {rows} of activations, '
+        f'most at {moved.line}, and {others} of anything else; {_remedy(plan.followed)}'
     )
 
 
@@ -86,11 +86,9 @@ def kept(plan: Plan) -> str:
     batch = plan.followed
     if batch is None or not batch.axes:
         return nothing_followed(batch) if batch and batch.reason and not advice(plan) else ''
-    lines = len({value.line for value in batch.kept})
-    return (
-        f'rows of the batch ({", ".join(batch.axes)}): {plural(batch.count, "value")} on '
-        f'{plural(lines, "line")} stay with them'
-    )
+    lines = plural(len({value.line for value in batch.kept if value.line}), 'line')
+    values = f'{plural(batch.count, "value")} on {lines}' if batch.kept else 'no values'
+    return f'{values} stay with the rows of the batch ({", ".join(batch.axes)})'
 
 
 def lost_lines(plan: Plan) -> Iterable[str]:

@@ -141,15 +141,20 @@ def _collectives(plan: Plan) -> str:
 def _batch(plan: Plan) -> str:
     """What is followed of the batch, with all values that are kept and all places where rows are lost."""
     body = _texts([*filter(None, [kept(plan), advice(plan)])])
-    if plan.followed is None:
-        return body
-    if plan.followed.lost:
-        heads, *rows = lost_cells(plan.followed)
-        body += _texts(['Rows are lost at:']) + _wide(table(heads, rows[:MOST_ROWS], right=[2]))
-    if plan.followed.kept:
-        heads, *rows = kept_cells(plan.followed)
-        body += _texts(['Values that stay:']) + _wide(table(heads, rows[:MOST_ROWS], right=[2]))
+    if plan.followed is not None and plan.followed.lost:
+        body += _texts(['Rows are lost at:']) + _first_rows(lost_cells(plan.followed))
+    if plan.followed is not None and plan.followed.kept:
+        body += _texts(['Values that stay:']) + _first_rows(kept_cells(plan.followed))
     return body
+
+
+def _first_rows(cells: Sequence[Sequence[str]]) -> str:
+    """A table with its third column to the right, and how many rows it leaves out."""
+    heads, *rows = cells
+    rest = len(rows) - MOST_ROWS
+    return _wide(table(heads, rows[:MOST_ROWS], right=[2])) + _texts(
+        [f'... and {rest} more'] if rest > 0 else []
+    )
 
 
 def _wide(body: str) -> str:

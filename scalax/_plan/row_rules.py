@@ -110,13 +110,10 @@ def _reshape(instruction: Instruction, operands: Sequence[Operand]) -> list[Rows
     """Dimensions are taken apart into their factors, and these are put together again."""
     [array] = instruction.arrays
     given, rows = operands[0]
+    each = zip(rows, given.dims, strict=True)
+    factors = [*itertools.chain.from_iterable(own or ((size, False),) for own, size in each)]
     found: list[Factors] = []
-    factors = [
-        *itertools.chain.from_iterable(
-            each or ((size, False),) for each, size in zip(rows, given.dims, strict=True)
-        )
-    ]
-    for size in array.dims:
+    for place, size in enumerate(array.dims):
         own: list[tuple[int, bool]] = []
         left = size
         while factors and (left > 1 or (not own and factors[0][0] == 1)):
@@ -128,10 +125,21 @@ def _reshape(instruction: Instruction, operands: Sequence[Operand]) -> list[Rows
                 factors.insert(0, (first // taken, has))
             own.append((taken, has))
             left //= taken
-        while factors and factors[0] == (1, True) and (own or len(found) == len(array.dims) - 1):
-            own.append(factors.pop(0))
+        if own and array.dims[place + 1 : place + 2] != (1,):
+            own += _left_over(factors)
         found.append(tuple(own) if any(has for _, has in own) else ())
     return [tuple(found)]
+
+
+def _left_over(factors: list[tuple[int, bool]]) -> Factors:
+    """Takes the one row of a device from the factors, unless it goes with those behind it."""
+    count = 0
+    while factors[count : count + 1] == [(1, True)]:
+        count += 1
+    if any(has for _, has in factors[count : count + 1]):
+        return ()
+    taken, factors[:count] = tuple(factors[:count]), []
+    return taken
 
 
 def _reduce(instruction: Instruction, operands: Sequence[Operand]) -> list[Rows]:
@@ -222,12 +230,16 @@ def _all_to_all(instruction: Instruction, operands: Sequence[Operand]) -> list[R
     if len(instruction.arrays) > 1 or not dims or not has_rows(operands[0].rows):
         return _alike(instruction, operands)
     [parts], sizes = dims, instruction.arrays[0].dims
-    if not found[parts]:
-        found[parts] = _whole(sizes[parts])
-    else:
+    held = parts + 1
+    if found[parts]:
         found[parts] = ()
-        if parts + 1 < len(found):
-            found[parts + 1] = _whole(sizes[parts + 1])
+        if held < len(found):
+            found[held] = _whole(sizes[held])
+        return [tuple(found)]
+    if sizes[held : held + 2] == (1, 1) and found[held]:
+        # Parts without rows hold none: this is the one row of a device, of the dimension behind.
+        found[held : held + 2] = (), found[held]
+    found[parts] = _whole(sizes[parts])
     return [tuple(found)]
 
 

@@ -22,7 +22,11 @@ Value = tuple[Rows, ...]
 _ROUNDS = 8  # loops settle after two or three
 _SENDS = tuple(f'{kind}{start}' for kind in KINDS for start in ('', '-start'))
 # What may stand between a value and the result of the program.
-_FORWARDS = ('bitcast', 'convert', 'copy', 'get-tuple-element', 'reshape', 'transpose', 'tuple')
+_FORWARDS = (
+    *('bitcast', 'convert', 'copy', 'dynamic-slice', 'get-tuple-element', 'reshape', 'slice', 'transpose'),
+    'tuple',
+)
+_CONSTRAINT = '/sharding_constraint'
 _TUPLES = ('opt-barrier', 'optimization-barrier')
 
 
@@ -38,6 +42,7 @@ class RowsOfProgram:
         self._module = module
         self._known: dict[tuple[str, tuple[Value, ...]], dict[str, Value]] = {}
         self._moved: dict[tuple[str, str], bool] = {}
+        self._constraints: dict[str, set[str]] = {}
         entry = module.computations[module.entry]
         arguments = {}
         for instruction in entry.instructions.values():
@@ -161,20 +166,42 @@ class RowsOfProgram:
                     self._note(called, values)
 
     def _is_asked_for(self, computation: Computation, instruction: Instruction) -> bool:
-        """Whether a constraint, or the sharding of an output, says where the rows go."""
-        if instruction.op_name.endswith('/sharding_constraint'):
-            return True
-        return computation.name == self._module.entry and _is_only_returned(computation, instruction)
+        """Whether a constraint of the user's, or the sharding of an output, says where the rows go."""
+        constrained = self._constrained(computation)
+        root = computation.root if computation.name == self._module.entry else None
 
+        def comes_from_there(instruction: Instruction) -> bool:
+            makers = computation.makers_of(instruction)
+            return instruction.name in constrained or (
+                instruction.opcode in (*_FORWARDS, *_SENDS)
+                and len(makers) == 1
+                and comes_from_there(makers[0])
+            )
 
-def _is_only_returned(computation: Computation, instruction: Instruction) -> bool:
-    """Whether all that is done with a value is that the computation returns it."""
-    if instruction.name == computation.root:
-        return True
-    users = computation.users.get(instruction.name, [])
-    return bool(users) and all(
-        user.opcode in _FORWARDS and _is_only_returned(computation, user) for user in users
-    )
+        def goes_there(instruction: Instruction) -> bool:
+            if instruction.name in constrained or instruction.name == root:
+                return True
+            users = computation.users.get(instruction.name, [])
+            return bool(users) and all(
+                user.name in constrained or (user.opcode in _FORWARDS and goes_there(user)) for user in users
+            )
+
+        return comes_from_there(instruction) or goes_there(instruction)
+
+    def _constrained(self, computation: Computation) -> set[str]:
+        """The values that the user has constrained.
+
+        What is followed is constrained at the line of an operation, where another instruction is.
+        """
+        if computation.name not in self._constraints:
+            instructions = computation.instructions.values()
+            lines = {each.frame for each in instructions if not each.op_name.endswith(_CONSTRAINT)} - {0}
+            self._constraints[computation.name] = {
+                each.name
+                for each in instructions
+                if each.op_name.endswith(_CONSTRAINT) and each.frame not in lines
+            }
+        return self._constraints[computation.name]
 
 
 def _none(instruction: Instruction) -> Value:
