@@ -113,7 +113,7 @@ class Plan:
         )
         if unknown:
             raise PlanError(
-                f'rows of the batch are over an axis that the mesh does not have: {brief(unknown)}'
+                f'rows of the batch are over an axis that the mesh does not have: {brief(unknown[0])}'
             )
         if self.places:
             axes = {len(place.coords) for place in self.places}

@@ -7,12 +7,13 @@ collective moves rows if its operand has some.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from scalax._plan.collective_runs import KINDS
-from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._plan.hlo import Computation, Frame, Instruction, Module
 from scalax._plan.row_rules import Operand, Rows, has_rows, joined, no_rows, passed_on
 
 RowsMoved = Literal['', 'moved', 'asked for']
@@ -42,7 +43,6 @@ class RowsOfProgram:
         self._module = module
         self._known: dict[tuple[str, tuple[Value, ...]], dict[str, Value]] = {}
         self._moved: dict[tuple[str, str], bool] = {}
-        self._constraints: dict[str, set[str]] = {}
         entry = module.computations[module.entry]
         arguments = {}
         for instruction in entry.instructions.values():
@@ -68,7 +68,8 @@ class RowsOfProgram:
             self._known[key] = found
             for instruction in computation.instructions.values():
                 value = self._value(computation, instruction, given, found)
-                if any(map(has_rows, value)):
+                # Elements of a tuple in a tuple are not told apart: of them nothing is known.
+                if any(map(has_rows, value)) and _sizes(value) == _sizes(_none(instruction)):
                     found[instruction.name] = value
         return self._known[key]
 
@@ -122,7 +123,7 @@ class RowsOfProgram:
             name, _, element = operand.partition('#')
             maker = computation.instructions[name]
             value = found.get(name) or _none(maker)
-            values.append((value[int(element)],) if element else value)
+            values.append(value[int(element) : int(element) + 1] if element else value)
         return values
 
     def _calls(
@@ -167,7 +168,7 @@ class RowsOfProgram:
 
     def _is_asked_for(self, computation: Computation, instruction: Instruction) -> bool:
         """Whether a constraint of the user's, or the sharding of an output, says where the rows go."""
-        constrained = self._constrained(computation)
+        constrained = {name for inside, name in self._constrained if inside == computation.name}
         root = computation.root if computation.name == self._module.entry else None
 
         def comes_from_there(instruction: Instruction) -> bool:
@@ -188,20 +189,26 @@ class RowsOfProgram:
 
         return comes_from_there(instruction) or goes_there(instruction)
 
-    def _constrained(self, computation: Computation) -> set[str]:
-        """The values that the user has constrained.
+    @functools.cached_property
+    def _constrained(self) -> set[tuple[str, str]]:
+        """The values that the user has constrained, each with its computation.
 
-        What is followed is constrained at the line of an operation, where another instruction is.
+        What is followed is constrained at the place of an operation, which other instructions have, too.
         """
-        if computation.name not in self._constraints:
-            instructions = computation.instructions.values()
-            lines = {each.frame for each in instructions if not each.op_name.endswith(_CONSTRAINT)} - {0}
-            self._constraints[computation.name] = {
-                each.name
-                for each in instructions
-                if each.op_name.endswith(_CONSTRAINT) and each.frame not in lines
-            }
-        return self._constraints[computation.name]
+        constraints: list[tuple[Frame | None, tuple[str, str]]] = []
+        operations = set()
+        for computation in self._module.computations.values():
+            for each in computation.instructions.values():
+                place = next(self._module.stack(each.frame), None)
+                if each.op_name.endswith(_CONSTRAINT):
+                    constraints.append((place, (computation.name, each.name)))
+                elif place is not None:
+                    operations.add(place)
+        return {names for place, names in constraints if place not in operations}
+
+
+def _sizes(value: Value) -> list[int]:
+    return list(map(len, value))
 
 
 def _none(instruction: Instruction) -> Value:
