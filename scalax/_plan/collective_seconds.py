@@ -79,6 +79,21 @@ def collective_seconds(
     return NetworkSeconds(ici, dcn, chip)
 
 
+def received_bytes(kind: Kind, whole: float, devices: int) -> float:
+    """The bytes that each device of a group receives at least, on all links together.
+
+    Args:
+        kind: the kind of the collective.
+        whole: the bytes of the whole array of the group.
+        devices: the devices of the group.
+
+    Example:
+        >>> [received_bytes(kind, 64, 8) for kind in ('all-gather', 'all-reduce', 'all-to-all')]
+        [56.0, 112.0, 7.0]
+    """
+    return (2 if kind in _TWICE else 1) * _lacking(kind, whole, devices, devices)
+
+
 def part_of_links(kind: Kind, route: Route) -> float:
     """The part of the links of a group that one collective uses inside a slice: less than 1 for a permute.
 

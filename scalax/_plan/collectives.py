@@ -33,6 +33,7 @@ from scalax._plan.replica_groups import (
     source_target_pairs,
     written_groups,
 )
+from scalax._plan.rows import RowsMoved, RowsOfProgram
 from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
@@ -76,6 +77,9 @@ class Collective:
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
         phase: the part of a training step that it belongs to: ``'forward'``, ``'backward'``,
             ``'recomputed'`` (by `jax.checkpoint`), or ``'other'``.
+        rows: ``'moved'`` if it moves or sums rows of the batch, and so activations; ``'asked for'`` if a
+            constraint, or the sharding of an output, says so; empty for weights, for sums over rows, such as
+            gradients, and in programs whose batch is not known.
     """
 
     kind: Kind
@@ -91,6 +95,7 @@ class Collective:
     cause: Cause = 'sharding'
     partitioned_as: Literal['', Kind] = ''
     phase: Part = 'other'
+    rows: RowsMoved = ''
 
 
 def collectives(
@@ -99,6 +104,7 @@ def collectives(
     places: Sequence[Place] = (),
     partitioned: Module | None = None,
     device_ids: Sequence[int] = (),
+    batch: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
 
@@ -108,11 +114,14 @@ def collectives(
         places: the positions of the devices of the mesh, in the order of the mesh.
         partitioned: the program after SPMD partitioning in the same compilation; None if that is *module*.
         device_ids: the ids of the devices of the mesh.
+        batch: arguments of the program that hold rows of the batch, by their op names -> the dimensions that
+            do.
 
     Raises:
         PlanError: a collective is written in an unknown form.
     """
     devices = _Devices(mesh, places, device_ids)
+    rows_of = RowsOfProgram(module if partitioned is None else partitioned, batch or {})
     before = (
         None
         if partitioned is None
@@ -134,20 +143,29 @@ def collectives(
                 networks=found.networks,
                 phase=_phase(run),
             )
-            counts[_explained(row, run, module, before, found.groups)] += run.visit.count
+            counts[_explained(row, run, module, before, found.groups, rows_of)] += run.visit.count
     rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 
 
 def _explained(
-    row: Collective, run: Run, module: Module, before: Partitioned | None, groups: Groups
+    row: Collective,
+    run: Run,
+    module: Module,
+    before: Partitioned | None,
+    groups: Groups,
+    rows_of: RowsOfProgram,
 ) -> Collective:
-    """The row with its source and cause."""
+    """The row with its source and cause, and whether it moves rows of the batch."""
     if before is None:
         own = run.computation, run.instruction
         scattered = row.kind == 'all-reduce' and is_reduce_scatter(*own, groups)
         return dataclasses.replace(
-            row, source=source_of(module, *own), scattered=scattered, cause=_cause(run)
+            row,
+            source=source_of(module, *own),
+            scattered=scattered,
+            cause=_cause(run),
+            rows=rows_of.moved_by(*own),
         )
     origin = before.origin(run, module, row.axes, row.group)
     if origin is None:
@@ -164,6 +182,7 @@ def _explained(
         cause='padding' if padded else _cause(origin),
         partitioned_as='' if origin.kind == row.kind else origin.kind,
         phase=_phase(run if run.op_name else origin),
+        rows=rows_of.moved_by(origin.computation, origin.instruction),
     )
 
 

@@ -160,6 +160,7 @@ class Frame(NamedTuple):
     file: str
     function: str
     line: int
+    column: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +325,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     places = {}
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
-        places[number] = Frame(file, function, fields['line'])
+        places[number] = Frame(file, function, fields['line'], fields.get('column', 0))
     # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)

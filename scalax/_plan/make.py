@@ -26,7 +26,8 @@ from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
 from scalax._plan.torus import places_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import name_of, names_of_arguments, sjit
+from scalax._transforms.followed_batch import BatchOfCall
+from scalax._transforms.sjit import batch_of, name_of, names_of_arguments, sjit
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
@@ -91,14 +92,17 @@ def make_plan(
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, asked)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
-    rows = collectives(program, sizes, places, before, ids) if compiled.partitioned else ()
+    inputs = _report_of_arguments(function, args, lowered.args_info, given, mesh)
+    batch = batch_of(function, args, kwargs)
+    in_batch = {} if batch is None else _arguments_with_rows(batch, inputs, traced)
+    rows = collectives(program, sizes, places, before, ids, in_batch) if compiled.partitioned else ()
     return Plan(
         name=name,
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
         memory=_memory(compiled, partitioned, limit),
-        inputs=_report_of_arguments(function, args, lowered.args_info, given, mesh),
+        inputs=inputs,
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=rows,
         flops=flops.count,
@@ -111,7 +115,21 @@ def make_plan(
         refusal=compiled.refusal,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
+        followed=None if batch is None or fun is not function else batch.followed,
+        batch_axes=() if batch is None else batch.axes,
     )
+
+
+def _arguments_with_rows(
+    batch: BatchOfCall, inputs: ShardingReport, traced: Any
+) -> dict[str, tuple[int, ...]]:
+    """The arguments with rows of the batch, by their names in the traced program -> the dimensions."""
+    names = traced.jaxpr.debug_info.arg_names or ()
+    return {
+        name: batch.rows[row.path]
+        for name, row in zip(names, inputs.rows, strict=False)
+        if row.path in batch.rows
+    }
 
 
 def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

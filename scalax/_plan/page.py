@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scalax._plan.batch import advice, kept
 from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
 from scalax._plan.text import (
     collective_cells,
@@ -22,6 +23,7 @@ from scalax._plan.text import (
 from scalax._report.pages import escape, paragraphs, still_page, table
 from scalax._report.svg import Drawn, below, document, text_lines, told_apart
 from scalax._report.tables import human_bytes, milliseconds
+from scalax._transforms.followed_batch import kept_cells, lost_cells
 from scalax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def render_fragment(plan: Plan) -> str:
         _section('Memory of each device', _memory(plan)),
         _section('Seconds of one call', _times(plan)),
         _section('Collectives of one call', _collectives(plan)),
+        _section('Rows of the batch', _batch(plan)),
         _section('Mesh axes on the torus', _torus(plan)),
     ]
     return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
@@ -133,6 +136,25 @@ def _collectives(plan: Plan) -> str:
     shown = table(heads, rows, right=range(2, len(heads) - 1))
     notes = notes_on_collectives(plan, MOST_ROWS)
     return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *notes])
+
+
+def _batch(plan: Plan) -> str:
+    """What is followed of the batch, with all values that are kept and all places where rows are lost."""
+    body = _texts([*filter(None, [kept(plan), advice(plan)])])
+    if plan.followed is not None and plan.followed.lost:
+        body += _texts(['Rows are lost at:']) + _first_rows(lost_cells(plan.followed))
+    if plan.followed is not None and plan.followed.kept:
+        body += _texts(['Values that stay:']) + _first_rows(kept_cells(plan.followed))
+    return body
+
+
+def _first_rows(cells: Sequence[Sequence[str]]) -> str:
+    """A table with its third column to the right, and how many rows it leaves out."""
+    heads, *rows = cells
+    rest = len(rows) - MOST_ROWS
+    return _wide(table(heads, rows[:MOST_ROWS], right=[2])) + _texts(
+        [f'... and {rest} more'] if rest > 0 else []
+    )
 
 
 def _wide(body: str) -> str:

@@ -25,6 +25,7 @@ from scalax._plan.roofline import Roofline, Seconds, time_collectives
 from scalax._plan.text import render
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
 from scalax._report import saved
+from scalax._transforms.followed_batch import FollowedBatch
 from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -67,6 +68,10 @@ class Plan:
         buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
             TPUs only.
         host_moves: what each device exchanges with its host; for TPUs only.
+        followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
+            functions that ``sjit`` did not make.
+        batch_axes: the mesh axes over which rows of the batch are, also of one that is not followed; empty if
+            no argument is known to be a batch.
 
     Raises:
         PlanError: it names devices that the mesh does not have, or the mesh is too large.
@@ -90,6 +95,8 @@ class Plan:
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
+    followed: FollowedBatch | None = None
+    batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         size = math.prod(self.mesh.values())
@@ -101,6 +108,13 @@ class Plan:
             known = self.mesh.keys() >= set(row.axes) and len(set(row.axes)) == len(row.axes)
             if not known or any(device >= size for device in row.part):
                 raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
+        unknown = sorted(
+            {*self.batch_axes, *(self.followed.axes if self.followed else ())} - self.mesh.keys()
+        )
+        if unknown:
+            raise PlanError(
+                f'rows of the batch are over an axis that the mesh does not have: {brief(unknown[0])}'
+            )
         if self.places:
             axes = {len(place.coords) for place in self.places}
             if len(self.places) != size or len(axes) > 1 or max(axes) > _MOST_AXES:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from scalax._plan.batch import followed_text
 from scalax._report.pages import visible
 from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
@@ -108,3 +109,4 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
     yield 'step', step or 'not known'
     yield 'bound by', 'not known' if roofline is None else roofline.bound
+    yield 'batch', followed_text(plan.followed)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from scalax._plan.batch import advice, kept, lost_lines
 from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.provenance import Source
 from scalax._report.pages import visible
-from scalax._report.tables import human_bytes, table, terminal_width
+from scalax._report.tables import human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
@@ -35,7 +36,7 @@ def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
     lines = [head(plan), _flops(plan), *memory_lines(plan), '', *_times(plan), *_collectives(plan, width)]
-    return '\n'.join(map(visible, lines))
+    return '\n'.join([*map(visible, lines), *_batch(plan, width)])
 
 
 def head(plan: Plan) -> str:
@@ -166,6 +167,12 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
         yield f'along {_along(axes, networks[axes])}: {each}'
+
+
+def _batch(plan: Plan, width: int) -> Iterable[str]:
+    """What is followed of the batch, after a blank line."""
+    lines = wrapped(filter(None, [kept(plan), *lost_lines(plan), advice(plan)]), width)
+    return ['', *lines] if lines else []
 
 
 def notes_on_collectives(plan: Plan, shown: int) -> list[str]:

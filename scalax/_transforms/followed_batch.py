@@ -1,4 +1,4 @@
-"""What `SjitFunction.followed` tells: which values stay with the rows, and where these are lost."""
+"""What `SjitFunction.followed` and plans tell: which values stay with the rows, and where these are lost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import math
 import os
 import traceback
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.follow import Followed, Kept, Lost
+from scalax._follow.follow import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
+from scalax._transforms.calls.call_key import Call
 from scalax._tree.specs import text
 from scalax._util.user_frames import users_own
 
+_SAY_WHICH = (
+    'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
+    'batch_argnums and batch_argnames say which it is elsewhere'
+)
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -65,7 +71,7 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
-        reason: why nothing was followed; else empty.
+        reason: why nothing was followed, if that is known.
     """
 
     name: str
@@ -74,33 +80,95 @@ class FollowedBatch:
     lost: tuple[LostRows, ...] = ()
     reason: str = ''
 
+    @property
+    def count(self) -> int:
+        """How many values are kept; one in a loop counts once."""
+        return sum(value.count for value in self.kept)
+
     def __str__(self) -> str:
         if not self.axes:
-            return f'{self.name} follows no batch: {self.reason}'
-        width, count = terminal_width(None), sum(value.count for value in self.kept)
-        lines = [f'{self.name} keeps {count} values with the rows of the batch ({", ".join(self.axes)})']
+            return f'{self.name} follows no batch: {self.reason or _SAY_WHICH}'
+        width = terminal_width(None)
+        lines = [f'{self.name} keeps {self.count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:
-            rows = [
-                [value.line, value.primitive, str(value.count), value.array, text(value.spec)]
-                for value in self.kept
-            ]
-            lines += ['', *table([['line', 'operation', 'count', 'value', 'spec'], *rows], width, 0, 2)]
+            lines += ['', *table(kept_cells(self), width, 0, 2)]
         if self.lost:
-            rows = [[each.line, each.primitive, human_bytes(each.bytes), each.array] for each in self.lost]
-            lines += ['', 'Rows are lost at:', '']
-            lines += table([['line', 'operation', 'size', 'value'], *rows], width, 0, 2)
+            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self), width, 0, 2)]
         return '\n'.join(lines)
 
 
-def followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
+class BatchOfCall(NamedTuple):
+    """The batch of a call.
+
+    Attributes:
+        followed: what is followed of it.
+        rows: leaf paths of arguments -> the dimensions that hold rows, also of a batch that is not followed.
+        axes: the mesh axes over which these rows are.
+    """
+
+    followed: FollowedBatch
+    rows: Mapping[str, tuple[int, ...]]
+    axes: tuple[str, ...]
+
+
+def nothing_followed(batch: FollowedBatch) -> str:
+    """Why no batch is followed."""
+    return f'no batch is followed: {batch.reason or _SAY_WHICH}'
+
+
+def kept_cells(batch: FollowedBatch) -> list[list[str]]:
+    """The heads and the rows of a table of the values that are kept."""
+    rows = [
+        [value.line, value.primitive, str(value.count), value.array, text(value.spec)] for value in batch.kept
+    ]
+    return [['line', 'operation', 'count', 'value', 'spec'], *rows]
+
+
+def lost_cells(batch: FollowedBatch) -> list[list[str]]:
+    """The heads and the rows of a table of the places where rows are lost."""
+    rows = [[each.line, each.primitive, human_bytes(each.bytes), each.array] for each in batch.lost]
+    return [['line', 'operation', 'size', 'value'], *rows]
+
+
+def batch_of_call(
+    call: Call, arguments: Arguments | None, followed: Followed | None, why_not_followed: str
+) -> BatchOfCall:
+    """The batch of a call.
+
+    Args:
+        call: the call.
+        arguments: what is known of its arguments; None if there is no batch.
+        followed: what the pass found in the jaxpr; None if it did not run.
+        why_not_followed: why not, if that is known.
+    """
+    name = call.signature.name
+    if arguments is None:
+        return BatchOfCall(FollowedBatch(name, reason=why_not_followed), {}, ())
+    if followed is None:
+        found = FollowedBatch(name, reason=why_not_followed)
+    elif followed.few_rows is not None:
+        return BatchOfCall(FollowedBatch(name, reason=_few(followed.few_rows)), {}, ())
+    else:
+        found = _followed_batch(name, arguments.batch_axes, followed)
+    leaves = [call.path(slot, path) or '' for slot, path, _ in call.leaves()]
+    rows = {
+        leaf: tuple(i for i, axes in enumerate(trail) if arguments.batch_axes.intersection(axes))
+        for leaf, trail in zip(leaves, arguments.trails, strict=True)
+    }
+    return BatchOfCall(
+        found, {leaf: dims for leaf, dims in rows.items() if dims}, tuple(sorted(arguments.batch_axes))
+    )
+
+
+def _few(rows: FewRows) -> str:
+    return (
+        f'rows are few. To keep them would gather {rows.weights:,} elements of weights; the compiler can '
+        f'move {rows.rows:,} of rows instead'
+    )
+
+
+def _followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
     """What the pass found in the jaxpr of a function, with the lines of the user's code."""
-    if followed.few_rows is not None:
-        few = followed.few_rows
-        reason = (
-            f'rows are few. To keep them would gather {few.weights:,} elements of weights; the compiler '
-            f'can move {few.rows:,} of rows instead'
-        )
-        return FollowedBatch(name, reason=reason)
     kept = Counter(
         KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each))
         for each in followed.kept

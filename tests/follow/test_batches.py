@@ -98,7 +98,7 @@ IT_IS = (
     [
         (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
         (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
-        (HELPER, {'batch_argnums': ()}, 'batch_argnums or batch_argnames are empty'),
+        (HELPER, {'batch_argnums': ()}, 'batch_argnums=() switches it off'),
         (
             MeshShardingHelper([8, 1], ['data', 'fsdp']),
             {'batch_argnums': 1},
@@ -107,12 +107,12 @@ IT_IS = (
         (
             MeshShardingHelper([8], ['fsdp'], follow_batch=False),
             {},
-            'the helper has follow_batch=False',
+            'follow_batch=False of the helper switches it off',
         ),
         (
             MeshShardingHelper([8], ['fsdp'], axis_types=jax.sharding.AxisType.Explicit),
             {},
-            'the mesh has Explicit axes, so types say where values are',
+            'on Explicit mesh axes, types say where values are',
         ),
     ],
 )

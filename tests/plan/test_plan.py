@@ -306,6 +306,7 @@ def test_dict():
         'part': [],
         'partitioned_as': '',
         'phase': 'other',
+        'rows': '',
         'scattered': False,
         'source': {
             'annotation': '',

@@ -117,6 +117,41 @@ class ArgumentShardings:
         if self.signature.says_batch:
             self.signature.reject_no_batch(call.flat_args)
             self._reject_unsharded(call, rows, shardings)
+        return self._arguments(call, shardings, rows)
+
+    def batch(self, call: Call, shardings: Mapping[int, Shardings]) -> Arguments | None:
+        """What would be followed through the function, were it not switched off.
+
+        Args:
+            call: the call.
+            shardings: as for `followed`.
+        """
+        if self.any_explicit:
+            return None
+        return self._arguments(call, shardings, self._holding_rows(call) or self._found_to_hold_rows(call))
+
+    def why_not_followed(self, call: Call) -> str:
+        """Why there is no batch to follow; empty if nothing looks like one."""
+        if self.any_explicit:
+            return 'on Explicit mesh axes, types say where values are'
+        if jax.config.jax_disable_jit:
+            return 'jax.disable_jit is in force'
+        if self.signature.says_no_batch:
+            return 'batch_argnums=() switches it off'
+        if self.signature.says_batch:
+            return 'no array of what is said to be one is on several devices'
+        if self._found_to_hold_rows(call):
+            return '' if self.helper.follow_batch else 'follow_batch=False of the helper switches it off'
+        by_specs, others = self._placed_by_specs(call)
+        sharded = [rules for rules in by_specs.values() if any(map(any, map(_spec, rules)))]
+        if len(sharded) > 1 and not others:
+            return 'specs place all arguments, and batch_argnums does not say which of them is the batch'
+        return ''
+
+    def _arguments(
+        self, call: Call, shardings: Mapping[int, Shardings], rows: set[tuple[int, int]]
+    ) -> Arguments | None:
+        """What is known of the arguments if these leaves hold rows; None if no mesh axis shards them."""
         leaves = [
             ((slot, i), np.ndim(leaf), sharding)
             for slot in call.layout.dynamic
@@ -138,23 +173,6 @@ class ArgumentShardings:
             placed=all(sharding is not None or not ndim for _, ndim, sharding in leaves),
         )
 
-    def reason_not_followed(self) -> str:
-        """Why `followed` finds no batch, as far as options tell."""
-        if self.any_explicit:
-            return 'the mesh has Explicit axes, so types say where values are'
-        if jax.config.jax_disable_jit:
-            return 'jax.disable_jit is in force'
-        if self.signature.says_no_batch:
-            return 'batch_argnums or batch_argnames are empty'
-        if self.signature.says_batch:
-            return 'no array of what is said to be one is on several devices'
-        if not self.helper.follow_batch:
-            return 'the helper has follow_batch=False'
-        return (
-            'it is an argument that specs alone shard, and that is not donated, beside one that a rule '
-            'places; batch_argnums and batch_argnames say which it is elsewhere'
-        )
-
     def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
         """The leaves that hold rows of the batch: slot and number.
 
@@ -163,8 +181,7 @@ class ArgumentShardings:
         """
         signature, layout = self.signature, call.layout
         if not signature.says_batch:
-            slots = self._placed_as_batches(call) if self.helper.follow_batch else []
-            return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
+            return self._found_to_hold_rows(call) if self.helper.follow_batch else set()
         return {
             (slot, i)
             for slot in layout.dynamic
@@ -176,7 +193,14 @@ class ArgumentShardings:
             )
         }
 
-    def _placed_as_batches(self, call: Call) -> list[int]:
+    def _found_to_hold_rows(self, call: Call) -> set[tuple[int, int]]:
+        """The leaves that hold rows as far as the rules tell."""
+        by_specs, others = self._placed_by_specs(call)
+        slots = [slot for slot in by_specs if others and not call.layout.slots[slot].donated]
+        return {(slot, i) for slot in slots for i, _ in enumerate(jax.tree.leaves(call.flat_args[slot]))}
+
+    def _placed_by_specs(self, call: Call) -> tuple[dict[int, list[Any]], list[int]]:
+        """The slots that specs alone place, with these, and the slots that other rules do."""
         signature, layout = self.signature, call.layout
         given: dict[int, list[Any]] = {slot: [] for slot in layout.dynamic}
         for rules in (self.options.in_shardings, self.options.args_sharding_constraint):
@@ -185,14 +209,12 @@ class ArgumentShardings:
                     given[slot] += [
                         each for each in jax.tree.leaves(rule, is_leaf=is_rule) if each is not None
                     ]
-        by_specs = [
-            slot
+        by_specs = {
+            slot: rules
             for slot, rules in given.items()
             if rules and all(isinstance(rule, PartitionSpec | NamedSharding) for rule in rules)
-        ]
-        if not any(given[slot] for slot in given.keys() - by_specs):
-            return []
-        return [slot for slot in by_specs if not layout.slots[slot].donated]
+        }
+        return by_specs, [slot for slot, rules in given.items() if rules and slot not in by_specs]
 
     def _reject_unsharded(
         self, call: Call, rows: set[tuple[int, int]], shardings: Mapping[int, Shardings]
@@ -271,6 +293,10 @@ class ArgumentShardings:
     def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         return named_sharding(self.mesh, spec)
+
+
+def _spec(rule: PartitionSpec | NamedSharding) -> PartitionSpec:
+    return rule.spec if isinstance(rule, NamedSharding) else rule
 
 
 def resolve_arguments(

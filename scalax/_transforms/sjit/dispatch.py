@@ -21,7 +21,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType
@@ -38,6 +38,9 @@ from scalax._transforms.sjit.program import Program, ProgramTable, ShardingKey, 
 from scalax._transforms.sjit.trace import Recording, TracedFunction, TraceShardings
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util.lru_cache import LRUCache
+
+if TYPE_CHECKING:
+    from scalax._transforms.followed_batch import BatchOfCall
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,6 +227,19 @@ class Dispatcher:
         with _users_code:
             read = self._read(Call.of(self.signature, flat_args))
             return self._find(read), self._placed(read, placement.as_moved)
+
+    def batch_of(self, flat_args: Sequence[Any]) -> BatchOfCall:
+        """The batch of a call that is not run; raises as `prepare` does."""
+        from scalax._transforms.followed_batch import batch_of_call  # here, because few programs ask
+
+        shardings = self.prepare(flat_args)[0].shardings
+        call = Call.of(self.signature, flat_args)
+        batch = shardings.batch
+        if batch is None:
+            batch = self.rules.batch(
+                call, {**shardings.arguments, **_inside(shardings.arguments, shardings.constraints)}
+            )
+        return batch_of_call(call, batch, shardings.followed, self.rules.why_not_followed(call))
 
     def _read(self, call: Call) -> ReadCall:
         """Reads a call.

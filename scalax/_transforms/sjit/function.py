@@ -37,7 +37,7 @@ from scalax.rules._prefix import check, key_of
 from scalax.rules._resolve import are_pure
 
 if TYPE_CHECKING:
-    from scalax._transforms.followed_batch import FollowedBatch
+    from scalax._transforms.followed_batch import BatchOfCall, FollowedBatch
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
@@ -148,15 +148,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             >>> kept.primitive, kept.array, kept.spec
             ('dot_general', 'float32[32,16]', P('fsdp', UNCONSTRAINED))
         """
-        from scalax._transforms.followed_batch import FollowedBatch, followed_batch
-
-        flat_args = self._flatten(args, kwargs)
-        entry, _ = self._dispatcher.prepare(flat_args)
-        batch, followed = entry.shardings.batch, entry.shardings.followed
-        name = self._dispatcher.signature.name
-        if batch is None or followed is None:
-            return FollowedBatch(name, reason=self._dispatcher.rules.reason_not_followed())
-        return followed_batch(name, batch.batch_axes, followed)
+        return self._dispatcher.batch_of(self._flatten(args, kwargs)).followed
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -278,6 +270,13 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     signature = function._dispatcher.signature
     slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
     return [slot.name for slot in slots[: len(args)] if not slot.static]
+
+
+def batch_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchOfCall | None:
+    """The batch of a call; None for anything but an `SjitFunction`."""
+    if not isinstance(function, SjitFunction):
+        return None
+    return function._dispatcher.batch_of(function._flatten(args, kwargs))
 
 
 def _check_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,268 @@
+"""What a plan says of the batch: what is followed, and where more activations than weights move."""
+
+import dataclasses
+import functools
+import html
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from scalax.errors import PlanError
+from scalax.plan import Plan
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+from tests.support.leaves import leaf
+
+HELPER = MeshShardingHelper([-1], ['fsdp'])
+OFF = MeshShardingHelper([-1], ['fsdp'], follow_batch=False)
+GRID = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+RULE = FSDPShardingRule(min_fsdp_size=1)
+WEIGHTS = {'up': leaf(8, 256, 1024), 'down': leaf(8, 1024, 256)}
+X = leaf(8192, 256)
+NAMED = {'annotation_shardings': {'rows': P('fsdp')}}
+
+
+def block(x, weights):
+    x = with_sharding_annotation(x, 'rows')
+    hidden = jax.nn.relu(x @ weights['up'])
+    return with_sharding_annotation(x + hidden @ weights['down'], 'rows'), None
+
+
+def blocks(weights, x):
+    return jax.lax.scan(block, x, weights)[0]
+
+
+def step(weights, x):
+    """One step of SGD."""
+    grads = jax.grad(lambda weights: jnp.mean(blocks(weights, x)))(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+
+def steps(weights, x):
+    """Several steps: from the second one on, the weights depend on the batch."""
+    return jax.lax.fori_loop(0, 3, lambda _, weights: step(weights, x), weights)
+
+
+def in_parts(weights, x):
+    parts = x.reshape(4, -1, x.shape[-1])
+    return jax.lax.fori_loop(0, 4, lambda i, weights: step(weights, parts[i]), weights)
+
+
+def behind_a_sort(weights, x):
+    return step(weights, jnp.sort(x, axis=0))
+
+
+def sorted_rows(weights, x):
+    order = jax.lax.sort((x[:, 0], jnp.arange(x.shape[0])), num_keys=1)[1]
+    return step(weights, x[order])
+
+
+def looked_up(weights, x):
+    """In each block, each row takes that of another one."""
+
+    def mixed(x, weights):
+        return block(x[jnp.argmax(x, 1)], weights)
+
+    return jax.lax.scan(mixed, x, weights)[0]
+
+
+def constrained(weights, x):
+    """Rows become columns, and rows again."""
+    columns = with_sharding_constraint(x * x, P(None, 'fsdp'))
+    return jnp.mean(weights['up'][0]) * with_sharding_constraint(jnp.sin(columns), P('fsdp'))
+
+
+def summed_by_hand(weights, x):
+    def gathered(x):
+        return jax.lax.all_gather(x, 'fsdp', tiled=True).sum(0)
+
+    rows = HELPER.shard_map(gathered, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
+    return jnp.mean(weights['up'][0]) * rows
+
+
+@functools.cache
+def planned(fun, helper=HELPER, out=RULE, named=False, **options):
+    if named:
+        options |= NAMED
+    compiled = helper.sjit(fun, in_shardings=(RULE, P('fsdp')), out_shardings=out, **options)
+    return helper.plan(compiled, WEIGHTS, X)
+
+
+def said(plan):
+    """What the text of a plan says below its collectives, a line for each sentence."""
+    below = plan.to_text(1000).rpartition('\n\n')[2]
+    return below.splitlines()
+
+
+SILENT = {
+    'followed': (step, {}),
+    'several steps': (steps, {}),
+    'in parts': (in_parts, {}),
+    'named behind a sort': (behind_a_sort, {'named': True}),
+    'named, and not followed': (step, {'named': True, 'batch_argnums': ()}),
+    'forward': (blocks, {'out': P('fsdp')}),
+    'the output is replicated': (blocks, {'out': P()}),
+    'constrained': (constrained, {'out': P('fsdp')}),
+    'shard_map': (summed_by_hand, {'out': P()}),
+}
+
+
+@pytest.mark.parametrize('fun, options', SILENT.values(), ids=SILENT)
+def test_where_weights_move_or_activations_are_asked_for_nothing_is_said(fun, options):
+    plan = planned(fun, **options)
+    assert plan.batch_axes == ('fsdp',)
+    assert not any('more activations' in line for line in said(plan))
+
+
+@pytest.mark.parametrize('fun', [blocks, constrained])
+def test_rows_that_are_asked_for(fun):
+    plan = planned(fun, out=P() if fun is blocks else P('fsdp'))
+    assert {row.kind: row.rows for row in plan.collectives if row.rows} == (
+        {'all-gather': 'asked for'} if fun is blocks else {'all-to-all': 'asked for'}
+    )
+
+
+SPEAKING = {
+    'switched off': (step, {'batch_argnums': ()}),
+    'switched off for all': (step, {'helper': OFF}),
+    'behind a sort': (behind_a_sort, {}),
+    'sorted': (sorted_rows, {}),
+    'looked up': (looked_up, {'out': P('fsdp')}),
+}
+
+
+@pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
+def test_where_activations_move(fun, options, snapshot):
+    text = '\n'.join(said(planned(fun, **options)))
+    snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
+
+
+def test_each_batch_axis_is_looked_at():
+    """The rows of a second axis stay where they are."""
+    shardings = {'in_shardings': (RULE, P(('tp', 'fsdp'))), 'out_shardings': RULE}
+    plan = GRID.plan(GRID.sjit(step, **shardings, batch_argnums=()), WEIGHTS, X)
+    assert plan.batch_axes == ('fsdp', 'tp')
+    [line] = said(plan)
+    assert re.match(r'along (fsdp|tp) more activations than weights move: ', line)
+
+
+def test_a_batch_that_is_constrained_inside():
+    fun = HELPER.sjit(blocks, args_sharding_constraint=(RULE, P('fsdp')), out_shardings=P('fsdp'))
+    plan = HELPER.plan(fun, WEIGHTS, X)
+    assert plan.followed.axes == plan.batch_axes == ('fsdp',)
+    assert plan.followed == fun.followed(WEIGHTS, X)
+
+
+def test_arguments_by_name_and_methods():
+    class Model:
+        @HELPER.sjit(in_shardings={'weights': RULE, 'x': P('fsdp')}, out_shardings=P(), static_argnums=0)
+        def apply(self, weights, x):
+            return blocks(weights, x)
+
+    plan = HELPER.plan(Model().apply, WEIGHTS, x=X)
+    assert plan.followed.count == 3
+    assert {row.rows for row in plan.collectives if row.source.function.endswith('blocks')} == {'asked for'}
+
+
+def test_why_nothing_is_followed():
+    def on(helper, *shardings, **options):
+        fun = helper.sjit(lambda w, x: x @ w, in_shardings=shardings, out_shardings=P(), **options)
+        plan = helper.plan(fun, leaf(64, 64), leaf(64, 64))
+        assert plan.followed == fun.followed(leaf(64, 64), leaf(64, 64))
+        return said(plan)[0] if plan.followed.reason else None
+
+    start = 'no batch is followed: '
+    assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() switches it off'
+    assert on(HELPER, P('fsdp'), P('fsdp')) == (
+        f'{start}specs place all arguments, and batch_argnums does not say which of them is the batch'
+    )
+    explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
+    shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
+    assert str(shown) == f'sin follows no batch: on Explicit mesh axes, types say where values are'
+    # Nothing looks like a batch.
+    assert on(HELPER, P(), P('fsdp')) is None
+    assert on(HELPER, RULE, None) is None
+
+
+def test_functions_that_sjit_did_not_make():
+    x = HELPER.shard(jnp.ones((8, 8)), P('fsdp'))
+    for fun in (jnp.sin, jax.jit(jnp.sin)):
+        plan = HELPER.plan(fun, x)
+        assert (plan.followed, plan.batch_axes) == (None, ())
+
+
+def test_the_function_is_traced_once():
+    times = []
+
+    def counted(weights, x):
+        times.append(1)
+        return blocks(weights, x)
+
+    fun = HELPER.sjit(counted, in_shardings=(RULE, P('fsdp')))
+    assert HELPER.plan(fun, WEIGHTS, X).followed.count == 3
+    assert times == [1]
+
+
+def test_json_and_differences():
+    plans = [planned(step), planned(step, batch_argnums=()), planned(behind_a_sort)]
+    for plan in plans:
+        assert Plan.load(plan.to_json()) == plan
+        assert str(Plan.load(plan.to_json())) == str(plan)
+    followed, alone, lost = plans
+
+    def line(before, after):
+        found = [line for line in str(before.diff(after)).splitlines() if line.startswith('  batch  ')]
+        return found[0].split('  ')[-1].strip() if found else None
+
+    count = followed.followed.count  # of each version of JAX its own
+    assert line(followed, alone) == f'{count} values kept over fsdp -> not followed'
+    assert line(alone, lost) == 'not followed -> 0 values kept over fsdp, lost at 1 place'
+    assert line(followed, followed) is None
+    # Earlier versions did not write these.
+    values = json.loads(alone.to_json())
+    del values['followed'], values['batch_axes']
+    for row in values['collectives']:
+        del row['rows']
+    assert str(Plan.load(json.dumps(values))) in str(alone)
+
+
+def test_axes_that_the_mesh_does_not_have():
+    plan = planned(step)
+    for wrong in (
+        {'batch_axes': ('data',)},
+        {'followed': dataclasses.replace(plan.followed, axes=('data',))},
+    ):
+        with pytest.raises(
+            PlanError, match="rows of the batch are over an axis that the mesh does not have: 'data'"
+        ):
+            dataclasses.replace(plan, **wrong)
+
+
+def test_page(tmp_path):
+    plan = planned(behind_a_sort)
+    plan.to_html(tmp_path / 'plan.html')
+    page = (tmp_path / 'plan.html').read_text(encoding='utf-8')
+    section = page.partition('Rows of the batch</h2>')[2].partition('</section>')[0]
+    for line in said(plan):
+        if not line.startswith(' '):
+            assert html.escape(line) in section
+    assert '<td>sort</td>' in section.replace(' style="text-align:left"', '')
+    assert 'Values that stay' not in section
+    every = planned(step)._repr_html_()
+    assert len(re.findall('<tr>.*dot_general', every)) == len(
+        [value for value in planned(step).followed.kept if value.primitive == 'dot_general']
+    )
+    many = dataclasses.replace(plan.followed, kept=planned(step).followed.kept * 40)
+    assert re.search(
+        r'<p[^>]*>\.\.\. and \d+ more</p>', dataclasses.replace(plan, followed=many)._repr_html_()
+    )
+    assert 'Rows of the batch' not in dataclasses.replace(plan, followed=None)._repr_html_()
