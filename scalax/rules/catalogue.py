@@ -1,4 +1,4 @@
-r"""Ready tables of regexes and specs for the parameters of well-known models, and layouts of their activations.
+r"""Ready tables of regexes and specs for parameters of well-known models, and layouts of activations.
 
 A table is a tuple of rows ``(regex, PartitionSpec)`` over the axes ``'fsdp'``, ``'tp'`` and ``'expert'``;
 `rule` makes a rule of it. The first row whose regex is found in the leaf path counts. Tables are data:
@@ -450,7 +450,8 @@ SEQUENCE_PARALLEL: Layout = MappingProxyType(
 """Megatron-LM's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
 The sum over tp behind a block becomes a reduce-scatter, and an all-gather comes before the next block; both
-together move as much. The residual, and what is saved of it for the backward pass, takes a part of the memory.
+together move as much. The residual, of which each layer's is saved for the backward pass, takes a part of the
+memory.
 """
 
 EXPERT_PARALLEL: Layout = MappingProxyType(
