@@ -495,28 +495,22 @@ on_one_device = jax.jit(train_step)(params, batch)
 # %% [markdown]
 # With a rule for the parameters and a spec for the batch, it runs on eight devices. The collectives show
 # whether this is FSDP, in which parameters are gathered before each layer. Each parameter has 65,536 bytes.
-# `sjit` keeps the rows of the batch where they are, so it is. Left to the compiler (`batch_argnums=()`), the
-# gathered arrays have 8,192 bytes with 32 rows, the size of the batch: instead of the parameters, it sends
-# all rows to all devices. With 4,096 rows that would be more, and the parameters are sent. (A plan compiles
-# but does not run: shapes are enough.)
+# With 4,096 rows it is: `sjit` keeps the rows of the batch where they are. With 32 rows the gathered arrays
+# have 8,192 bytes, the size of the batch: to send all rows to all devices takes less than to send the
+# parameters, so `sjit` leaves the rows to the compiler. (A plan compiles but does not run: shapes are enough.)
 
 # %%
 fsdp = MeshShardingHelper([-1], ['fsdp'])
 rule = FSDPShardingRule(min_fsdp_size=1024)
 layout = {'in_shardings': (rule, P('fsdp')), 'out_shardings': rule}
 step = fsdp.sjit(train_step, **layout)
-left_alone = fsdp.sjit(train_step, **layout, batch_argnums=())
-for name, each, rows in (
-    ('kept', step, 32),
-    ('left alone', left_alone, 32),
-    ('left alone', left_alone, 4096),
-):
-    print(f'{rows} rows, {name}')
-    collectives(fsdp.plan(each, params, jax.ShapeDtypeStruct((rows, 64), np.float32)))
+for rows in (4096, 32):
+    print(f'{rows} rows')
+    collectives(fsdp.plan(step, params, jax.ShapeDtypeStruct((rows, 64), np.float32)))
 
 # %% [markdown]
-# To say yourself where a value is, bind its name: here the hidden values get the sharding of the batch,
-# which they have already. Gradients are summed, with each device keeping its part. (The plan shows an
+# To say yourself where a value is, bind its name: here the hidden values get the sharding of the batch. Then
+# parameters are gathered for 32 rows as well. Gradients are summed, with each device keeping its part. (The plan shows an
 # all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs turn it into
 # a reduce-scatter.)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -16,18 +17,25 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._follow.trail import Trail
 
 
-def spec_of(trail: Trail) -> PartitionSpec:
-    """The spec that keeps the followed dimensions where they are, and leaves the others to the compiler."""
-    return _spec(trail, PartitionSpec.UNCONSTRAINED)
+def spec_of(trail: Trail, whole: Container[int] = ()) -> PartitionSpec:
+    """The spec that keeps the followed dimensions where they are.
+
+    Args:
+        trail: the trail.
+        whole: the dimensions that are not sharded if nothing is followed in them. What else there is, is left
+            to the compiler.
+    """
+    return PartitionSpec(
+        *(
+            axes[0] if len(axes) == 1 else axes or (None if i in whole else PartitionSpec.UNCONSTRAINED)
+            for i, axes in enumerate(trail)
+        )
+    )
 
 
 def closed_spec_of(trail: Trail, ndim: int) -> PartitionSpec:
     """The spec of a trail whose other dimensions are whole."""
-    return _spec(trail or ((),) * ndim, None)
-
-
-def _spec(trail: Trail, otherwise: Any) -> PartitionSpec:
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or otherwise for axes in trail))
+    return spec_of(trail or ((),) * ndim, range(ndim))
 
 
 def constraint(var: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, source_info: Any) -> Any:

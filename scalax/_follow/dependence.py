@@ -16,9 +16,13 @@ class Dependence:
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: whether each of its arguments does.
+
+    Attributes:
+        primitives: the names of those that take one of them.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[bool]) -> None:
+        self.primitives: set[str] = set()
         self._variables: set[Any] = set()
         self._known: dict[Any, list[bool]] = {}
         self._results(jaxpr, arguments)
@@ -45,6 +49,7 @@ class Dependence:
 
     def _equation(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         name, params = equation.primitive.name, equation.params
+        self.primitives.add(name)
         if name in CALLS:
             return self._results(params[CALLS[name]], operands)
         if name == 'scan':

@@ -15,7 +15,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,31 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
-from scalax._follow.primitives import CHOICES, RULES, redealt
-from scalax._follow.trail import LOST, Trail, common, merged, possible
-from scalax._follow.weights import FEW_ROWS, Weights
+from scalax._follow.primitives import CHOICES, RULES, SAID, own_dims, redealt
+from scalax._follow.trail import LOST, Trail, common, merged, possible, without
+from scalax._follow.weights import FEW_ROWS, Products, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
 _LOOPS = ('scan', 'while', 'cond')
+_WITH_JAXPRS = (*_LOOPS, *CALLS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arguments:
+    """What is known of the arguments of a jaxpr.
+
+    Attributes:
+        trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
+        gathered: whether each is sharded over the axes of the batch, and holds none: the weights of FSDP.
+        batch_axes: the mesh axes that shard rows.
+        placed: whether it is known where each of them is; else the compiler decides about some.
+    """
+
+    trails: Sequence[Trail]
+    gathered: Sequence[bool]
+    batch_axes: frozenset[str]
+    placed: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +58,15 @@ class Kept:
 
     Attributes:
         aval: its shape and dtype.
-        trail: the mesh axes of each dimension.
+        spec: its sharding.
         equation: what computes it.
+        calls: the equations in whose jaxprs that is, from the innermost one outwards.
     """
 
     aval: Any
-    trail: Trail
+    spec: PartitionSpec
     equation: Any
+    calls: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +76,25 @@ class Lost:
     Attributes:
         equation: the equation.
         aval: its largest result.
+        calls: as for `Kept`.
     """
 
     equation: Any
     aval: Any
+    calls: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """What products multiply, where the weights are more than the rows: to move the rows takes less.
+
+    Attributes:
+        weights: the elements of weights that would be gathered, in all products.
+        rows: those of the rows, or of their products if these are smaller.
+    """
+
+    weights: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,31 +106,36 @@ class Followed:
         trails: those of its results.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        multiplied: the arguments without rows that are multiplied with rows, by number: with how many on each
-            device at most.
+        multiplied: the arguments without rows that are multiplied with rows, by number, and these products.
+        passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
+        few_rows: why nothing is followed, if the weights are more than the rows.
     """
 
     jaxpr: Any
     trails: tuple[Trail, ...]
     kept: tuple[Kept, ...] = ()
     lost: tuple[Lost, ...] = ()
-    multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    multiplied: Mapping[int, Products] = dataclasses.field(default_factory=dict)
+    passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
+    few_rows: FewRows | None = None
 
 
-def follow(
-    jaxpr: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, batch_axes: Container[str]
-) -> Followed:
-    """Follows the rows of the batch from the arguments of a jaxpr.
+def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
+    """Follows the rows of the batch from the arguments of a jaxpr, unless they are few.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        trails: those of its arguments.
+        arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
-        batch_axes: the mesh axes over which rows of the batch are.
     """
-    return _Follower(mesh, batch_axes, jaxpr, trails).jaxpr(jaxpr, trails)
+    found = _Follower(mesh, arguments, jaxpr).jaxpr(jaxpr, arguments.trails)
+    products = [each for i, each in found.multiplied.items() if arguments.gathered[i]]
+    weights, rows = sum(each.weights for each in products), sum(each.moved for each in products)
+    if weights > rows:
+        return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
+    return found
 
 
 class _Follower:
@@ -103,21 +143,22 @@ class _Follower:
 
     Args:
         mesh: the mesh.
-        batch_axes: the mesh axes over which rows of the batch are.
-        whole: the jaxpr that has all others in it.
-        trails: those of its arguments.
+        arguments: those of the jaxpr that has all others in it.
+        whole: this jaxpr.
 
     Attributes:
         sizes: the sizes of the mesh axes.
+        placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
+        resumes: whether users say where some of these are, so that rows may be found again.
     """
 
-    def __init__(
-        self, mesh: Mesh | AbstractMesh, batch_axes: Container[str], whole: Any, trails: Sequence[Trail]
-    ) -> None:
-        self._batch_axes = batch_axes
+    def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        self.placed = arguments.placed
+        self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
-        self.from_batch = Dependence(whole, list(map(self.has_rows, trails)))
+        self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
+        self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
@@ -127,7 +168,7 @@ class _Follower:
         if key not in self._known:
             arguments = opened(jaxpr).invars
             on_trail = {var: trail for var, trail in zip(arguments, trails, strict=True) if trail}
-            if on_trail and opened(jaxpr).eqns:
+            if (on_trail or self.resumes) and opened(jaxpr).eqns:
                 found = _Edit(self, jaxpr, on_trail).made(is_round)
             else:
                 found = _Edit(self, jaxpr, on_trail).unchanged()
@@ -141,6 +182,11 @@ class _Follower:
     def has_rows(self, trail: Trail) -> bool:
         """Whether some dimension of a value holds rows of the batch."""
         return any(axis in self._batch_axes for axes in trail for axis in axes)
+
+    def said(self, trail: Trail, var: Any) -> Trail:
+        """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
+        unknown = {axis for axes in trail for axis in axes if self.sizes.get(axis, 1) == 1}
+        return without(trail, unknown if var in self.from_batch else unknown | self._batch_axes)
 
     def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
@@ -178,8 +224,12 @@ class _Edit:
         self._users_own = taken | self._users_given
 
     def unchanged(self) -> Followed:
-        """The jaxpr as it is: without equations there is nothing to constrain."""
-        return Followed(self._jaxpr, tuple(map(self._trail, opened(self._jaxpr).outvars)))
+        """The jaxpr as it is: there is nothing to constrain."""
+        jaxpr = opened(self._jaxpr)
+        for equation in jaxpr.eqns:
+            self._weights.note(equation, [LOST] * len(equation.invars))
+        passed = self._weights.passed(jaxpr.outvars)
+        return Followed(self._jaxpr, tuple(map(self._trail, jaxpr.outvars)), passed=passed)
 
     def made(self, is_round: bool) -> Followed:
         """The jaxpr with constraints."""
@@ -201,6 +251,7 @@ class _Edit:
             tuple(self._kept),
             tuple(self._lost),
             self._weights.multiplied,
+            self._weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self._weights.is_sum(atom)),
         )
 
@@ -229,7 +280,7 @@ class _Edit:
     def _equation(self, equation: Any) -> None:
         operands = [self._trail(atom) for atom in equation.invars]
         self._replaced, self._summed = {}, []
-        params, results = self._results(equation, operands) if any(operands) else (equation.params, ())
+        params, results = self._results(equation, operands)
         self._weights.note(equation, operands)
         changed = {} if params is equation.params else {'params': params}
         inputs = [atom if isinstance(atom, Literal) else self._input(atom) for atom in equation.invars]
@@ -241,8 +292,9 @@ class _Edit:
             if trail:
                 self._on_trail[var] = trail
                 if self._is_choice(equation, operands) and self._may_keep(var):
-                    self._constrain(var, spec_of(trail), equation)
-                    self._kept.append(Kept(var.aval, trail, equation))
+                    spec = spec_of(trail, self._whole_dims(equation, operands))
+                    self._constrain(var, spec, equation)
+                    self._kept.append(Kept(var.aval, spec, equation))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
 
@@ -254,9 +306,26 @@ class _Edit:
         name = equation.primitive.name
         return name in _LOOPS or (name in CHOICES and not all(map(self._follower.has_rows, operands)))
 
+    def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
+        """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
+        weights = [
+            place
+            for place, atom in enumerate(equation.invars)
+            if self._follower.placed
+            and not self._follower.has_rows(operands[place])
+            and not isinstance(atom, Literal)
+            and atom not in self._follower.from_batch
+        ]
+        return {dim for place in weights for dim in own_dims(equation, place)}
+
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""
         name, params = equation.primitive.name, equation.params
+        if name in SAID:
+            said = zip(RULES[name](equation, operands), equation.outvars, strict=True)
+            return params, [self._follower.said(trail, var) for trail, var in said]
+        if not any(operands) and not self._may_matter(equation):
+            return params, ()
         if name in RULES:
             results = RULES[name](equation, operands)
             if name == 'reshape':
@@ -266,15 +335,18 @@ class _Edit:
                 self._note_loss(equation)
             return params, results
         if name in CALLS:
-            inside = self._inside(params[CALLS[name]], operands)
-            self._weights.note_call(equation, inside.multiplied, inside.summed)
+            inside = self._inside(equation, params[CALLS[name]], operands)
+            self._weights.note_call(equation.invars, inside.multiplied)
+            self._weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
             return {**params, CALLS[name]: inside.jaxpr}, inside.trails
         if name == 'scan':
             return self._scan(equation, operands)
         if name == 'while':
             return self._while(equation, operands)
         if name == 'cond':
-            branches = [self._inside(branch, operands[1:]) for branch in params['branches']]
+            branches = [self._inside(equation, branch, operands[1:]) for branch in params['branches']]
+            for branch in branches:
+                self._weights.note_call(equation.invars[1:], branch.multiplied)
             trails = zip(*(branch.trails for branch in branches), strict=True)
             return {**params, 'branches': tuple(branch.jaxpr for branch in branches)}, [
                 merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
@@ -282,16 +354,25 @@ class _Edit:
         self._note_loss(equation)
         return params, ()
 
+    def _may_matter(self, equation: Any) -> bool:
+        """Whether an equation without rows has some inside, or gives weights that others multiply."""
+        name = equation.primitive.name
+        if self._follower.resumes and name in _WITH_JAXPRS:
+            return True
+        return name in CALLS and any(map(self._weights.is_weight, equation.invars))
+
     def _note_loss(self, equation: Any) -> None:
         largest = max(equation.outvars, key=lambda var: getattr(var.aval, 'size', 0), default=None)
         if largest is not None and shape_of(largest):
             self._lost.append(Lost(equation, largest.aval))
 
-    def _inside(self, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False) -> Followed:
+    def _inside(
+        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False
+    ) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
         found = self._follower.jaxpr(jaxpr, trails, is_round=is_round)
-        self._kept.extend(found.kept)
-        self._lost.extend(found.lost)
+        self._kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
+        self._lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         return found
 
     def _scan(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
@@ -304,9 +385,10 @@ class _Edit:
             return [*before, *state, *behind]
 
         state = self._settled(body, operands[constants : constants + carried], arguments)
-        inside = self._inside(body, arguments(state), is_round=True)
+        inside = self._inside(equation, body, arguments(state), is_round=True)
         self._gather_before(equation, range(constants), inside)
         self._sum_behind(equation, carried, inside)
+        self._weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
         stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
         return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
 
@@ -334,8 +416,10 @@ class _Edit:
             return [*operands[slice(*constants)], *state]
 
         state = self._settled(params['body_jaxpr'], operands[constants[1] :], arguments)
-        inside = self._inside(params['body_jaxpr'], arguments(state), is_round=True)
+        inside = self._inside(equation, params['body_jaxpr'], arguments(state), is_round=True)
         self._gather_before(equation, range(*constants), inside)
+        of_rounds = equation.invars[constants[0] :]
+        self._weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)
         self._sum_behind(equation, len(state), inside)
         return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
 
@@ -348,7 +432,7 @@ class _Edit:
             var = equation.invars[place]
             if isinstance(var, Literal) or var in self._users_given or var in self._follower.from_batch:
                 continue
-            if inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS:
+            if i in inside.multiplied and inside.multiplied[i].rows < FEW_ROWS:
                 spec = closed_spec_of(self._trail(var), len(shape_of(var)))
                 self._place_before(var, spec, equation)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from scalax._follow.jaxprs import shape_of
 from scalax._follow.trail import LOST, Trail, merged, of_dims
+from scalax._tree.specs import entry_axes
 
 Rule = Callable[[Any, Sequence[Trail]], list[Trail]]
 """Takes an equation and the trails of its operands; gives those of its results."""
@@ -261,19 +262,40 @@ def _longer(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """What the user says holds; dimensions that are left open stay as they were."""
-    open_ = eqn.params['unconstrained_dims']
     spec = getattr(eqn.params['sharding'], 'spec', None)
-    rank = len(shape_of(eqn.outvars[0]))
     if spec is None:
         return [LOST]
-    said = [*spec, *[None] * rank][:rank]
-    before = trails[0] or ((),) * rank
-    axes = {name for each in before for name in each}
-    dims = {}
-    for i, entry in enumerate(said):
-        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        dims[i] = before[i] if i in open_ else tuple(name for name in names if name in axes)
-    return [of_dims(dims, rank)]
+    rank, open_ = len(shape_of(eqn.outvars[0])), eqn.params['unconstrained_dims']
+    dims = {i: entry_axes(entry) for i, entry in enumerate(spec) if i not in open_}
+    before = {i: trails[0][i] for i in open_} if trails[0] else {}
+    return [of_dims({**dims, **before}, rank)]
+
+
+def _shard_map(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """What runs inside has blocks; behind it is what the user says."""
+    return [
+        of_dims(dict(enumerate(map(entry_axes, spec))), len(shape_of(out)))
+        for spec, out in zip(eqn.params['out_specs'], eqn.outvars, strict=True)
+    ]
+
+
+def own_dims(eqn: Any, place: int) -> Sequence[int]:
+    """The dimensions of a result that are those of one operand alone: of a weight its columns.
+
+    Args:
+        eqn: a product, a convolution or a look-up; of others there are none.
+        place: the number of the operand.
+    """
+    name, rank = eqn.primitive.name, len(shape_of(eqn.outvars[0]))
+    if name == 'dot_general':
+        contracted, batch = eqn.params['dimension_numbers']
+        left = len(shape_of(eqn.invars[0])) - len(contracted[0])
+        return range(left, rank) if place else range(len(batch[0]), left)
+    if name == 'conv_general_dilated' and place == 1:
+        return (eqn.params['dimension_numbers'].out_spec[1],)
+    if name == 'gather' and place == 0:
+        return tuple(eqn.params['dimension_numbers'].offset_dims)
+    return ()
 
 
 _ELEMENTWISE = """
@@ -327,8 +349,11 @@ RULES: dict[str, Rule] = {
     'dynamic_update_slice': _update_slice,
     'fft': _fft,
     'sharding_constraint': _constraint,
+    'shard_map': _shard_map,
 }
 
+# The user says where their results are, whatever is known of their operands.
+SAID = frozenset({'sharding_constraint', 'shard_map'})
 # Operands of different layouts meet in these, and the compiler chooses where their results are.
 CHOICES = frozenset(
     {

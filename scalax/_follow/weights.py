@@ -7,6 +7,7 @@ else gather them, and reduce their gradients, in every time step.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -20,9 +21,27 @@ from scalax._follow.trail import Trail
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
 # the whole loop.
 FEW_ROWS = 1024
-# Primitives whose first operand is a weight, and whose result is the same one.
-_FORWARDS = ('convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
+# Primitives whose first operand is a weight, and whose result is the same one, or a part of it.
+_FORWARDS = ('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
+_PARTS = ('dynamic_slice', 'slice', 'split', 'unstack')
 _ADDS = ('add', 'add_any')
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The products of a weight and rows of the batch.
+
+    Attributes:
+        rows: with how many rows each device multiplies it at once, at most; `FEW_ROWS` or more if that is a
+            part of it, so that a loop over layers does not gather all of them.
+        weights: the elements that devices gather for the products if the rows stay.
+        moved: the elements of the rows, or of their products if these are smaller. They move if the weight
+            stays.
+    """
+
+    rows: int
+    weights: int
+    moved: int
 
 
 class Weights:
@@ -34,42 +53,110 @@ class Weights:
         has_rows: tells whether a trail has rows of the batch.
 
     Attributes:
-        multiplied: argument -> with how many rows it is multiplied on each device, at most.
+        multiplied: argument -> its products with rows.
     """
 
     def __init__(
         self, arguments: Mapping[Any, int], sizes: Mapping[str, int], has_rows: Callable[[Trail], bool]
     ) -> None:
         self._numbers, self._sizes, self._has_rows = dict(arguments), sizes, has_rows
-        self.multiplied: dict[int, int] = {}
+        self.multiplied: dict[int, Products] = {}
+        self._parts: set[Any] = set()
         self._sums: set[Any] = set()
 
     def is_sum(self, atom: Any) -> bool:
         """Whether a value is a sum over few rows."""
         return not isinstance(atom, Literal) and atom in self._sums
 
+    def is_weight(self, atom: Any) -> bool:
+        """Whether a value is an argument without rows, or a part of one."""
+        return self._number(atom) is not None
+
     def note(self, equation: Any, operands: Sequence[Trail]) -> None:
         """Takes note of an equation without jaxprs, and of the trails of its operands."""
-        name = equation.primitive.name
+        name, params = equation.primitive.name, equation.params
         if name == 'dot_general':
-            self._note_product(equation, operands)
-        elif name in _FORWARDS and (number := self._number(equation.invars[0])) is not None:
-            self._numbers[equation.outvars[0]] = number
+            (left, right), _ = params['dimension_numbers']
+            self._note_product(equation, operands, weight=0, summed=right)
+            self._note_product(equation, operands, weight=1, summed=left)
+            self._note_sum(equation, operands, (left, right))
+        elif name == 'ragged_dot_general':
+            (left, _), _ = params['ragged_dot_dimension_numbers'].dot_dimension_numbers
+            self._note_product(equation, operands, weight=1, summed=left)
+        elif name == 'conv_general_dilated':
+            self._note_product(equation, operands, weight=1, summed=params['dimension_numbers'].lhs_spec[1:2])
+        elif name in (*_FORWARDS, *_PARTS):
+            operand, result = equation.invars[0], equation.outvars[0]
+            if name in _PARTS or _size(operand) == _size(result):
+                self._note_same(operand, equation.outvars, part=name in _PARTS)
         if name in (*_FORWARDS, *_ADDS) and any(map(self.is_sum, equation.invars)):
             self._sums.add(equation.outvars[0])
 
-    def note_call(self, equation: Any, multiplied: Mapping[int, int], summed: Container[int]) -> None:
-        """Takes note of an equation that runs a jaxpr once, of whose weights and sums this is known."""
-        for i, rows in multiplied.items():
-            self._note_rows(equation.invars[i], rows)
-        self._sums.update(var for i, var in enumerate(equation.outvars) if i in summed)
+    def passed(self, results: Sequence[Any]) -> dict[int, int]:
+        """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
+        numbers = {i: self._number(atom) for i, atom in enumerate(results)}
+        return {i: number for i, number in numbers.items() if number is not None}
 
-    def _note_product(self, equation: Any, operands: Sequence[Trail]) -> None:
-        contracted, _ = equation.params['dimension_numbers']
-        for weight, other in ((0, 1), (1, 0)):
-            if self._has_rows(operands[other]):
-                rows = self._count(equation.invars[other], operands[other], contracted[other], inside=False)
-                self._note_rows(equation.invars[weight], rows)
+    def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, Products]) -> None:
+        """Takes note of the products in a jaxpr that runs once."""
+        for i, products in multiplied.items():
+            self._note_products(operands[i], products)
+
+    def note_results(
+        self,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        passed: Mapping[int, int],
+        summed: Container[int],
+    ) -> None:
+        """Takes note of the results of a jaxpr that runs once."""
+        for i, number in passed.items():
+            self._note_same(operands[number], results[i : i + 1], part=True)
+        self._sums.update(var for i, var in enumerate(results) if i in summed)
+
+    def note_loop(
+        self, operands: Sequence[Any], multiplied: Mapping[int, Products], constants: int, rounds: int
+    ) -> None:
+        """Takes note of a loop, of the weights of whose rounds this is known.
+
+        Args:
+            operands: those of a round, in order: constants, what is carried, then stacks.
+            multiplied: the products of these in one round.
+            constants: how many constants there are.
+            rounds: how many rounds there are; 1 if that is not known.
+        """
+        for i, products in multiplied.items():
+            before = i < constants and products.rows < FEW_ROWS  # gathered once, before the loop
+            all_rounds = Products(
+                products.rows * (rounds if before else 1),
+                products.weights * (1 if before else rounds),
+                products.moved * rounds,
+            )
+            self._note_products(operands[i], all_rounds)
+
+    def _note_product(
+        self, equation: Any, operands: Sequence[Trail], *, weight: int, summed: Container[int]
+    ) -> None:
+        """A product of a weight and rows, if it is one.
+
+        Args:
+            equation: the product.
+            operands: the trails of its operands.
+            weight: the number of the operand that is the weight.
+            summed: the dimensions of the other one that are summed.
+        """
+        other = 1 - weight
+        if not self._has_rows(operands[other]):
+            return
+        atom = equation.invars[other]
+        rows = self._count(atom, operands[other], summed, inside=False)
+        moved = min(_size(atom), _size(equation.outvars[0]))
+        self._note_products(equation.invars[weight], Products(rows, _size(equation.invars[weight]), moved))
+
+    def _note_sum(
+        self, equation: Any, operands: Sequence[Trail], contracted: Sequence[Container[int]]
+    ) -> None:
+        """A sum over few rows, if a product is one."""
         summed = [
             tuple(axes if i in dims else () for i, axes in enumerate(trail))
             for trail, dims in zip(operands, contracted, strict=True)
@@ -88,7 +175,25 @@ class Weights:
     def _number(self, atom: Any) -> int | None:
         return None if isinstance(atom, Literal) else self._numbers.get(atom)
 
-    def _note_rows(self, atom: Any, rows: int) -> None:
+    def _note_same(self, atom: Any, results: Sequence[Any], *, part: bool) -> None:
+        """Results that are a weight, or parts of one."""
         number = self._number(atom)
         if number is not None:
-            self.multiplied[number] = max(rows, self.multiplied.get(number, 0))
+            self._numbers.update(dict.fromkeys(results, number))
+            if part or atom in self._parts:
+                self._parts.update(results)
+
+    def _note_products(self, atom: Any, products: Products) -> None:
+        number = self._number(atom)
+        if number is not None:
+            rows = max(products.rows, FEW_ROWS) if atom in self._parts else products.rows
+            before = self.multiplied.get(number, Products(0, 0, 0))
+            self.multiplied[number] = Products(
+                max(before.rows, rows),
+                before.weights + products.weights,
+                before.moved + products.moved,
+            )
+
+
+def _size(atom: Any) -> int:
+    return math.prod(shape_of(atom))

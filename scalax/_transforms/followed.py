@@ -5,25 +5,25 @@ In this room, because frames of it are taken out of the tracebacks of the user's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.follow import Followed, follow
+from scalax._follow.follow import Arguments, Followed, follow
 from scalax._follow.jaxprs import opened
-from scalax._follow.trail import LOST, Trail
+from scalax._follow.trail import LOST
 
 
 def run_followed(
     fun: Callable[..., Any],
     args: Sequence[Any],
     static: Sequence[int],
-    trails: Sequence[Trail],
+    arguments: Arguments,
     mesh: Mesh | AbstractMesh,
-    batch_axes: Container[str],
 ) -> tuple[Any, Followed]:
     """The outputs of a function, computed by its jaxpr with constraints.
 
@@ -34,9 +34,8 @@ def run_followed(
         fun: the function; it returns a tree of arrays.
         args: its arguments, values of a trace.
         static: which of them are static.
-        trails: those of the leaves of the others.
+        arguments: what is known of the leaves of the others.
         mesh: a mesh of Auto axes, in force.
-        batch_axes: the mesh axes over which rows of the batch are.
     """
     compiled = jax.jit(fun, static_argnums=static)
     # Values of an outer trace that the function closes over are constants of this jaxpr.
@@ -46,14 +45,19 @@ def run_followed(
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     values = dict(zip(outside.invars, leaves, strict=True))
     values |= dict(zip(outside.constvars, jaxpr.consts, strict=True))
-    on_trail = dict(zip(outside.invars, trails, strict=True))
+    numbers = {var: i for i, var in enumerate(outside.invars)}
     [equation] = outside.eqns
 
     def value(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    operands = [LOST if isinstance(atom, Literal) else on_trail.get(atom, LOST) for atom in equation.invars]
-    found = follow(equation.params['jaxpr'], operands, mesh, batch_axes)
+    places = [None if isinstance(atom, Literal) else numbers.get(atom) for atom in equation.invars]
+    operands = dataclasses.replace(
+        arguments,
+        trails=[LOST if i is None else arguments.trails[i] for i in places],
+        gathered=[i is not None and arguments.gathered[i] for i in places],
+    )
+    found = follow(equation.params['jaxpr'], operands, mesh)
     results = equation.primitive.bind(
         *map(value, equation.invars), **{**equation.params, 'jaxpr': found.jaxpr}
     )

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.constraint import spec_of
-from scalax._follow.follow import Followed
+from scalax._follow.follow import Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.specs import text
 from scalax._util.user_frames import users_own
@@ -66,18 +65,28 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
+        weights: the elements of weights that devices would gather for products with rows, if these are more
+            than those of the rows. Then nothing is kept. Else 0.
+        rows: those of the rows, or of their products if these are smaller.
     """
 
     name: str
     axes: tuple[str, ...] = ()
     kept: tuple[KeptValue, ...] = ()
     lost: tuple[LostRows, ...] = ()
+    weights: int = 0
+    rows: int = 0
 
     def __str__(self) -> str:
         if not self.axes:
             return (
                 f'{self.name}: no batch is followed. It is an argument with a sharding: batch_argnums or '
                 'batch_argnames say which'
+            )
+        if self.weights > self.rows:
+            return (
+                f'{self.name} keeps nothing, because rows are few: to keep them gathers {self.weights:,} '
+                f'elements of weights, to move them takes {self.rows:,}'
             )
         width, count = terminal_width(None), sum(value.count for value in self.kept)
         lines = [f'{self.name} keeps {count} values with the rows of the batch ({", ".join(self.axes)})']
@@ -96,12 +105,15 @@ class FollowedBatch:
 
 def followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
     """What the pass found in the jaxpr of a function, with the lines of the user's code."""
+    if followed.few_rows is not None:
+        few = followed.few_rows
+        return FollowedBatch(name, tuple(sorted(axes)), weights=few.weights, rows=few.rows)
     kept = Counter(
-        KeptValue(_array(each.aval), spec_of(each.trail), each.equation.primitive.name, _line(each.equation))
+        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, _line(each))
         for each in followed.kept
     )
     lost = {
-        LostRows(each.equation.primitive.name, _line(each.equation), _array(each.aval), _bytes(each.aval))
+        LostRows(each.equation.primitive.name, _line(each), _array(each.aval), _bytes(each.aval))
         for each in followed.lost
     }
     return FollowedBatch(
@@ -120,13 +132,14 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
-def _line(equation: Any) -> str:
-    stack = equation.source_info.traceback
-    if stack is None:
-        return str(equation.source_info.name_stack)
-    frames = traceback.extract_tb(stack.as_python_traceback())
-    written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
-    frame = users_own(written, lambda each: each.filename)
-    if frame is None:  # JAX derived it
-        return str(equation.source_info.name_stack)
-    return f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+def _line(found: Kept | Lost) -> str:
+    """The line of the user's code; of what JAX derived, that of the call around it."""
+    for equation in (found.equation, *found.calls):
+        stack = equation.source_info.traceback
+        if stack is not None:
+            frames = traceback.extract_tb(stack.as_python_traceback())
+            written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
+            frame = users_own(written, lambda each: each.filename)
+            if frame is not None:
+                return f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+    return str(found.equation.source_info.name_stack)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._follow.follow import follow
 from scalax.sharding import PartitionSpec as P
-from tests.support.following import MESH, constraints, following, like, result_dims, rows_at
+from tests.support.following import constraints, following, like, result_dims
 
 X, W = like(16, 24), like(24, 24)
 OPEN = P.UNCONSTRAINED
@@ -186,12 +185,6 @@ def test_shared_jaxprs_stay_shared():
 def test_following_twice_adds_nothing(fun):
     args, dims = (W, like(9, 16, 24)), [None, 1]
     once = following(fun, args, dims)
-    with jax.sharding.use_abstract_mesh(MESH):
-        twice = follow(
-            once.jaxpr,
-            [rows_at(dim, len(arg.shape)) for dim, arg in zip(dims, args, strict=True)],
-            MESH,
-            {'fsdp'},
-        )
+    twice = following(jax.extend.core.jaxpr_as_fun(once.jaxpr), args, dims)
     assert constraints(once.jaxpr)
     assert constraints(twice.jaxpr) == constraints(once.jaxpr)

@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 from scalax._follow.primitives import CHOICES, RULES
-from tests.support.following import constraints, following, like, result_dims, rows_at
+from scalax.sharding import PartitionSpec as P
+from tests.support.following import constraints, following, like, result_dims
 
 X, W = like(16, 24), like(24, 24)
 KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
@@ -192,7 +193,7 @@ def test_an_argument_without_rows_changes_nothing():
 
 def test_products_are_kept():
     followed = following(lambda x, w: jnp.tanh(x @ w) @ w, (X, W), [0, None])
-    assert [kept.trail for kept in followed.kept] == [rows_at(0, 2)] * 2
+    assert [kept.spec for kept in followed.kept] == [P('fsdp', None)] * 2
     assert len(constraints(followed.jaxpr)) == 2
 
 

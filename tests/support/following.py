@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from scalax._follow.follow import Followed, follow
+from scalax._follow.follow import Arguments, Followed, follow
 from scalax._follow.jaxprs import opened
 from scalax._follow.trail import Trail
 
@@ -33,7 +33,8 @@ def following(
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(fun)(*args)
         trails = [rows_at(dim, len(arg.shape)) for dim, arg in zip(dims, args, strict=True)]
-        return follow(jaxpr, trails, mesh, {'fsdp'})
+        arguments = Arguments(trails, [False] * len(trails), frozenset({'fsdp'}))
+        return follow(jaxpr, arguments, mesh)
 
 
 def result_dims(followed: Followed) -> list[int | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.trail import Trail, of_sharding, without
+from scalax._follow.follow import Arguments
+from scalax._follow.trail import of_sharding, without
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
@@ -42,20 +42,6 @@ class Options:
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
     jit_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Trails:
-    """What is followed from the arguments of a call.
-
-    Attributes:
-        by_slot: the trails of the arguments, by slot and leaf: the rows of batches; of other arguments, the
-            mesh axes that shard no rows.
-        batch_axes: the mesh axes that shard rows.
-    """
-
-    by_slot: Mapping[int, Sequence[Trail]]
-    batch_axes: frozenset[str]
 
 
 class ArgumentShardings:
@@ -114,7 +100,7 @@ class ArgumentShardings:
             return {}
         return self._by_slot(rules, call, 'args_sharding_constraint', ResolveMode.INTERMEDIATE)
 
-    def followed(self, call: Call, shardings: Mapping[int, Shardings]) -> Trails | None:
+    def followed(self, call: Call, shardings: Mapping[int, Shardings]) -> Arguments | None:
         """What is followed through the function; None if there is no batch.
 
         Args:
@@ -126,25 +112,29 @@ class ArgumentShardings:
         """
         if self.any_explicit:  # types say where values are
             return None
-        leaves = {slot: jax.tree.leaves(call.flat_args[slot]) for slot in call.layout.dynamic}
-        trails = {
-            slot: [
-                of_sharding(sharding, len(np.shape(leaf)))
-                for leaf, sharding in zip(leaves[slot], shardings[slot], strict=True)
-            ]
-            for slot in leaves
-        }
         rows = self._holding_rows(call)
-        axes = {axis for slot, i in rows for axis in itertools.chain(*trails[slot][i])}
         if self.signature.says_batch:
             self._reject_unsharded(call, rows, shardings)
+        leaves = [
+            ((slot, i), np.ndim(leaf), sharding)
+            for slot in call.layout.dynamic
+            for i, (leaf, sharding) in enumerate(
+                zip(jax.tree.leaves(call.flat_args[slot]), shardings[slot], strict=True)
+            )
+        ]
+        trails = [of_sharding(sharding, ndim) for _, ndim, sharding in leaves]
+        holding = [place in rows for place, _, _ in leaves]
+        batch = [trail for trail, holds in zip(trails, holding, strict=True) if holds]
+        axes = frozenset(axis for trail in batch for axes in trail for axis in axes)
         if not axes:
             return None
-        for slot, each in trails.items():
-            trails[slot] = [
-                trail if (slot, i) in rows else without(trail, axes) for i, trail in enumerate(each)
-            ]
-        return Trails(trails, frozenset(axes))
+        others = [without(trail, axes) for trail in trails]
+        return Arguments(
+            [mine if holds else other for mine, other, holds in zip(trails, others, holding, strict=True)],
+            [mine != other and not holds for mine, other, holds in zip(trails, others, holding, strict=True)],
+            axes,
+            placed=all(sharding is not None or not ndim for _, ndim, sharding in leaves),
+        )
 
     def _holding_rows(self, call: Call) -> set[tuple[int, int]]:
         """The leaves that hold rows of the batch: slot and number.

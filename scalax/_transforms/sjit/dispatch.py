@@ -314,8 +314,8 @@ class Dispatcher:
 
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
         constraints = self.rules.constraints(call)
-        trails = self.rules.followed(call, {**state.arguments, **constraints})
-        return TraceShardings(state.arguments, constraints, trails)
+        batch = self.rules.followed(call, {**state.arguments, **constraints})
+        return TraceShardings(state.arguments, constraints, batch)
 
     def _build(
         self, call: Call, key: CallKey, new_program: Program, out_tree: Any, shardings: TraceShardings

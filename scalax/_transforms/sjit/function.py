@@ -152,11 +152,11 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
         flat_args = self._flatten(args, kwargs)
         entry, _ = self._dispatcher.prepare(flat_args)
-        trails, followed = entry.shardings.trails, entry.shardings.followed
+        batch, followed = entry.shardings.batch, entry.shardings.followed
         name = self._dispatcher.signature.name
-        if trails is None or followed is None:
+        if batch is None or followed is None:
             return FollowedBatch(name)
-        return followed_batch(name, trails.batch_axes, followed)
+        return followed_batch(name, batch.batch_axes, followed)
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).

@@ -22,10 +22,10 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._follow.follow import Followed
+from scalax._follow.follow import Arguments, Followed
 from scalax._trace import contexts
 from scalax._trace.constraints import abstract, apply_shardings
-from scalax._transforms.calls.argument_shardings import ArgumentShardings, Trails
+from scalax._transforms.calls.argument_shardings import ArgumentShardings
 from scalax._transforms.calls.call_key import Call, CallKey, placement_kinds, type_of
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Shardings, as_typed
@@ -87,7 +87,7 @@ class TraceShardings:
     Attributes:
         arguments: the shardings of the arguments, by slot and leaf.
         constraints: the shardings to which they are constrained inside, likewise.
-        trails: what is followed from the arguments; None if nothing is.
+        batch: what is followed from the arguments; None if nothing is.
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
         recording: the first trace, which later ones replay, if it can be kept.
         followed: the values that are kept where they are in it.
@@ -95,7 +95,7 @@ class TraceShardings:
 
     arguments: Mapping[int, Shardings]
     constraints: Mapping[int, Shardings]
-    trails: Trails | None = None
+    batch: Arguments | None = None
     outputs: Sequence[NamedSharding | None] | None = None
     recording: Recording | None = None
     followed: Followed | None = None
@@ -142,16 +142,14 @@ class TracedFunction:
         for slot, constraints in shardings.constraints.items():
             flat_args[slot] = apply_shardings(flat_args[slot], constraints)
         # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan.
-        if shardings.trails is None or not all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if shardings.batch is None or not all(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._call(call.signature, flat_args), None
 
         def flat_function(*flat_args: Any) -> Any:
             return self._call(call.signature, flat_args)
 
-        trails = [trail for slot in call.layout.dynamic for trail in shardings.trails.by_slot[slot]]
         users = self.as_users(flat_function, call.layout)
-        axes = shardings.trails.batch_axes
-        return run_followed(users, flat_args, call.layout.static, trails, self._rules.mesh, axes)
+        return run_followed(users, flat_args, call.layout.static, shardings.batch, self._rules.mesh)
 
     def _call(self, signature: CallSignature, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""

@@ -1,0 +1,101 @@
+"""With fewer rows than weights nothing is followed: to move the rows takes less."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from scalax._follow.weights import FEW_ROWS
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support.following import constraints, like
+
+HELPER = MeshShardingHelper([8], ['fsdp'])
+RULE = FSDPShardingRule(min_fsdp_size=1)
+SIZE = 64
+STACK = like(4, SIZE, SIZE)
+
+# Products with four weights. Each has as many elements as the rows if there are 64 of these.
+PRODUCTS = {
+    'a scan over weights': lambda w, x: lax.scan(lambda c, w: (c @ w, None), x, w)[0],
+    'its gradient': lambda w, x: jax.grad(
+        lambda w: jnp.sum(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0])
+    )(w),
+    'weights one by one': lambda w, x: x @ w[0] @ w[1] @ w[2] @ w[3],
+    'a loop over their numbers': lambda w, x: lax.fori_loop(
+        0, 4, lambda i, c: c @ lax.dynamic_index_in_dim(w, i, keepdims=False), x
+    ),
+    'transposed, in another dtype': lambda w, x: lax.scan(
+        lambda c, w: (c @ w.T.astype('float32'), None), x, w.astype('bfloat16')
+    )[0],
+    'under remat': lambda w, x: jax.checkpoint(lambda w: lax.scan(lambda c, w: (c @ w, None), x, w)[0])(w),
+    'under vmap': lambda w, x: jax.vmap(lambda r: lax.scan(lambda c, w: (c @ w, None), r, w)[0])(x),
+    'convolutions': lambda w, x: lax.scan(
+        lambda c, w: (lax.conv(c[:, :, None], w[:, :, None], (1,), 'SAME')[:, :, 0], None), x, w
+    )[0],
+    'branches': lambda w, x: lax.cond(w[0, 0, 0] > 0, lambda: x @ w[0], lambda: x @ w[1]),
+    'groups': lambda w, x: lax.ragged_dot(x, w, jnp.full(4, len(x) // 4)),
+}
+
+
+@pytest.mark.parametrize('name', PRODUCTS)
+def test_what_is_few(name):
+    step = HELPER.sjit(PRODUCTS[name], in_shardings=(RULE, P('fsdp')))
+    groups = 4 if name == 'groups' else 1  # each row meets one of them, and all are gathered
+    few, many = (step.followed(STACK, like(groups * rows, SIZE)) for rows in (SIZE - 8, SIZE))
+    assert few.weights > few.rows > 0
+    assert few.weights * (SIZE - 8) == few.rows * SIZE
+    assert not few.kept
+    assert few.axes == ('fsdp',)
+    assert not many.weights
+    assert many.kept
+    assert 'keeps nothing, because rows are few' in str(few)
+    assert f'gathers {few.weights:,} elements of weights, to move them takes {few.rows:,}' in str(few)
+
+
+def test_few_rows_are_left_to_the_compiler():
+    fun = PRODUCTS['its gradient']
+    steps = [
+        HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')), out_shardings=RULE, **options)
+        for options in ({}, {'batch_argnums': ()})
+    ]
+    followed, plain = (HELPER.plan(step, STACK, like(8, SIZE)) for step in steps)
+    assert not constraints(steps[0].trace(STACK, like(8, SIZE)).jaxpr)
+    assert followed.totals == plain.totals
+
+
+def test_the_smaller_side_of_a_product_counts():
+    wide = like(SIZE, 4 * SIZE)
+    step = HELPER.sjit(lambda w, x: x @ w, in_shardings=(RULE, P('fsdp')))
+    found = step.followed(wide, like(SIZE, SIZE))
+    assert (found.weights, found.rows) == (4 * SIZE * SIZE, SIZE * SIZE)
+
+
+def test_a_weight_that_a_loop_gathers_once_counts_once():
+    def cell(w, x):
+        return lax.scan(lambda c, x: (jnp.tanh(c @ w + x), None), jnp.zeros_like(x[0]), x)[0]
+
+    step = HELPER.sjit(cell, in_shardings=(RULE, P(None, 'fsdp')))
+    rows = 8
+    assert rows < FEW_ROWS
+    assert not step.followed(like(SIZE, SIZE), like(SIZE // rows - 1, rows, SIZE)).kept
+    assert step.followed(like(SIZE, SIZE), like(SIZE // rows, rows, SIZE)).kept
+
+
+@pytest.mark.parametrize(
+    ('rule', 'why'),
+    [
+        (P(), 'each device has them'),
+        (P(None, None, 'tp'), 'other axes than those of the batch shard them'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else '',
+)
+def test_weights_that_are_not_gathered_do_not_count(rule, why):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    step = helper.sjit(PRODUCTS['a scan over weights'], in_shardings=(rule, P('fsdp')), batch_argnums=1)
+    assert step.followed(STACK, like(8, SIZE)).kept, why
+
+
+def test_look_ups_are_no_products():
+    step = HELPER.sjit(lambda w, x: w[x], in_shardings=(RULE, P('fsdp')))
+    assert step.followed(like(4096, SIZE), like(8, dtype='int32')).kept
