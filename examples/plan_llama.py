@@ -27,6 +27,7 @@ from examples.llama.model import ModelConfig, Params
 from examples.llama.strategies import FSDP_TP
 from examples.llama.training import make_init, make_train_step
 from scalax.plan import Plan, make_plan
+from scalax.rules import catalogue
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 P = PartitionSpec
@@ -87,20 +88,25 @@ def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
     return make_step(helper, LLAMA_70B)
 
 
-def make_step(helper: MeshShardingHelper, model: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
-    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments."""
+def make_step(
+    helper: MeshShardingHelper, model: ModelConfig, layout: catalogue.Layout | None = None
+) -> tuple[Any, tuple[Any, ...]]:
+    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments.
+
+    The rows of the batch are followed, or all activations are placed by a layout.
+    """
     optimizer = optax.adamw(1e-4, b2=0.95)
     state = jax.eval_shape(make_init(model, optimizer), jax.random.key(0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.params)
     state = state._replace(params=params, opt_state=jax.eval_shape(optimizer.init, params))
     tokens = jax.ShapeDtypeStruct((helper.mesh.size, SEQUENCE + 1), 'int32')
     batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
-    annotations = {name: P(batch_axes, *tuple(spec)[1:]) for name, spec in FSDP_TP.activations.items()}
     step = helper.sjit(
         make_train_step(model, optimizer),
         in_shardings=(FSDP_TP.state, P(batch_axes)),
         out_shardings=(FSDP_TP.state, P()),
-        annotation_shardings=annotations,
+        annotation_shardings=None if layout is None else catalogue.activations(layout, batch=batch_axes),
+        batch_argnums=1 if layout is None else (),
         donate_argnums=0,
     )
     return step, (state, tokens)
