@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
+from scalax._follow.experts import Stored, move_to_experts, stay
 from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
 from scalax._follow.primitives import CHOICES, RULES, SAID, own_dims, redealt
 from scalax._follow.trail import LOST, Trail, common, merged, possible, without
@@ -41,13 +42,13 @@ class Arguments:
 
     Attributes:
         trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
-        gathered: whether each is sharded over the axes of the batch, and holds none: the weights of FSDP.
+        stored: of arguments that are not batches, how the axes of the batch shard them, as FSDP does.
         batch_axes: the mesh axes that shard rows.
         placed: whether it is known where each of them is; else the compiler decides about some.
     """
 
     trails: Sequence[Trail]
-    gathered: Sequence[bool]
+    stored: Sequence[Trail]
     batch_axes: frozenset[str]
     placed: bool = True
 
@@ -131,7 +132,7 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
         mesh: a mesh of Auto axes. It is in force.
     """
     found = _Follower(mesh, arguments, jaxpr).jaxpr(jaxpr, arguments.trails)
-    products = [each for i, each in found.multiplied.items() if arguments.gathered[i]]
+    products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
     weights, rows = sum(each.weights for each in products), sum(each.moved for each in products)
     if weights > rows:
         return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
@@ -150,6 +151,7 @@ class _Follower:
         sizes: the sizes of the mesh axes.
         placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
+        stored: where weights are over the axes of the batch.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
@@ -158,6 +160,7 @@ class _Follower:
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
+        self.stored = Stored(whole, arguments.stored, self.sizes)
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
@@ -217,6 +220,7 @@ class _Edit:
         # Of the loop at hand: operands that are placed otherwise before it, and results summed behind it.
         self._replaced: dict[Any, Any] = {}
         self._summed: list[Any] = []
+        self._moved: dict[tuple[Any, Trail], Any] = {}  # a variable and where it moves to -> what moved
         self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
         taken = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
@@ -280,8 +284,9 @@ class _Edit:
     def _equation(self, equation: Any) -> None:
         operands = [self._trail(atom) for atom in equation.invars]
         self._replaced, self._summed = {}, []
+        experts = self._experts(equation, operands) if equation.primitive.name == 'dot_general' else ()
         params, results = self._results(equation, operands)
-        self._weights.note(equation, operands)
+        self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
         inputs = [atom if isinstance(atom, Literal) else self._input(atom) for atom in equation.invars]
         if any(new is not old for new, old in zip(inputs, equation.invars, strict=True)):
@@ -297,6 +302,25 @@ class _Edit:
                     self._kept.append(Kept(var.aval, spec, equation))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
+
+    def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
+        """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
+        stored = [self._follower.stored.of(atom) for atom in equation.invars]
+        if not any(operands):
+            return ()
+        move = move_to_experts(equation, operands, stored, self._follower.sizes)
+        if move is not None:
+            place, var = move[0], equation.invars[move[0]]
+            trail = self._follower.possible(move[1], var)
+            if trail and self._may_keep(var):
+                if (var, trail) not in self._moved:
+                    # At both ends: else the compiler might compute it where it moves to.
+                    self._place_before(var, spec_of(operands[place]), equation)
+                    self._place_before(var, spec_of(trail), equation)
+                    self._moved[var, trail] = self._replaced[var]
+                self._replaced[var] = self._moved[var, trail]
+                operands[place] = trail
+        return stay(equation, operands, stored)
 
     def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
         """Whether the compiler might put the results of an equation elsewhere.
@@ -404,7 +428,7 @@ class _Edit:
 
     def _place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self._follower.constraint(self._constrained_form(var), spec, equation.source_info)
+        added = self._follower.constraint(self._input(var), spec, equation.source_info)
         self._equations.append(added)
         self._replaced[var] = added.outvars[0]
 

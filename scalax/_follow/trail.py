@@ -67,3 +67,8 @@ def without(trail: Trail, axes: Container[str]) -> Trail:
     """A trail along other mesh axes than these."""
     kept = tuple(tuple(axis for axis in each if axis not in axes) for each in trail)
     return kept if any(kept) else LOST
+
+
+def along(trail: Trail, axes: Container[str]) -> Trail:
+    """A trail along these mesh axes alone."""
+    return without(trail, {axis for each in trail for axis in each if axis not in axes})

@@ -24,6 +24,7 @@ FEW_ROWS = 1024
 # Primitives whose first operand is a weight, and whose result is the same one, or a part of it.
 _FORWARDS = ('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
 _PARTS = ('dynamic_slice', 'slice', 'split', 'unstack')
+SAME = frozenset({*_FORWARDS, *_PARTS})
 _ADDS = ('add', 'add_any')
 
 
@@ -72,20 +73,27 @@ class Weights:
         """Whether a value is an argument without rows, or a part of one."""
         return self._number(atom) is not None
 
-    def note(self, equation: Any, operands: Sequence[Trail]) -> None:
-        """Takes note of an equation without jaxprs, and of the trails of its operands."""
+    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int] = ()) -> None:
+        """Takes note of an equation without jaxprs.
+
+        Args:
+            equation: the equation.
+            operands: the trails of its operands.
+            staying: which of these are weights that are not gathered for it.
+        """
         name, params = equation.primitive.name, equation.params
         if name == 'dot_general':
             (left, right), _ = params['dimension_numbers']
-            self._note_product(equation, operands, weight=0, summed=right)
-            self._note_product(equation, operands, weight=1, summed=left)
+            for weight, summed in ((0, right), (1, left)):
+                if weight not in staying:
+                    self._note_product(equation, operands, weight=weight, summed=summed)
             self._note_sum(equation, operands, (left, right))
         elif name == 'ragged_dot_general':
             (left, _), _ = params['ragged_dot_dimension_numbers'].dot_dimension_numbers
             self._note_product(equation, operands, weight=1, summed=left)
         elif name == 'conv_general_dilated':
             self._note_product(equation, operands, weight=1, summed=params['dimension_numbers'].lhs_spec[1:2])
-        elif name in (*_FORWARDS, *_PARTS):
+        elif name in SAME:
             operand, result = equation.invars[0], equation.outvars[0]
             if name in _PARTS or _size(operand) == _size(result):
                 self._note_same(operand, equation.outvars, part=name in _PARTS)

@@ -55,7 +55,7 @@ def run_followed(
     operands = dataclasses.replace(
         arguments,
         trails=[LOST if i is None else arguments.trails[i] for i in places],
-        gathered=[i is not None and arguments.gathered[i] for i in places],
+        stored=[LOST if i is None else arguments.stored[i] for i in places],
     )
     found = follow(equation.params['jaxpr'], operands, mesh)
     results = equation.primitive.bind(

@@ -33,7 +33,7 @@ def following(
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(fun)(*args)
         trails = [rows_at(dim, len(arg.shape)) for dim, arg in zip(dims, args, strict=True)]
-        arguments = Arguments(trails, [False] * len(trails), frozenset({'fsdp'}))
+        arguments = Arguments(trails, [()] * len(trails), frozenset({'fsdp'}))
         return follow(jaxpr, arguments, mesh)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.follow import Arguments
-from scalax._follow.trail import of_sharding, without
+from scalax._follow.trail import LOST, along, of_sharding, without
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
@@ -131,7 +131,7 @@ class ArgumentShardings:
         others = [without(trail, axes) for trail in trails]
         return Arguments(
             [mine if holds else other for mine, other, holds in zip(trails, others, holding, strict=True)],
-            [mine != other and not holds for mine, other, holds in zip(trails, others, holding, strict=True)],
+            [LOST if holds else along(trail, axes) for trail, holds in zip(trails, holding, strict=True)],
             axes,
             placed=all(sharding is not None or not ndim for _, ndim, sharding in leaves),
         )

@@ -1,0 +1,124 @@
+"""Experts: weights of which each device has some, over the mesh axes of the batch. Rows move to them.
+
+In a product over experts, ``einsum('egcd,edh->egch', rows, weights)``, both operands have the dimension of
+the experts. If the weights are sharded in it over an axis over which groups of rows are too, one of them has
+to move: all weights to all devices, or each row to the device of its expert and back, an all-to-all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
+from scalax._follow.primitives import RULES
+from scalax._follow.trail import LOST, Trail, common, possible
+from scalax._follow.weights import SAME
+
+
+class Stored:
+    """Where weights are over the axes of the batch, in a jaxpr and in those inside it.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        trails: of its arguments that are weights, the axes of the batch that shard each dimension.
+        sizes: the sizes of the mesh axes.
+    """
+
+    def __init__(self, jaxpr: Any, trails: Sequence[Trail], sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
+        self._trails: dict[Any, Trail] = {}
+        self._known: dict[Any, list[Trail]] = {}
+        if any(trails):
+            self._results(jaxpr, trails)
+
+    def of(self, atom: Any) -> Trail:
+        """Where a value is, wherever its jaxpr is used; nothing if it is no weight or a part of one."""
+        return LOST if isinstance(atom, Literal) else self._trails.get(atom, LOST)
+
+    def _results(self, jaxpr: Any, trails: Sequence[Trail]) -> list[Trail]:
+        jaxpr = opened(jaxpr)
+        key = id(jaxpr), tuple(trails)
+        if key not in self._known:
+            found = dict(zip(jaxpr.invars, trails, strict=True))
+
+            def of(atom: Any) -> Trail:
+                return LOST if isinstance(atom, Literal) else found.get(atom, LOST)
+
+            for equation in jaxpr.eqns:
+                operands = list(map(of, equation.invars))
+                if any(operands):
+                    for var, trail in zip(equation.outvars, self._equation(equation, operands), strict=False):
+                        found[var] = possible(trail, shape_of(var), self._sizes)
+            for var, trail in found.items():
+                before = self._trails.get(var)
+                self._trails[var] = trail if before is None else common(before, trail)
+            self._known[key] = list(map(of, jaxpr.outvars))
+        return self._known[key]
+
+    def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
+        name, params = equation.primitive.name, equation.params
+        if name in SAME:
+            return RULES[name](equation, operands)
+        if name in CALLS:
+            return self._results(params[CALLS[name]], operands)
+        if name == 'scan':
+            constants, carried = scan_parts(equation)
+            stacks = [trail[1:] if any(trail[1:]) else LOST for trail in operands[constants + carried :]]
+            self._results(params['jaxpr'], [*operands[:constants], *[LOST] * carried, *stacks])
+        elif name == 'while':
+            read = operands[params['cond_nconsts'] :][: params['body_nconsts']]
+            self._results(params['body_jaxpr'], [*read, *[LOST] * len(equation.outvars)])
+        elif name == 'cond':
+            for branch in params['branches']:
+                self._results(branch, operands[1:])
+        return ()
+
+
+def move_to_experts(
+    equation: Any, trails: Sequence[Trail], stored: Sequence[Trail], sizes: Mapping[str, int]
+) -> tuple[int, Trail] | None:
+    """Which operand of a product moves, and where to: batch dimensions of a product are sharded alike.
+
+    Rows move to weights if that takes less than to gather the weights; and back, where they meet others.
+
+    Args:
+        equation: the product.
+        trails: those of its operands.
+        stored: where these are over the axes of the batch, if they are weights.
+        sizes: the sizes of the mesh axes.
+    """
+    _, batch = equation.params['dimension_numbers']
+    for place, other in ((0, 1), (1, 0)):
+        for mine, theirs in zip(batch[place], batch[other], strict=True):
+            trail = stored[place] or trails[place]
+            axes = trail[mine] if trail else ()
+            elsewhere = {axis for i, each in enumerate(trails[other]) if i != theirs for axis in each}
+            if not axes or not elsewhere.intersection(axes):
+                continue
+            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in axes)):
+                continue
+            left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
+            return other, tuple(axes if i == theirs else each for i, each in enumerate(left))
+    return None
+
+
+def stay(equation: Any, trails: Sequence[Trail], stored: Sequence[Trail]) -> list[int]:
+    """The weights of a product that are not gathered for it: the rows of each expert are with it."""
+    _, batch = equation.params['dimension_numbers']
+    return [
+        place
+        for place, other in ((0, 1), (1, 0))
+        if stored[place] and trails[other]
+        for mine, theirs in zip(batch[place], batch[other], strict=True)
+        if stored[place][mine] and stored[place][mine] == trails[other][theirs]
+    ]
+
+
+def _takes_less(equation: Any, weight: int, devices: int) -> bool:
+    """Whether the rows on a device, there and back, are less than the weights of all devices."""
+    weights, rows = (math.prod(shape_of(equation.invars[i])) for i in (weight, 1 - weight))
+    return 2 * rows < weights * devices

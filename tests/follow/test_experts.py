@@ -1,0 +1,145 @@
+"""Rows move to experts that the axes of the batch shard, if that takes less than to gather the experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule, with_sharding_constraint
+from scalax.sharding import PartitionSpec as P
+from tests.support.following import constraints, like
+
+HELPER = MeshShardingHelper([8], ['fsdp'])
+EXPERTS = TreePathShardingRule(('.', P('fsdp')))
+STACKED = TreePathShardingRule(('.', P(None, 'fsdp')))
+# (groups, experts, rows of a group for each, width), and experts of (width, hidden) and back.
+ROWS, UP, DOWN = (8, 8, 4, 16), (8, 16, 32), (8, 32, 16)
+
+
+def experts(w, x):
+    """Each row to its expert and back."""
+    hidden = jax.nn.relu(jnp.einsum('gecd,edh->egch', x, w['up']))
+    return jnp.einsum('egch,ehd->egcd', hidden, w['down'])
+
+
+def back(w, x):
+    return jnp.einsum('gecd,egcd->gcd', x, experts(w, x))
+
+
+def step(fun, rule=EXPERTS):
+    return HELPER.sjit(fun, in_shardings=(rule, P('fsdp')))
+
+
+def weights(*before):
+    return {'up': like(*before, *UP), 'down': like(*before, *DOWN)}
+
+
+def first_axes(fun, w, x, rule=EXPERTS):
+    """The dimensions over `fsdp` of the constraints, in order."""
+    found = constraints(step(fun, rule).trace(w, x).jaxpr)
+    return [list(spec).index('fsdp') for _, spec in found]
+
+
+FORMS = {
+    'products': (experts, weights(), EXPERTS),
+    'a loop over layers': (
+        lambda w, x: lax.scan(lambda c, w: (c + back(w, c)[:, None], None), x, w)[0],
+        weights(3),
+        STACKED,
+    ),
+    'one layer after the other': (
+        lambda w, x: experts({name: each[1] for name, each in w.items()}, x),
+        weights(3),
+        STACKED,
+    ),
+    'by a number': (
+        lambda w, x: experts({name: lax.dynamic_index_in_dim(w[name], 1, keepdims=False) for name in w}, x),
+        weights(3),
+        STACKED,
+    ),
+    'transposed': (
+        lambda w, x: experts({'up': w['down'].swapaxes(1, 2), 'down': w['up'].swapaxes(1, 2)}, x),
+        weights(),
+        EXPERTS,
+    ),
+    'in another dtype': (
+        lambda w, x: experts(jax.tree.map(lambda w: w.astype('bfloat16'), w), x),
+        weights(),
+        EXPERTS,
+    ),
+    'a branch': (
+        lambda w, x: lax.cond(x.sum() > 0, lambda: experts(w, x), lambda: x.swapaxes(0, 1)),
+        weights(),
+        EXPERTS,
+    ),
+    'a call': (lambda w, x: jax.jit(experts)(w, x), weights(), EXPERTS),
+}
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_rows_move_to_experts(name):
+    fun, w, rule = FORMS[name]
+    kept = [each for each in step(fun, rule).followed(w, like(*ROWS)).kept if each.primitive == 'dot_general']
+    assert kept
+    # The dimension of the experts is the first one of these products.
+    assert all(each.spec.index('fsdp') == 0 for each in kept)
+    assert all(each.array.endswith(('[8,8,4,32]', '[8,8,4,16]')) for each in kept)
+
+
+def test_they_move_at_both_ends_and_back_to_others():
+    # x before and behind the move, both products, and the last one back, before and behind that.
+    assert first_axes(back, weights(), like(*ROWS)) == [0, 1, 0, 0, 0, 1]
+
+
+def test_what_moved_moves_once():
+    def fun(w, x):
+        return jnp.einsum('gecd,edh->egch', x, w['up']), jnp.einsum('gecd,ehd->egch', x, w['down'])
+
+    assert first_axes(fun, weights(), like(*ROWS)) == [0, 1, 0, 0]
+
+
+def test_few_weights_are_gathered_instead():
+    many = (8, 8, 4096, 16)
+    assert first_axes(experts, weights(), like(*many)) == [1, 1]
+
+
+def test_a_constraint_of_the_user_stands():
+    def fun(w, x):
+        return experts(w, with_sharding_constraint(x * 2, P('fsdp')))
+
+    # The first weights are gathered; behind that product the user says nothing.
+    assert first_axes(fun, weights(), like(*ROWS)) == [0, 1, 1, 0, 0]
+
+
+def test_experts_of_a_loop_are_not_gathered_before_it():
+    def fun(w, x):
+        return lax.scan(lambda c, _: (experts(w, c).swapaxes(0, 1), None), x, None, length=3)[0]
+
+    taken = [shape for shape, _ in constraints(step(fun).trace(weights(), like(*ROWS)).jaxpr)]
+    assert UP not in taken
+    assert DOWN not in taken
+
+
+def test_values_stay_what_they_are():
+    random = np.random.default_rng(1)
+    w = {name: random.normal(size=each.shape).astype(np.float32) / 8 for name, each in weights().items()}
+    x = random.normal(size=ROWS).astype(np.float32)
+
+    def gradient(w, x):
+        return jax.value_and_grad(lambda w: jnp.sum(jnp.sin(back(w, x))))(w)
+
+    with jax.default_matmul_precision('highest'):
+        found, expected = step(gradient)(w, x), jax.jit(gradient)(w, x)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_less_is_moved():
+    w = {'up': like(8, 256, 512), 'down': like(8, 512, 256)}
+    x = like(8, 8, 4, 256)
+    followed = HELPER.plan(step(experts), w, x)
+    alone = HELPER.plan(HELPER.sjit(experts, in_shardings=(EXPERTS, P('fsdp')), batch_argnums=()), w, x)
+    [moved], [before] = followed.totals.values(), alone.totals.values()
+    assert set(moved) == {'all-to-all'}
+    assert sum(moved.values()) <= sum(before.values())
