@@ -3,6 +3,7 @@
     python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
     python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
     python -m examples.plan_llama --only 8b-v5p --full # the compiler takes all the trouble that it can
+    python -m examples.plan_llama --names              # the activations placed by name, and not followed
 
 or one of them in full detail, by the command line of scalax:
 
@@ -119,7 +120,7 @@ def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
     return sequences * SEQUENCE * (6.0 * weights + attention)
 
 
-def plan_case(case: Case, quick: bool) -> Plan:
+def plan_case(case: Case, quick: bool, layout: catalogue.Layout | None = None) -> Plan:
     """The plan of one line."""
     helper = MeshShardingHelper.from_topology(
         case.topology,
@@ -131,7 +132,7 @@ def plan_case(case: Case, quick: bool) -> Plan:
         if case.slices > 1
         else None,
     )
-    step, arguments = make_step(helper, case.model)
+    step, arguments = make_step(helper, case.model, layout)
     plan = make_plan(helper, step, arguments, {}, quick=quick)
     return plan.with_model_flops(model_flops(case.model, arguments[0].params, helper.mesh.size))
 
@@ -161,16 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not here.')
     parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
     parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
+    parser.add_argument('--names', action='store_true', help='activations placed by name, not followed')
     asked = parser.parse_args()
     cases = [case for case in CASES if case.name.startswith(asked.only)]
     if not cases:
         parser.error(f'no name begins with {asked.only!r}: {", ".join(case.name for case in CASES)}')
     jax.config.update('jax_platforms', 'cpu')
+    layout = catalogue.TENSOR_PARALLEL if asked.names else None
     print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
     print('|---|---|---|---|---|---|---|---|---|---|---|')
     for case in cases:
         start = time.perf_counter()
-        plan = plan_case(case, quick=not asked.full)
+        plan = plan_case(case, not asked.full, layout)
         print(line(case, plan, time.perf_counter() - start), flush=True)
 
 
