@@ -3,6 +3,7 @@
     python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
     python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
     python -m examples.plan_llama --only 8b-v5p --full # the compiler takes all the trouble that it can
+    python -m examples.plan_llama --names              # the activations placed by name, and not followed
 
 or one of them in full detail, by the command line of scalax:
 
@@ -27,6 +28,7 @@ from examples.llama.model import ModelConfig, Params
 from examples.llama.strategies import FSDP_TP
 from examples.llama.training import make_init, make_train_step
 from scalax.plan import Plan, make_plan
+from scalax.rules import catalogue
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 P = PartitionSpec
@@ -87,20 +89,25 @@ def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
     return make_step(helper, LLAMA_70B)
 
 
-def make_step(helper: MeshShardingHelper, model: ModelConfig) -> tuple[Any, tuple[Any, ...]]:
-    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments."""
+def make_step(
+    helper: MeshShardingHelper, model: ModelConfig, layout: catalogue.Layout | None = None
+) -> tuple[Any, tuple[Any, ...]]:
+    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments.
+
+    The rows of the batch are followed, or all activations are placed by a layout.
+    """
     optimizer = optax.adamw(1e-4, b2=0.95)
     state = jax.eval_shape(make_init(model, optimizer), jax.random.key(0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.params)
     state = state._replace(params=params, opt_state=jax.eval_shape(optimizer.init, params))
     tokens = jax.ShapeDtypeStruct((helper.mesh.size, SEQUENCE + 1), 'int32')
     batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
-    annotations = {name: P(batch_axes, *tuple(spec)[1:]) for name, spec in FSDP_TP.activations.items()}
     step = helper.sjit(
         make_train_step(model, optimizer),
         in_shardings=(FSDP_TP.state, P(batch_axes)),
         out_shardings=(FSDP_TP.state, P()),
-        annotation_shardings=annotations,
+        annotation_shardings=None if layout is None else catalogue.activations(layout, batch=batch_axes),
+        batch_argnums=1 if layout is None else (),
         donate_argnums=0,
     )
     return step, (state, tokens)
@@ -113,7 +120,7 @@ def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
     return sequences * SEQUENCE * (6.0 * weights + attention)
 
 
-def plan_case(case: Case, quick: bool) -> Plan:
+def plan_case(case: Case, quick: bool, layout: catalogue.Layout | None = None) -> Plan:
     """The plan of one line."""
     helper = MeshShardingHelper.from_topology(
         case.topology,
@@ -125,7 +132,7 @@ def plan_case(case: Case, quick: bool) -> Plan:
         if case.slices > 1
         else None,
     )
-    step, arguments = make_step(helper, case.model)
+    step, arguments = make_step(helper, case.model, layout)
     plan = make_plan(helper, step, arguments, {}, quick=quick)
     return plan.with_model_flops(model_flops(case.model, arguments[0].params, helper.mesh.size))
 
@@ -155,16 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not here.')
     parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
     parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
+    parser.add_argument('--names', action='store_true', help='activations placed by name, not followed')
     asked = parser.parse_args()
     cases = [case for case in CASES if case.name.startswith(asked.only)]
     if not cases:
         parser.error(f'no name begins with {asked.only!r}: {", ".join(case.name for case in CASES)}')
     jax.config.update('jax_platforms', 'cpu')
+    layout = catalogue.TENSOR_PARALLEL if asked.names else None
     print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
     print('|---|---|---|---|---|---|---|---|---|---|---|')
     for case in cases:
         start = time.perf_counter()
-        plan = plan_case(case, quick=not asked.full)
+        plan = plan_case(case, not asked.full, layout)
         print(line(case, plan, time.perf_counter() - start), flush=True)
 
 

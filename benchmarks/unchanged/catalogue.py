@@ -12,6 +12,7 @@ from benchmarks.unchanged import (
     flash,
     graph,
     linen_modules,
+    llama,
     local_global,
     nnx_modules,
     per_example,
@@ -47,6 +48,7 @@ FILES = (
     recommender,
     graph,
     actor_critic,
+    llama,
 )
 
 

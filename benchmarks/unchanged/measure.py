@@ -8,7 +8,7 @@ import jax
 import optax
 
 from benchmarks.unchanged.model import Model, Strategy
-from scalax.plan import Plan, make_plan
+from scalax.plan import Collective, Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -56,15 +56,25 @@ def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:
 
 
 def figures(found: Plan) -> dict[str, float]:
-    """GiB moved and at peak, and the seconds of the roofline without overlap and with it."""
+    """GiB that a device sends, and has at the peak; seconds of the roofline without overlap and with it."""
     seconds = found.roofline().step_seconds
-    # A device has a part of what an all-to-all moves, before and after it.
-    moved = sum(
-        row.bytes * row.count / (row.group if row.kind == 'all-to-all' else 1) for row in found.collectives
-    )
     return {
-        'moved': moved / 2**30,
+        'moved': sum(map(_sent, found.collectives)) / 2**30,
         'peak': found.memory.peak / 2**30,
         'estimate': seconds.estimate,
         'bound': seconds.bound,
     }
+
+
+def _sent(row: Collective) -> float:
+    """The bytes that a device sends around a ring.
+
+    The steps of a ring of permutes send as much as an all-gather; a sum, as much as a scatter and a gather.
+    """
+    whole, devices = row.bytes * row.count, row.group
+    if row.kind == 'collective-permute':
+        return whole / devices
+    others = whole * (devices - 1) / devices
+    if row.kind in ('all-to-all', 'ragged-all-to-all'):
+        return others / devices
+    return 2 * others if row.kind == 'all-reduce' else others

@@ -1,8 +1,8 @@
 """The model: a LLaMA-style decoder over bytes, in plain JAX.
 
-The code is written for one device. It names its activations with `with_sharding_annotation`, and
-whoever compiles it may say where each name lies; no mesh axis appears here. `ACTIVATIONS` lists the
-names. Letters in shapes: B sequences, S positions, D width, L layers, H query heads, G key/value
+The code is written for one device; no mesh axis appears here. It names its activations with
+`with_sharding_annotation`, for strategies that want one elsewhere than where its rows are. `ACTIVATIONS`
+lists the names. Letters in shapes: B sequences, S positions, D width, L layers, H query heads, G key/value
 heads, K head size, F hidden units of the feed-forward block, V bytes in the vocabulary.
 
 References: LLaMA (arXiv:2302.13971), RMSNorm (arXiv:1910.07467), rotary embeddings

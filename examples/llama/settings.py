@@ -117,14 +117,23 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
         'hidden': model.hidden,
         'vocabulary': model.vocabulary,
     }
+    for dimension, mesh_axes in splits(strategy):
+        parts = math.prod(axes[axis] for axis in mesh_axes)
+        if sizes[dimension] % parts:
+            what = FLAGS.get(dimension, dimension)
+            yield (
+                f'{what} {sizes[dimension]} does not divide over mesh axis '
+                f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
+                'or change --mesh or --devices'
+            )
+
+
+def splits(strategy: Strategy) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields dimensions of activations, and the mesh axes over which a strategy splits each."""
+    yield 'batch', strategy.data_axes
+    others = tuple(axis for axis in strategy.mesh if axis not in strategy.data_axes)
+    for dimension in ('heads', 'kv_heads', 'hidden', 'vocabulary'):
+        yield dimension, others
     for name, spec in strategy.activations.items():
         for dimension, placed in zip(ACTIVATIONS[name], spec, strict=False):
-            mesh_axes = (placed,) if isinstance(placed, str) else placed or ()
-            parts = math.prod(axes[axis] for axis in mesh_axes)
-            if sizes[dimension] % parts:
-                what = FLAGS.get(dimension, dimension)
-                yield (
-                    f'{what} {sizes[dimension]} does not divide over mesh axis '
-                    f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
-                    'or change --mesh or --devices'
-                )
+            yield dimension, (placed,) if isinstance(placed, str) else placed or ()

@@ -7,9 +7,9 @@ A strategy answers four questions, and nothing else in this example changes with
   It sees the whole state, and an optimizer moment's path ends like its parameter's
   (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so one line of a table places all three.
 - *Which rows of a batch does a device see?* `data_axes`: the axes over which the batch is split.
-- *Where do the values in between lie?* `activations`: a spec for each name that `model.py` gives to
-  one (it also lists their dimensions), and `gradients`: a rule for the gradients before the update.
-  What is not named here is left to the compiler.
+- *Where do the values in between lie?* Where the rows of the batch are: scalax follows them. Only what
+  is to lie otherwise is said. `activations`: specs for names that `model.py` gives to values (it also lists
+  their dimensions), and `gradients`: a rule for the gradients before the update.
 
 In a spec, `None` leaves a dimension whole; dimensions after the last one mentioned are whole too.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from examples.llama.model import ACTIVATIONS
 from scalax.sharding import FSDPShardingRule, PartitionSpec, ShardingRule, TreePathShardingRule
 
 P = PartitionSpec
@@ -34,7 +33,7 @@ class Strategy:
     mesh: Mapping[str, int]
     data_axes: tuple[str, ...]
     state: ShardingRule | PartitionSpec
-    activations: Mapping[str, PartitionSpec]
+    activations: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
     gradients: ShardingRule | None = None
 
     @property
@@ -49,18 +48,12 @@ class Strategy:
         return {**self.activations, **gradients}
 
 
-# Every activation starts with the batch, so splitting the batch splits them all the same way.
-def split_by_batch(axis: str) -> dict[str, PartitionSpec]:
-    return dict.fromkeys(ACTIVATIONS, P(axis))
-
-
 DATA_PARALLEL = Strategy(
     name='dp',
     doc='data parallelism: every device keeps the whole state and sees its part of the batch',
     mesh={'dp': -1},
     data_axes=('dp',),
     state=P(),
-    activations=split_by_batch('dp'),
 )
 
 # The parameters stay whole, so the forward pass is that of data parallelism. Each device updates
@@ -74,7 +67,6 @@ ZERO1 = Strategy(
         (r'opt_state/.*(mu|nu)/', FSDPShardingRule('dp', min_fsdp_size=0)),
         (r'.*', P()),
     ),
-    activations=split_by_batch('dp'),
 )
 
 # Asking for split gradients turns their all-reduce into a reduce-scatter: half the traffic, and no
@@ -85,7 +77,6 @@ ZERO2 = Strategy(
     mesh={'dp': -1},
     data_axes=('dp',),
     state=ZERO1.state,
-    activations=split_by_batch('dp'),
     gradients=FSDPShardingRule('dp', min_fsdp_size=0),
 )
 
@@ -97,14 +88,14 @@ FSDP = Strategy(
     mesh={'fsdp': -1},
     data_axes=('fsdp',),
     state=FSDPShardingRule('fsdp', min_fsdp_size=1024),
-    activations=split_by_batch('fsdp'),
 )
 
 # Tensor parallelism splits what a layer computes: some heads and some hidden units a device. A
-# projection into them is split by columns, the projection back by rows, and one all-reduce a block
-# adds up the residual. FSDP splits each weight's other dimension. The first dimension of everything
-# under layers/ is the stack of layers that the model scans over: never split. `embed$` also matches
-# `unembed`. Scalars (the step, the counts) are replicated without a line of their own.
+# projection into them is split by columns, the projection back by rows, and what a block adds to the
+# residual is summed over tp. FSDP splits each weight's other dimension. The embeddings are split by width
+# over tp; so is what is looked up in them, and with it the residual between the blocks. The first dimension
+# of everything under layers/ is the stack of layers that the model scans over: never split. `embed$` also
+# matches `unembed`. Scalars (the step, the counts) are replicated without a line of their own.
 FSDP_TP = Strategy(
     name='fsdp_tp',
     doc='FSDP x tensor parallelism: heads and hidden units split over tp, everything else as FSDP',
@@ -116,24 +107,17 @@ FSDP_TP = Strategy(
         (r'embed$', P('fsdp', 'tp')),
         (r'norm$', P()),
     ),
-    activations={
-        'residual': P('fsdp'),
-        'block_input': P('fsdp'),
-        'query': P('fsdp', None, 'tp'),
-        'key_value': P('fsdp', None, 'tp'),
-        'hidden': P('fsdp', None, 'tp'),
-        'logits': P('fsdp', None, 'tp'),
-    },
 )
 
-# Between the blocks each device of a tp group holds the same residual. Splitting that by position
-# (arXiv:2205.05198) divides its memory by the group's size; the all-reduce becomes a reduce-scatter
-# after a block and an all-gather before the next. One line differs.
+# The residual split by position instead (arXiv:2205.05198). That is not where following keeps it, so it takes
+# names: of the residual, and of what the blocks begin with, which is gathered. The embeddings are split by
+# words over tp, and what is looked up in them is whole.
 FSDP_TP_SP = dataclasses.replace(
     FSDP_TP,
     name='fsdp_tp_sp',
     doc='FSDP x tensor x sequence parallelism: the residual stream split by position over tp',
-    activations={**FSDP_TP.activations, 'residual': P('fsdp', 'tp')},
+    state=TreePathShardingRule((r'\bembed$', P('tp', 'fsdp')), (r'.*', FSDP_TP.state)),
+    activations={'residual': P('fsdp', 'tp'), 'block_input': P('fsdp')},
 )
 
 STRATEGIES = {

@@ -45,11 +45,13 @@ class Trainer:
         init = make_init(model, transformation)
         self.init = helper.sjit(init, out_shardings=strategy.state)
         self.abstract_state = functools.partial(jax.eval_shape, init, jax.random.key(0))
+        # The rows of a batch are followed through each function, and stay on their devices.
         self.train_step = helper.sjit(
             make_train_step(model, transformation),
             in_shardings=(strategy.state, strategy.batch),
             out_shardings=(strategy.state, REPLICATED),
             donate_argnums=(0,),
+            batch_argnums=1,
             annotation_shardings=strategy.train_annotations,
         )
         # The parameters are a part of the state, and the rule of the whole places the part.
@@ -57,12 +59,14 @@ class Trainer:
             functools.partial(sequence_losses, model=model),
             in_shardings=(strategy.state, strategy.batch),
             out_shardings=REPLICATED,
+            batch_argnums=1,
             annotation_shardings=strategy.activations,
         )
         self.generate = helper.sjit(
             make_generate(model),
             in_shardings=(strategy.state, strategy.batch, REPLICATED),
             out_shardings=REPLICATED,
+            batch_argnums=1,
             annotation_shardings=strategy.activations,
         )
 

@@ -1,4 +1,4 @@
-r"""Ready tables of regexes and specs for the parameters of well-known models.
+r"""Ready tables of regexes and specs for parameters of well-known models, and layouts of activations.
 
 A table is a tuple of rows ``(regex, PartitionSpec)`` over the axes ``'fsdp'``, ``'tp'`` and ``'expert'``;
 `rule` makes a rule of it. The first row whose regex is found in the leaf path counts. Tables are data:
@@ -42,6 +42,34 @@ that are a dimension, where there are fewer of them than tp has devices. Pad the
 Heads that are part of a dimension are then cut, and so are the parts of fused matrices (``c_attn``, ``qkv``,
 ``gate_up_proj``), which do not end where the shards do: XLA moves data to split them.
 
+**Activations.** Where a function follows its batch (`scalax.sharding.MeshShardingHelper.sjit`), a table is
+all that FSDP and tensor parallelism take. What is left needs names, `with_sharding_annotation(x, name)`, and
+a layout: a mapping from names to specs over the axes ``'batch'``, ``'tp'`` and ``'expert'``, of which
+`activations` makes ``annotation_shardings``. They fit all tables, and are joined as ``{**first, **second}``.
+
+===================  ===============================================================================
+layout               what it is for
+===================  ===============================================================================
+`SEQUENCE_PARALLEL`  the residual between the blocks, and what is saved of it, split by position over tp
+`EXPERT_PARALLEL`    the tokens travel to the experts of `MIXTRAL`, and not the experts to the tokens
+`TENSOR_PARALLEL`    every activation, for functions that do not follow their batch
+===================  ===============================================================================
+
+==================  ======================================  ===============================================
+name                value                                   dimensions
+==================  ======================================  ===============================================
+``'residual'``      before the first block, behind each     batch, sequence, width
+``'block_input'``   the normalized residual                 batch, sequence, width
+``'query'``         queries, and what attention returns     batch, sequence, heads, head_dim
+``'key_value'``     keys and values                         batch, sequence, heads, head_dim
+``'hidden'``        the hidden layer                        batch, sequence, hidden
+``'logits'``        the logits of the vocabulary            batch, sequence, vocabulary
+``'taken'``         the tokens that each expert takes       experts, batch, capacity, width
+``'arrived'``       the same value, named once more         experts, batch, capacity, width
+``'out'``           what the experts make of them           experts, batch, capacity, width
+``'returned'``      the same value, named once more         experts, batch, capacity, width
+==================  ======================================  ===============================================
+
 **What has no table.** Trees that name their dimensions need none, see `LogicalAxisShardingRule`: haliax
 (Levanter), MaxText and T5X, also where their layers are stacked in the second dimension
 (``param_scan_axis=1``). Layers without names (``layers/0/weight`` of ``equinox.nn.MLP``) need rows of your
@@ -52,6 +80,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -62,22 +91,30 @@ from scalax.rules._decisions import REPLICATED
 from scalax.rules._tree_path import ExactRankRule, TreePathShardingRule, checked_pair, checked_regex
 
 __all__ = [
+    'EXPERT_PARALLEL',
     'GEMMA',
     'GPT',
     'GPT2',
     'LLAMA',
     'MIXTRAL',
+    'SEQUENCE_PARALLEL',
     'SPLIT_HEADS',
     'T5',
+    'TENSOR_PARALLEL',
     'VIT',
     'Axis',
     'ExactRankRule',
+    'Layout',
     'Table',
+    'activations',
     'rule',
 ]
 
 Table = tuple[tuple[str, PartitionSpec], ...]
 """Rows of (regex on the leaf path, spec with one entry for each dimension)."""
+
+Layout = Mapping[str, PartitionSpec]
+"""Names of activations, and the spec of each."""
 
 Axis = str | tuple[str, ...] | None
 """What an axis of a table is on the mesh: one axis, several, or none."""
@@ -119,12 +156,7 @@ def rule(
         >>> rule(LLAMA, stacked='layers/').apply(stack)
         {'layers': {'up_proj': {'kernel': P(None, 'fsdp', 'tp')}}}
     """
-    axes: dict[str, Axis] = {'fsdp': fsdp, 'tp': tp, 'expert': expert}
-    for argument, value in axes.items():
-        if not all(isinstance(name, str) and name for name in entry_axes(value)):
-            raise RuleError(
-                f'catalogue.rule: {argument} is a mesh axis, a tuple of them or None, got {value!r}'
-            )
+    axes = _checked('catalogue.rule', fsdp=fsdp, tp=tp, expert=expert)
     one = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
     if not isinstance(stacked, str | re.Pattern):
         raise RuleError(
@@ -135,6 +167,47 @@ def rule(
         return one
     checked_regex('catalogue.rule, stacked', stacked)
     return TreePathShardingRule((stacked, one.stacked(1)), (_REST, one))
+
+
+def activations(
+    layout: Layout, *, batch: Axis = 'fsdp', tp: Axis = 'tp', expert: Axis = 'expert'
+) -> dict[str, PartitionSpec]:
+    """The ``annotation_shardings`` of a layout.
+
+    Args:
+        layout: one of this module, or names and specs of your own over the axes batch, tp and expert.
+        batch: the mesh axis (or axes, or None) over which the rows of the batch are, without that of experts.
+        tp: the same for ``'tp'``.
+        expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; the rows are over it too.
+
+    Raises:
+        RuleError: an invalid argument; a layout that is no mapping of names to specs, or that has another
+            axis; or two axes of one spec are the same axis of the mesh.
+
+    Example:
+        >>> activations(SEQUENCE_PARALLEL, batch=('data', 'fsdp'))
+        {'residual': P(('data', 'fsdp'), 'tp'), 'block_input': P(('data', 'fsdp'),)}
+    """
+    axes = _checked('catalogue.activations', batch=batch, tp=tp, expert=expert)
+    if not isinstance(layout, Mapping):
+        raise RuleError(
+            'catalogue.activations: a layout is a mapping of names to PartitionSpecs, such as '
+            f'catalogue.SEQUENCE_PARALLEL, got {type(layout).__name__}'
+        )
+    found = {}
+    for name, spec in layout.items():
+        if not isinstance(spec, PartitionSpec):
+            raise RuleError(f'catalogue.activations: {name!r} has a PartitionSpec, got {spec!r}')
+        found[name] = _renamed(spec, axes, f'catalogue.activations, {name!r} of the table')
+    return found
+
+
+def _checked(where: str, **axes: Axis) -> dict[str, Axis]:
+    """The axes of a table, and what each is on the mesh."""
+    for argument, value in axes.items():
+        if not all(isinstance(name, str) and name for name in entry_axes(value)):
+            raise RuleError(f'{where}: {argument} is a mesh axis, a tuple of them or None, got {value!r}')
+    return axes
 
 
 def _rows(table: Any, axes: Mapping[str, Axis]) -> list[Any]:
@@ -352,6 +425,47 @@ T5: Table = (
 
 Names: ``modeling_flax_t5.py`` of huggingface/transformers 4, ``examples`` of google-research/t5x. Where T5X
 keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
+"""
+
+# --- The layouts ---------------------------------------------------------------------------------
+
+TENSOR_PARALLEL: Layout = MappingProxyType(
+    {
+        'residual': PartitionSpec('batch'),
+        'block_input': PartitionSpec('batch'),
+        'query': PartitionSpec('batch', None, 'tp'),
+        'key_value': PartitionSpec('batch', None, 'tp'),
+        'hidden': PartitionSpec('batch', None, 'tp'),
+        'logits': PartitionSpec('batch', None, 'tp'),
+    }
+)
+"""Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp, the residual whole.
+
+Functions that follow their batch need none of it.
+"""
+
+SEQUENCE_PARALLEL: Layout = MappingProxyType(
+    {'residual': PartitionSpec('batch', 'tp'), 'block_input': PartitionSpec('batch')}
+)
+"""Megatron-LM's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+
+The sum over tp behind a block becomes a reduce-scatter, and an all-gather comes before the next block; both
+together move as much. The residual, of which each layer's is saved for the backward pass, takes a part of the
+memory.
+"""
+
+EXPERT_PARALLEL: Layout = MappingProxyType(
+    {
+        'taken': PartitionSpec(None, ('batch', 'expert')),
+        'arrived': PartitionSpec('expert', 'batch'),
+        'out': PartitionSpec('expert', 'batch'),
+        'returned': PartitionSpec(None, ('batch', 'expert')),
+    }
+)
+"""GShard's layout of experts (Lepikhin et al., arXiv:2006.16668, section 3): two all-to-alls in each layer.
+
+The batch is over the axis of the experts too: ``PartitionSpec((*batch, expert))``. The tokens of each expert
+are named twice, before they travel and behind, and so are the results.
 """
 
 REGEXES = frozenset(

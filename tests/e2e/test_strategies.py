@@ -171,6 +171,7 @@ EXPECTED = {
     'fsdp_tp_sp': {
         'params/layers/output': (P(None, 'tp', 'fsdp'), (2, 16, 8)),
         f'{NU}/unembed': (P('fsdp', 'tp'), (8, 128)),
+        'params/embed': (P('tp', 'fsdp'), (128, 8)),
     },
 }
 
@@ -205,7 +206,7 @@ def test_no_device_ever_holds_a_whole_state_that_is_split() -> None:
 
 @pytest.mark.parametrize('strategy', STRATEGIES.values(), ids=STRATEGIES)
 def test_strategies_name_what_the_model_names(strategy: Strategy) -> None:
-    assert set(strategy.activations) == set(ACTIVATIONS)
+    assert set(strategy.activations) <= set(ACTIVATIONS)
     assert set(strategy.data_axes) <= set(strategy.mesh)
     assert list(strategy.mesh.values()).count(-1) == 1
     for name, spec in strategy.activations.items():

@@ -10,10 +10,27 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.unchanged import experts
+from examples.llama.model import ModelConfig, forward, init_params
 from scalax.errors import RuleError, ShardingError
 from scalax.rules import catalogue
 from scalax.rules._base import looks_at_paths_only
-from scalax.rules.catalogue import GEMMA, GPT, GPT2, LLAMA, MIXTRAL, SPLIT_HEADS, T5, VIT, ExactRankRule, rule
+from scalax.rules.catalogue import (
+    EXPERT_PARALLEL,
+    GEMMA,
+    GPT,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    SEQUENCE_PARALLEL,
+    SPLIT_HEADS,
+    T5,
+    TENSOR_PARALLEL,
+    VIT,
+    ExactRankRule,
+    activations,
+    rule,
+)
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
 HELPER = MeshShardingHelper.from_mesh(AbstractMesh((4, 2), ('fsdp', 'tp')))
@@ -411,4 +428,87 @@ def test_values():
 
 def test_public_names_are_documented():
     assert set(catalogue.__all__) >= set(TABLES)
-    assert all(f'`{name}`' in catalogue.__doc__ for name in (*TABLES, 'SPLIT_HEADS'))
+    assert all(f'`{name}`' in catalogue.__doc__ for name in (*TABLES, 'SPLIT_HEADS', *LAYOUTS))
+
+
+LAYOUTS = {
+    'TENSOR_PARALLEL': TENSOR_PARALLEL,
+    'SEQUENCE_PARALLEL': SEQUENCE_PARALLEL,
+    'EXPERT_PARALLEL': EXPERT_PARALLEL,
+}
+
+
+def test_activations():
+    assert activations({**TENSOR_PARALLEL, **SEQUENCE_PARALLEL}, batch=('data', 'fsdp'), tp='model') == {
+        'residual': P(('data', 'fsdp'), 'model'),
+        'block_input': P(('data', 'fsdp')),
+        'query': P(('data', 'fsdp'), None, 'model'),
+        'key_value': P(('data', 'fsdp'), None, 'model'),
+        'hidden': P(('data', 'fsdp'), None, 'model'),
+        'logits': P(('data', 'fsdp'), None, 'model'),
+    }
+    assert activations(EXPERT_PARALLEL) == {
+        'taken': P(None, ('fsdp', 'expert')),
+        'arrived': P('expert', 'fsdp'),
+        'out': P('expert', 'fsdp'),
+        'returned': P(None, ('fsdp', 'expert')),
+    }
+    assert activations({'own': P('tp')}, tp=None) == {'own': P(None)}
+
+
+@pytest.mark.parametrize(
+    ('layout', 'arguments', 'message'),
+    [
+        (
+            'SEQUENCE_PARALLEL',
+            {},
+            'catalogue.activations: a layout is a mapping of names to PartitionSpecs, such as '
+            'catalogue.SEQUENCE_PARALLEL, got str',
+        ),
+        ({'x': 'tp'}, {}, "catalogue.activations: 'x' has a PartitionSpec, got 'tp'"),
+        (
+            {'x': P('fsdp')},
+            {},
+            f"catalogue.activations, 'x' of the table: {P('fsdp')} names 'fsdp'; the axes of a table are "
+            'batch, tp, expert, and the arguments of these names say what each is on the mesh',
+        ),
+        (
+            SEQUENCE_PARALLEL,
+            {'batch': 'tp'},
+            f"catalogue.activations, 'residual' of the table: {P('batch', 'tp')} would use the mesh axis "
+            "'tp' twice, as batch= and as tp=; give each a mesh axis of its own, or None to leave one out",
+        ),
+        ({}, {'tp': 3}, 'catalogue.activations: tp is a mesh axis, a tuple of them or None, got 3'),
+    ],
+)
+def test_wrong_arguments_of_activations(layout, arguments, message):
+    with pytest.raises(RuleError) as caught:
+        activations(layout, **arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize('layout', [TENSOR_PARALLEL, SEQUENCE_PARALLEL])
+def test_the_names_of_a_layout_are_those_of_the_example(layout):
+    """A name that the model does not use would warn, which is an error here, and so would a wrong rank."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    config = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
+    step = helper.sjit(
+        lambda params, tokens: forward(params, tokens, config),
+        in_shardings=(None, P('fsdp')),
+        annotation_shardings=activations(layout),
+        batch_argnums=1,
+    )
+    params = jax.eval_shape(lambda key: init_params(key, config), jax.random.key(0))
+    step.trace(params, jax.ShapeDtypeStruct((8, 16), 'int32'))
+
+
+def test_the_names_of_experts():
+    helper = MeshShardingHelper([2, 4], ['fsdp', 'expert'])
+    model = experts.models('small')[0]
+    step = helper.sjit(
+        model.loss,
+        in_shardings=(None, P(('fsdp', 'expert')), None),
+        annotation_shardings=activations(EXPERT_PARALLEL),
+        batch_argnums=1,
+    )
+    step.trace(jax.eval_shape(model.init, jax.random.key(0)), model.batch(8), jax.random.key(0))

@@ -382,8 +382,8 @@ SMALL = plan_llama.Llama3(width=1024, layers=4, heads=8, kv_heads=4, vocabulary=
 
 
 def decoder(helper: MeshShardingHelper, model: ModelConfig = SMALL) -> Step:
-    """The training step of examples/llama."""
-    return plan_llama.make_step(helper, model)
+    """The training step of examples/llama, all its activations placed by name."""
+    return plan_llama.make_step(helper, model, plan_llama.catalogue.TENSOR_PARALLEL)
 
 
 def llama_8b(helper: MeshShardingHelper) -> Step:
