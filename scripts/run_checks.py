@@ -10,7 +10,8 @@ docstrings and all tests. *all* is everything but the tests that are marked as s
 ones: on the oldest, and those that are most likely to differ on the JAX that --between has, for the oldest's
 interpreter.
 
-As many steps run at a time as there are cores; the output of each is printed when it has ended.
+One step more runs at a time than there are cores, for some tests wait for processes; the output of each is
+printed when it has ended.
 
 A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
 come to its end, they say which test was begun last. No process of a step outlives it.
@@ -52,9 +53,11 @@ QUICK_ON_OLDEST = ['-m', 'not slow and not one_jax']
 # Compiling is much of the work of the tests, and how fast the machine code is says nothing about what scalax
 # does: where arrays lie, which collectives there are and what is traced stay as they are. `make verify`
 # compiles as users do.
-UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
+# Small programs compile with less work where they are not split for several threads.
+WHOLE = '--xla_cpu_parallel_codegen_split_count=1'
+UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'XLA_FLAGS': WHOLE}
 # JAX 0.10 can also make machine code without MLIR, in a third of the time; newer ones do not know the flag.
-UNOPTIMISED_OLDER = {**UNOPTIMISED, 'XLA_FLAGS': '--xla_cpu_use_fusion_emitters=false'}
+UNOPTIMISED_OLDER = {**UNOPTIMISED, 'XLA_FLAGS': f'{WHOLE} --xla_cpu_use_fusion_emitters=false'}
 
 # Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
 # compiles it once.
@@ -341,7 +344,7 @@ def _files(path: Path) -> list[Path]:
 
 def run(steps: Sequence[Step], workers: int | None = None) -> None:
     """Runs steps in their order, so many at a time; leaves no process behind."""
-    workers = workers or min(max(os.cpu_count() or 1, 2), 4)
+    workers = workers or min((os.cpu_count() or 1) + 1, 4)
     waiting: list[Step] = list(steps)
     running: list[Step] = []
     try:
