@@ -10,8 +10,17 @@ import pytest
 
 from tests.support import ROOT, gradient_cases
 
+# The operations on which an older JAX is tested, too: each takes seconds.
+ON_EACH_JAX = ('scores', 'norms')
 
-@pytest.mark.parametrize('operation', gradient_cases.SHAPES)
+
+@pytest.mark.parametrize(
+    'operation',
+    [
+        name if name in ON_EACH_JAX else pytest.param(name, marks=pytest.mark.one_jax)
+        for name in gradient_cases.SHAPES
+    ],
+)
 def test_gradients_are_those_on_one_device(operation: str) -> None:
     ran = subprocess.run(
         [sys.executable, '-m', 'tests.support.gradient_cases', operation],
