@@ -13,12 +13,14 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import jax
 import pytest
 
-pytest_plugins = ['scripts.limits', 'tests.support.snapshots']
+pytest_plugins = ['scripts.limits', 'tests.support.halves', 'tests.support.snapshots']
 DEVICES = 8
 
 # This process has read where it keeps what it compiles. Those that tests start do not share that folder: JAX
-# writes an entry in place, and another process could read half of one.
-os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)
+# writes an entry in place, and another process could read half of one. Some have a folder of their own (see
+# tests/support/processes.py).
+if folder := os.environ.pop('JAX_COMPILATION_CACHE_DIR', None):
+    os.environ['SCALAX_COMPILED'] = f'{folder}-by-processes'
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

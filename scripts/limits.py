@@ -40,6 +40,7 @@ POLL_S = 5.0
 RUNNING = 'SCALAX_RUNNING_TEST'
 MARK = f'SCALAX_TESTS_{os.getpid()}'
 _stderr = pytest.StashKey[int]()
+_watch = pytest.StashKey['Watch']()
 _watched: list[str] = []  # what is said of the test that is stopped now
 
 
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # the terminal's: output of tests is captured later
+    config.stash[_watch] = Watch(config.stash[_stderr], config.getoption('longest'))
     os.environ[MARK] = '1'
     signal.signal(signal.SIGALRM, _stop)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: with what tests have started
@@ -60,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.environ.pop(MARK, None)
+    config.stash[_watch].close()
     # Python waits for threads that tests have left. The file stays open until then.
     faulthandler.dump_traceback_later(STILL_S, exit=True, file=config.stash[_stderr])
 
@@ -97,42 +100,76 @@ def _limited(item: pytest.Item, doing: str) -> Iterator[None]:
     if item.config.getoption('usepdb'):  # whoever debugs may think
         yield
         return
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(item, doing, over), daemon=True, name='limits')
-    thread.start()
+    watch = item.config.stash[_watch]
+    watch.begin(item.nodeid, doing)
     try:
         yield
     finally:
-        over.set()
         try:
-            thread.join()  # it may just have found that this takes too long
+            watch.end()
         finally:
             _watched.clear()
-            faulthandler.cancel_dump_traceback_later()
 
 
-def _watch(item: pytest.Item, doing: str, over: threading.Event) -> None:
-    """Stops the main thread where the test stands still, or takes too long."""
-    stderr, longest = item.config.stash[_stderr], item.config.getoption('longest')
-    begun = still = time.monotonic()
-    # For when this thread does not run any more either, because another holds Python's lock.
-    faulthandler.dump_traceback_later(STILL_S + LAST_S, exit=True, file=stderr)
-    used = None  # most tests are over before it is worth to ask
-    while not over.wait(min(POLL_S, STILL_S / 4)):
-        now, seconds = time.monotonic(), _computed()
-        if used is None or abs(seconds - used) > BUSY * STILL_S:
-            still, used = now, seconds
-            faulthandler.dump_traceback_later(STILL_S + LAST_S, exit=True, file=stderr)
-        if now - still > STILL_S:
-            said = f'stood still for {STILL_S:g} s'
-        elif now - begun > longest:
-            said = f'took more than {longest:g} s'
-        else:
-            continue
-        _watched.append(f'{item.nodeid} {said} while {doing}')
-        faulthandler.dump_traceback_later(LAST_S, exit=True, file=stderr)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        return
+class Watch:
+    """Stops the main thread where a test stands still or takes too long.
+
+    One thread looks every few seconds what runs: most tests begin and end in between.
+    """
+
+    def __init__(self, stderr: int, longest: float) -> None:
+        self._stderr, self._longest = stderr, longest
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._running: tuple[str, str, float] | None = None  # a test, what it is doing, and since when
+        self._thread = threading.Thread(target=self._look, daemon=True, name='limits')
+
+    def begin(self, test: str, doing: str) -> None:
+        self._running = test, doing, time.monotonic()
+        if self._thread.ident is None:
+            self._end_run_after(STILL_S + LAST_S)  # the thread may never get to it
+            self._thread.start()
+
+    def end(self) -> None:
+        with self._lock:  # the thread may just have found that this takes too long
+            self._running = None
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        seen = None
+        stopped = False
+        while True:
+            running, now, seconds = self._running, time.monotonic(), _computed()
+            if running is None or running is not seen:
+                seen, stopped, still, used = running, False, now, seconds
+                self._end_run_after(STILL_S + LAST_S)
+            elif seconds - used > BUSY * STILL_S and not stopped:
+                still, used = now, seconds
+                self._end_run_after(STILL_S + LAST_S)
+            if seen and not stopped:
+                if now - still > STILL_S:
+                    stopped = self._stop(seen, f'stood still for {STILL_S:g} s')
+                elif now - seen[2] > self._longest:
+                    stopped = self._stop(seen, f'took more than {self._longest:g} s')
+            if self._over.wait(min(POLL_S, STILL_S / 4)):
+                return
+
+    def _stop(self, running: tuple[str, str, float], found: str) -> bool:
+        with self._lock:
+            if self._running is not running:
+                return False
+            test, doing, _ = running
+            _watched.append(f'{test} {found} while {doing}')
+            self._end_run_after(LAST_S)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        return True
+
+    def _end_run_after(self, seconds: float) -> None:
+        """For when this thread does not run any more either, because another holds Python's lock."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

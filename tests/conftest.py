@@ -11,6 +11,8 @@ import pytest
 
 # Tracing and compiling take as long as they take; fixed examples make every failure repeatable.
 hypothesis.settings.register_profile('scalax', max_examples=100, deadline=None, derandomize=True)
+# For `make test` and `make check`: the first of the same examples.
+hypothesis.settings.register_profile('fewer', max_examples=25, deadline=None, derandomize=True)
 # For `make fuzz`, with --hypothesis-profile and --hypothesis-seed: other examples than those of the suite.
 hypothesis.settings.register_profile(
     'fuzz',

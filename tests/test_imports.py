@@ -196,6 +196,7 @@ def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
     assert not list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
 
 
+@pytest.mark.one_jax
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """At run time; a type hint may name what is above."""
     needs = {
@@ -261,6 +262,7 @@ def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+@pytest.mark.one_jax
 @each_file
 def test_uses_public_names_only(path: Path) -> None:
     found = private_uses(TREES[path], package_of(path))
@@ -327,12 +329,14 @@ def function():
     assert lines_of_code(source) == 7
 
 
+@pytest.mark.one_jax
 @each_file
 def test_file_is_short(path: Path) -> None:
     lines = lines_of_code(path.read_text(encoding='utf-8'))
     assert lines <= MAX_LINES, f'{lines} lines of code; one idea a file, {MAX_LINES} lines at most'
 
 
+@pytest.mark.one_jax
 @each_file
 def test_xla_flags_are_left_alone(path: Path) -> None:
     assert 'XLA_FLAGS' not in path.read_text(encoding='utf-8')

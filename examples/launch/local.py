@@ -24,7 +24,6 @@ from types import FrameType
 from absl import app, flags
 
 from examples.launch.ports import held_port
-from scalax.distributed import PREEMPTED
 
 _PROCESSES = flags.DEFINE_integer('processes', 2, 'Processes to start.', lower_bound=1)
 _DEVICES = flags.DEFINE_integer(
@@ -34,6 +33,7 @@ _RESTARTS = flags.DEFINE_integer('restarts', 3, 'Times to start all again before
 _GRACE = flags.DEFINE_float('grace', 60, 'Seconds to save in, after a signal, before the end.', lower_bound=0)
 
 REFUSED = 2
+PREEMPTED = 75  # scalax.distributed.PREEMPTED, without importing JAX
 INTERRUPTED = 130
 # What another start would not change: success, bad flags, a wish to stop.
 FINAL = (0, REFUSED, PREEMPTED, INTERRUPTED)

@@ -7,10 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use('Agg')  # draw into a file: no screen is needed
-import matplotlib.pyplot as plt
 import numpy as np
 
 
@@ -52,7 +48,11 @@ def write_report(output: Path, results: Results, sample: str, sharding: str) -> 
 
 def draw_losses(path: Path, results: Results) -> None:
     """Draws the training loss over the steps, and the validation loss before and after."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout='constrained')
+    # Importing it takes about as long as importing JAX, and this is the end of a run.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.subplots()
     losses = np.asarray(results.train_losses)
     steps = np.arange(1, len(losses) + 1)
     if len(losses):
@@ -91,7 +91,6 @@ def draw_losses(path: Path, results: Results) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def smooth(values: np.ndarray, reach: int = 10) -> np.ndarray:

@@ -25,6 +25,7 @@ from examples.llama.options import Options
 from examples.llama.strategies import STRATEGIES
 from examples.llama.training import OptimizerConfig
 from tests.support import ROOT
+from tests.support.processes import compiled
 
 TIMEOUT_S = 500  # one that hangs is stopped long before
 SMALL = ['--width=32', '--layers=2', '--sequence_length=32', '--batch_size=8']
@@ -37,7 +38,7 @@ def run(module: str, *arguments: str, code: str = '', **environment: str) -> sub
     return subprocess.run(
         [sys.executable, *what],
         cwd=ROOT,
-        env={**os.environ, 'COLUMNS': '120', **environment},
+        env={**os.environ, **compiled(), 'COLUMNS': '120', **environment},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -100,6 +101,7 @@ def training(
         process = subprocess.Popen(
             [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
             cwd=ROOT,
+            env={**os.environ, **compiled()},
             stdout=out,
             stderr=subprocess.STDOUT,
         )

@@ -69,8 +69,18 @@ def jax_gathers(mesh):
     return 'all-gather' in jax.jit(mapped).lower(x).compile().as_text()
 
 
-@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit], ids=['auto', 'explicit'])
-@pytest.mark.parametrize('spec', [P('dp', 'sp'), P(None, 'sp', 'dp')], ids=['batches', 'heads'])
+BATCHES, HEADS = P('dp', 'sp'), P(None, 'sp', 'dp')
+
+
+@pytest.mark.parametrize(
+    ('types', 'spec'),
+    [
+        pytest.param(AxisType.Auto, BATCHES, id='batches-auto'),
+        pytest.param(AxisType.Explicit, HEADS, id='heads-explicit'),
+        pytest.param(AxisType.Auto, HEADS, id='heads-auto', marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, BATCHES, id='batches-explicit', marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
     given = inputs(rng)
     helper = MeshShardingHelper([2, 4], ['dp', 'sp'], axis_types=types)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from etils import epath
 from examples import grain_input
 from examples.llama import progress
 from scalax.distributed import PREEMPTED
-from tests.support.processes import Running, started
+from tests.support.processes import Running, compiled, started
 
 SMALL = [
     '--width=32',
@@ -47,6 +48,15 @@ train.distributed.should_stop = should_stop
 app.run(train.main)
 """
 IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def one_folder_for_what_is_compiled() -> Iterator[None]:
+    """All trainings here are of the same model."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in compiled().items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope='module')

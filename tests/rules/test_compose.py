@@ -27,6 +27,7 @@ from scalax.sharding import (
     TreePathShardingRule,
 )
 from tests.support import ROOT
+from tests.support.random_examples import examples
 
 U = P.UNCONSTRAINED
 FSDP = FSDPShardingRule('fsdp', min_fsdp_size=64)
@@ -331,7 +332,8 @@ def entries_of(spec, rank):
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
-@hypothesis.settings(max_examples=200)
+@pytest.mark.one_jax
+@examples(200)
 @hypothesis.given(situations(count=3))
 def test_or_is_associative_and_takes_the_first_answer(situation):
     helper, shape, (a, b, c) = situation
@@ -343,7 +345,8 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
     assert said[0] == said[1] == said[2]
 
 
-@hypothesis.settings(max_examples=300)
+@pytest.mark.one_jax
+@examples(300)
 @hypothesis.given(situations())
 def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
     helper, shape, (a, b) = situation
@@ -363,7 +366,8 @@ def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
     assert placed.sharding.is_equivalent_to(NamedSharding(helper.mesh, both), len(shape))
 
 
-@hypothesis.settings(max_examples=300)
+@pytest.mark.one_jax
+@examples(300)
 @hypothesis.given(situations(count=0), st.data())
 def test_fsdp_over_a_spec_takes_the_largest_free_dimension_that_divides(situation, data):
     helper, shape, _ = situation
@@ -405,6 +409,7 @@ def answer():
 """
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize('seed', ['1', '2'])
 def test_every_process_decides_the_same(seed):
     here = {}

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import scalax.sharding
 from scalax.errors import ShardingError
 from scalax.sharding import FSDPShardingRule, ShardingRule, TreePathShardingRule
-from tests.support.rule_examples import attempt, examples, told, told_by_another_process
+from tests.support.random_examples import examples
+from tests.support.rule_examples import attempt, told, told_by_another_process
 from tests.support.rule_language import (
     Both,
     ByRank,

@@ -16,7 +16,8 @@ import numpy as np
 
 from scalax.errors import RuleError, ScalaxError, ShardingError
 from scalax.sharding import MeshShardingHelper, ShardingReport
-from tests.support.rule_examples import attempt, examples
+from tests.support.random_examples import examples
+from tests.support.rule_examples import attempt
 from tests.support.rule_language import (
     Situation,
     State,

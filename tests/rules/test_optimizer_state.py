@@ -21,6 +21,7 @@ from scalax.sharding import (
     OptimizerStateShardingRule,
     TreePathShardingRule,
 )
+from tests.support.random_examples import examples
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 
@@ -366,7 +367,7 @@ trees = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=150)
+@examples(150)
 @hypothesis.given(trees, st.data())
 def test_what_mirrors_a_parameter_equals_it(tree, data):
     params = {'params': tree}

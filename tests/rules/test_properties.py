@@ -20,9 +20,10 @@ from scalax.sharding import (
     ShardingRule,
     TreePathShardingRule,
 )
+from tests.support.random_examples import examples
 
 NAMES = ('a', 'b', 'c')
-examples = hypothesis.settings(max_examples=250)
+EXAMPLES = examples(250)
 
 
 # --- What is drawn --------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class Table(ShardingRule):
         return jax.tree.map(spec, pytree)
 
 
-@examples
+@EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_policies_and_tree_paths(helper, tree, data):
     table = data.draw(spec_tables(helper.axis_names))
@@ -167,7 +168,7 @@ def test_policies_and_tree_paths(helper, tree, data):
     assert_parts(helper, tree, nested, by_path)
 
 
-@examples
+@EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_rules_of_users(helper, tree, data):
     rule = Table(data.draw(spec_tables(helper.axis_names)), helper)
@@ -181,7 +182,7 @@ def test_rules_of_users(helper, tree, data):
     assert_parts(helper, tree, rule, parts)
 
 
-@examples
+@EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, minimum=st.sampled_from([0, 2, 10, 100]), data=st.data())
 def test_fsdp(helper, tree, minimum, data):
     axes = tuple(data.draw(st.lists(st.sampled_from(helper.axis_names), min_size=1, max_size=2, unique=True)))
@@ -199,7 +200,7 @@ def test_fsdp(helper, tree, minimum, data):
     assert_parts(helper, tree, rule, [part(shape) for shape in NamedTree.of(tree).shapes])
 
 
-@examples
+@EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_what_does_not_divide_is_named_and_nothing_else(helper, tree, data):
     table = data.draw(spec_tables(helper.axis_names))
@@ -220,7 +221,7 @@ def test_what_does_not_divide_is_named_and_nothing_else(helper, tree, data):
         assert_parts(helper, tree, rule, [part_by_hand(s, table[len(s)], sizes) for s in named.shapes])
 
 
-@examples
+@EXAMPLES
 @hypothesis.given(helper=helpers(), tree=st.dictionaries(keys, trees, min_size=1, max_size=4), data=st.data())
 def test_trees_of_rules(helper, tree, data):
     sizes = dict(helper.mesh.shape)
@@ -238,7 +239,7 @@ def test_trees_of_rules(helper, tree, data):
 
 
 @pytest.mark.parametrize('count', [1, 3, 5, 6, 7])
-@examples
+@EXAMPLES
 @hypothesis.given(rows=st.integers(0, 40), columns=st.integers(1, 9))
 def test_odd_numbers_of_devices(count, rows, columns):
     helper = helper_of((count,), tuple(range(count)), AxisType.Auto)

@@ -1,6 +1,6 @@
 """Gradients of operations over Explicit axes, compared with those on one device.
 
-``python gradient_cases.py OPERATION`` is a process of its own: what is tested is that XLA does not end it.
+``python gradient_cases.py OPERATION...`` is a process of its own: what is tested is that XLA does not end it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def check(sizes: dict[str, int], name: str, specs: tuple[PartitionSpec, ...]) ->
 
 if __name__ == '__main__':
     jax.config.update('jax_num_cpu_devices', 8)
-    for sizes, name, specs in [*ENDED, *drawn(6)]:
-        if name == sys.argv[1]:
-            print(f'{name} on {sizes}: {", ".join(map(str, specs))}', flush=True)
-            check(sizes, name, specs)
+    for operation in sys.argv[1:]:
+        for sizes, name, specs in [*ENDED, *drawn(6)]:
+            if name == operation:
+                print(f'{name} on {sizes}: {", ".join(map(str, specs))}', flush=True)
+                check(sizes, name, specs)
+        print(f'{operation} passed', flush=True)

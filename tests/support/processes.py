@@ -122,6 +122,19 @@ class Running:
             time.sleep(0.02)
 
 
+def compiled() -> dict[str, str]:
+    """Variables for processes that are started one after the other and compile the same programs.
+
+    The later ones read what the first has compiled, in a run of tests that keeps such things. What is read
+    before it is whole, or whose writer was killed, is compiled again.
+    """
+    if not (folder := os.environ.get('SCALAX_COMPILED')):
+        return {}
+    quiet = 'ignore:Error reading persistent compilation cache entry'
+    warnings = [*filter(None, [os.environ.get('PYTHONWARNINGS')]), quiet]
+    return {'JAX_COMPILATION_CACHE_DIR': folder, 'PYTHONWARNINGS': ','.join(warnings)}
+
+
 @contextlib.contextmanager
 def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Running]:
     """Starts Python programs, each with variables of its own; at the end, ends those that still run.

@@ -1,4 +1,4 @@
-"""What the property tests of rules share: how many examples there are, and how rules are asked.
+"""What the property tests of rules share: how rules are asked.
 
 As a program it answers for another process: it reads situations and prints what they come to.
 """
@@ -16,16 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import jax
 
 from scalax.errors import IndivisibleWarning, ScalaxError
 from tests.support.rule_language import Situation, make
-
-
-def examples(count: int) -> hypothesis.settings:
-    """That many examples in the suite, and more in proportion in `make fuzz`."""
-    return hypothesis.settings(max_examples=count * hypothesis.settings.default.max_examples // 100)
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, ScalaxError | None, bool]:

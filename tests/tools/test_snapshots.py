@@ -30,14 +30,12 @@ def run(folder: Path, *flags: str) -> str:
         '-p',
         'snapshots',
         '-p',
-        'no:randomly',
-        '-p',
         'no:cacheprovider',
     ]
     return subprocess.run(
         [*command, *flags],
         cwd=folder,
-        env={'PYTHONPATH': str(folder / 'support')},
+        env={'PYTHONPATH': str(folder / 'support'), 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'},
         capture_output=True,
         text=True,
     ).stdout

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax.visualize import visualize
 from scalax.visualize._blocks import Blocks, blocks_of, blocks_of_indices
+from tests.support.random_examples import examples
 
 AXES = ('a', 'b', 'c', 'd')
 
@@ -59,7 +60,7 @@ def expected(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tupl
 
 
 @hypothesis.given(shardings())
-@hypothesis.settings(max_examples=500)
+@examples(500)
 def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
     sharding, shape = case
     blocks = blocks_of(sharding, shape)
@@ -74,7 +75,7 @@ def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) ->
 
 
 @hypothesis.given(shardings())
-@hypothesis.settings(max_examples=100)
+@examples(100)
 def test_abstract_meshes_give_positions_for_devices(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
     sharding, shape = case
     real = blocks_of(sharding, shape)
@@ -86,7 +87,7 @@ def test_abstract_meshes_give_positions_for_devices(case: tuple[NamedSharding, t
 
 
 @hypothesis.given(shardings(), st.integers(60, 120))
-@hypothesis.settings(max_examples=100)
+@examples(100)
 def test_everything_can_be_drawn(case: tuple[NamedSharding, tuple[int, ...]], width: int) -> None:
     sharding, shape = case
     picture = visualize({'w': jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)})
