@@ -187,7 +187,7 @@ def test_why_nothing_is_followed():
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
-    assert str(shown) == f'sin follows no batch: on Explicit mesh axes, types say where values are'
+    assert str(shown) == 'sin follows no batch: on Explicit mesh axes, types say where values are'
     # Nothing looks like a batch.
     assert on(HELPER, P(), P('fsdp')) is None
     assert on(HELPER, RULE, None) is None
