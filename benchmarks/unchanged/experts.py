@@ -31,7 +31,7 @@ class Sizes:
 
 
 FEW = {
-    'small': Sizes(32, 2, 4, 64, 4, 2, 64, 8, 'float32'),
+    'small': Sizes(32, 2, 4, 32, 4, 2, 64, 8, 'float32'),
     'large': Sizes(1024, 12, 16, 4096, 8, 2, 32_768, 2048, 'bfloat16'),
 }
 MANY = {
