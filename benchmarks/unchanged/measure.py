@@ -59,14 +59,14 @@ def figures(found: Plan) -> dict[str, float]:
     """GiB that a device sends, and has at the peak; seconds of the roofline without overlap and with it."""
     seconds = found.roofline().step_seconds
     return {
-        'moved': sum(map(_sent, found.collectives)) / 2**30,
+        'moved': sum(map(sent, found.collectives)) / 2**30,
         'peak': found.memory.peak / 2**30,
         'estimate': seconds.estimate,
         'bound': seconds.bound,
     }
 
 
-def _sent(row: Collective) -> float:
+def sent(row: Collective) -> float:
     """The bytes that a device sends around a ring.
 
     The steps of a ring of permutes send as much as an all-gather; a sum, as much as a scatter and a gather.

@@ -2,11 +2,12 @@
 
 import builtins
 import sys
+import types
 
 import pytest
 
 import benchmarks.__main__
-from benchmarks.unchanged import decoders, table
+from benchmarks.unchanged import decoders, measure, table
 from benchmarks.unchanged.model import STRATEGIES
 from scalax.errors import MissingDependencyError, PlanError
 from tests.support import tpu_compiler
@@ -35,6 +36,21 @@ def test_lines(capsys):
     ]
     assert [cell for cell in cells[1] if cell == table.REFUSED] == [table.REFUSED] * 3
     assert f'{MODELS[1].name}, FSDP, plain: too large' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('kind', 'sent'),
+    [
+        ('all-gather', 3 * 20),
+        ('reduce-scatter', 3 * 20),
+        ('all-reduce', 6 * 20),
+        ('collective-permute', 20),  # a step of a ring: three of them send what an all-gather sends
+        ('all-to-all', 3 * 5),
+    ],
+)
+def test_bytes_that_a_device_sends(kind, sent):
+    row = types.SimpleNamespace(kind=kind, bytes=40, count=2, group=4)
+    assert measure.sent(row) == sent
 
 
 def ended(monkeypatch, *arguments):
