@@ -140,11 +140,12 @@ def _collectives(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> str:
     """What is followed of the batch, with all values that are kept and all places where rows are lost."""
-    body = _texts([*filter(None, [kept(plan), advice(plan)])])
+    body = _texts([*filter(None, [advice(plan)])])
     if plan.followed is not None and plan.followed.lost:
         body += _texts(['Rows are lost at:']) + _first_rows(lost_cells(plan.followed))
+    body += _texts([*filter(None, [kept(plan)])])
     if plan.followed is not None and plan.followed.kept:
-        body += _texts(['Values that stay:']) + _first_rows(kept_cells(plan.followed))
+        body += _first_rows(kept_cells(plan.followed))
     return body
 
 
