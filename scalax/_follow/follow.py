@@ -182,6 +182,18 @@ class _Follower:
         """The part of a trail that a variable can have."""
         return possible(trail, shape_of(var), self.sizes)
 
+    def beside_weights(self, operands: Sequence[Trail]) -> list[Trail]:
+        """The operands of a product of rows and a weight: mesh axes of the weight that shard no rows.
+
+        They shard its columns, or are summed over, and no other dimension of the rows: a residual that is
+        split over them is gathered before the product.
+        """
+        weights = [trail for trail in operands if not self.has_rows(trail)]
+        if len(weights) != 1:
+            return list(operands)
+        taken = {axis for axes in weights[0] for axis in axes if axis not in self._batch_axes}
+        return [without(trail, taken) if self.has_rows(trail) else trail for trail in operands]
+
     def has_rows(self, trail: Trail) -> bool:
         """Whether some dimension of a value holds rows of the batch."""
         return any(axis in self._batch_axes for axes in trail for axis in axes)
@@ -351,6 +363,8 @@ class _Edit:
         if not any(operands) and not self._may_matter(equation):
             return params, ()
         if name in RULES:
+            if name == 'dot_general':
+                operands = self._follower.beside_weights(operands)
             results = RULES[name](equation, operands)
             if name == 'reshape':
                 var = equation.outvars[0]

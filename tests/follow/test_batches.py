@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax.errors import ArgumentError
+from scalax.errors import ArgumentError, ShardingError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -161,6 +161,16 @@ def test_optional_batches():
     ]
     step = HELPER.sjit(any_number, in_shardings=ROWS, batch_argnums=(1, 2), batch_argnames='y')
     assert step.followed(W, X).axes == step.followed(W, y=X).axes == ('fsdp',)
+
+
+def test_rows_that_do_not_divide():
+    """The helper's policy holds for a batch that is said to be one, say the last one of an epoch."""
+    helper = MeshShardingHelper([8], ['fsdp'], on_indivisible='replicate')
+    step = helper.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)
+    assert [step.followed(W, X[:rows]).axes for rows in (16, 15)] == [('fsdp',), ()]
+    np.testing.assert_allclose(step(W, X[:15]), layer(W, X[:15]), rtol=1e-6)
+    with pytest.raises(ShardingError, match='dimension 0 of size 15 does not divide by 4'):
+        HELPER.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)(W, X[:15])
 
 
 def test_keywords_and_trees():

@@ -201,14 +201,9 @@ class ArgumentShardings:
 
     def _placed_by_specs(self, call: Call) -> tuple[dict[int, list[Any]], list[int]]:
         """The slots that specs alone place, with these, and the slots that other rules do."""
-        signature, layout = self.signature, call.layout
-        given: dict[int, list[Any]] = {slot: [] for slot in layout.dynamic}
-        for rules in (self.options.in_shardings, self.options.args_sharding_constraint):
-            if rules is not None:
-                for slot, rule in signature.rules_by_slot(rules, layout, call.flat_args, '', '').items():
-                    given[slot] += [
-                        each for each in jax.tree.leaves(rule, is_leaf=is_rule) if each is not None
-                    ]
+        outside = self._rules_given(self.options.in_shardings, call)
+        inside = self._rules_given(self.options.args_sharding_constraint, call)
+        given = {slot: [*outside[slot], *inside[slot]] for slot in outside}
         by_specs = {
             slot: rules
             for slot, rules in given.items()
@@ -216,12 +211,33 @@ class ArgumentShardings:
         }
         return by_specs, [slot for slot, rules in given.items() if rules and slot not in by_specs]
 
+    def _rules_given(self, rules: RuleLike, call: Call) -> dict[int, list[Any]]:
+        """The rules and specs that an option gives each dynamic slot."""
+        if rules is None:
+            return {slot: [] for slot in call.layout.dynamic}
+        by_slot = self.signature.rules_by_slot(rules, call.layout, call.flat_args, '', '')
+        return {
+            slot: [each for each in jax.tree.leaves(rule, is_leaf=is_rule) if each is not None]
+            for slot, rule in by_slot.items()
+        }
+
+    def _is_too_odd(self, call: Call, slot: int) -> bool:
+        """Whether a spec shards an argument that nothing shards: its rows do not divide, and need not."""
+        outside = self._rules_given(self.options.in_shardings, call)[slot]
+        given = self._rules_given(self.options.args_sharding_constraint, call)[slot] or outside
+        return any(
+            isinstance(each, PartitionSpec | NamedSharding)
+            and spec_axes(each.spec if isinstance(each, NamedSharding) else each)
+            for each in given
+        )
+
     def _reject_unsharded(
         self, call: Call, rows: set[tuple[int, int]], shardings: Mapping[int, Shardings]
     ) -> None:
         for slot in sorted({slot for slot, _ in rows}):
             given = [shardings[slot][i] for s, i in rows if s == slot]
-            if not any(sharding is not None and spec_axes(sharding.spec) for sharding in given):
+            sharded = any(sharding is not None and spec_axes(sharding.spec) for sharding in given)
+            if not sharded and not self._is_too_odd(call, slot):
                 axis = next((name for name, size in self.mesh.shape.items() if size > 1), 'data')
                 raise ArgumentError(
                     f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
