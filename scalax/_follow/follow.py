@@ -72,7 +72,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """An equation that lost rows, without a rule for its primitive, or that divides them otherwise.
+    """An equation that lost rows: its primitive has no rule, or the rows of its results do not divide.
 
     Attributes:
         equation: the equation.
@@ -305,7 +305,9 @@ class _Edit:
             changed['invars'] = inputs
         self._equations.append(equation.replace(**changed) if changed else equation)
         for var, trail in zip(equation.outvars, results, strict=False):
-            trail = self._follower.possible(trail, var)
+            whole, trail = trail, self._follower.possible(trail, var)
+            if self._follower.has_rows(whole) and not self._follower.has_rows(trail):
+                self._note_loss(equation)
             if trail:
                 self._on_trail[var] = trail
                 if self._is_choice(equation, operands) and self._may_keep(var):

@@ -220,7 +220,7 @@ def _update_slice(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 
 def _window(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """Windows over some dimensions; the others are kept."""
+    """Windows over some dimensions, or copies along them; the others are kept."""
     return [
         of_dims(
             {
@@ -322,7 +322,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *('reduce_window', 'reduce_window_sum', 'reduce_window_max', 'reduce_window_min'),
-            *('select_and_scatter_add', 'select_and_gather_add', 'select_and_scatter'),
+            *('select_and_scatter_add', 'select_and_gather_add', 'select_and_scatter', 'tile'),
         ),
         _window,
     ),

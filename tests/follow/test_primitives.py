@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 
 from scalax._follow.primitives import CHOICES, RULES
+from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints, following, like, result_dims
 
@@ -200,3 +202,35 @@ def test_products_are_kept():
 def test_an_unknown_primitive_is_told():
     followed = following(lambda x: jax.pure_callback(np.asarray, like(16, 24), x) + jnp.sort(x, 0), (X,), [0])
     assert [lost.equation.primitive.name for lost in followed.lost] == ['pure_callback', 'sort']
+
+
+def test_rows_that_no_longer_divide_are_told():
+    followed = following(lambda x: jnp.tanh(x[:-1]) + 1, (X,), [0])
+    assert [lost.equation.primitive.name for lost in followed.lost] == ['slice']
+
+
+@pytest.mark.parametrize(('repeats', 'expected'), [((1, 3), [0]), ((3, 1), [None]), ((2, 1, 1), [1])])
+def test_tiles(repeats, expected):
+    assert result_dims(following(lambda x: jnp.tile(x, repeats), (X,), [0])) == expected
+
+
+@pytest.mark.parametrize(
+    ('x', 'w', 'expected'),
+    [
+        (P('fsdp'), P(None, 'tp'), P('fsdp', P.UNCONSTRAINED, 'tp')),
+        # What is split over the axis of the weight is gathered for the product.
+        (P('fsdp', 'tp'), P(None, 'tp'), P('fsdp', P.UNCONSTRAINED, 'tp')),
+        (P('fsdp', 'tp'), P('tp'), P('fsdp', P.UNCONSTRAINED, None)),
+        (P('fsdp', 'tp'), P(), P('fsdp', 'tp', None)),
+    ],
+)
+def test_columns_are_where_the_weight_has_them(x, w, expected):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    step = helper.sjit(
+        lambda w, x: jax.lax.with_sharding_constraint(x, NamedSharding(helper.mesh, x_spec)) @ w,
+        in_shardings=(w, P('fsdp')),
+        batch_argnums=1,
+    )
+    x_spec = x
+    [kept] = step.followed(like(16, 32), like(16, 8, 16)).kept
+    assert kept.spec == expected
