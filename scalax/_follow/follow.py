@@ -156,6 +156,9 @@ class _Follower:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        # Thousands of equations have a few trails.
+        self._possible: dict[tuple[Trail, tuple[int, ...]], Trail] = {}
+        self._with_rows: dict[Trail, bool] = {}
         self.placed = arguments.placed
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
@@ -180,7 +183,11 @@ class _Follower:
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""
-        return possible(trail, shape_of(var), self.sizes)
+        key = trail, shape_of(var)
+        found = self._possible.get(key)
+        if found is None:
+            found = self._possible[key] = possible(*key, self.sizes)
+        return found
 
     def beside_weights(self, operands: Sequence[Trail]) -> list[Trail]:
         """The operands of a product of rows and a weight: mesh axes of the weight that shard no rows.
@@ -196,7 +203,10 @@ class _Follower:
 
     def has_rows(self, trail: Trail) -> bool:
         """Whether some dimension of a value holds rows of the batch."""
-        return any(axis in self._batch_axes for axes in trail for axis in axes)
+        found = self._with_rows.get(trail)
+        if found is None:
+            found = self._with_rows[trail] = any(axis in self._batch_axes for axes in trail for axis in axes)
+        return found
 
     def said(self, trail: Trail, var: Any) -> Trail:
         """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
@@ -306,7 +316,7 @@ class _Edit:
         self._equations.append(equation.replace(**changed) if changed else equation)
         for var, trail in zip(equation.outvars, results, strict=False):
             whole, trail = trail, self._follower.possible(trail, var)
-            if self._follower.has_rows(whole) and not self._follower.has_rows(trail):
+            if trail != whole and self._follower.has_rows(whole) and not self._follower.has_rows(trail):
                 self._note_loss(equation)
             if trail:
                 self._on_trail[var] = trail

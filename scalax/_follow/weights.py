@@ -25,7 +25,7 @@ FEW_ROWS = 1024
 _FORWARDS = ('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
 _PARTS = ('dynamic_slice', 'slice', 'split', 'unstack')
 SAME = frozenset({*_FORWARDS, *_PARTS})
-_ADDS = ('add', 'add_any')
+_OF_SUMS = frozenset({*_FORWARDS, 'add', 'add_any'})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Weights:
             operand, result = equation.invars[0], equation.outvars[0]
             if name in _PARTS or _size(operand) == _size(result):
                 self._note_same(operand, equation.outvars, part=name in _PARTS)
-        if name in (*_FORWARDS, *_ADDS) and any(map(self.is_sum, equation.invars)):
+        if self._sums and name in _OF_SUMS and any(map(self.is_sum, equation.invars)):
             self._sums.add(equation.outvars[0])
 
     def passed(self, results: Sequence[Any]) -> dict[int, int]:
