@@ -97,9 +97,10 @@ def move_to_experts(
             trail = stored[place] or trails[place]
             axes = trail[mine] if trail else ()
             elsewhere = {axis for i, each in enumerate(trails[other]) if i != theirs for axis in each}
-            if not axes or not elsewhere.intersection(axes):
+            shared = elsewhere.intersection(axes)
+            if not shared:
                 continue
-            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in axes)):
+            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in shared)):
                 continue
             left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
             return other, tuple(axes if i == theirs else each for i, each in enumerate(left))
