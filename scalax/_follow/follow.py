@@ -160,7 +160,7 @@ class _Follower:
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
-        self.stored = Stored(whole, arguments.stored, self.sizes)
+        self.stored = Stored(whole, arguments.stored, self.sizes, self.from_batch)
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}

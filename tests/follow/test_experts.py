@@ -53,6 +53,11 @@ FORMS = {
         weights(3),
         STACKED,
     ),
+    'quantized': (
+        lambda w, x: experts({name: w[name].astype('int8') * w[name][:, :1] for name in w}, x),
+        weights(),
+        EXPERTS,
+    ),
     'by a number': (
         lambda w, x: experts({name: lax.dynamic_index_in_dim(w[name], 1, keepdims=False) for name in w}, x),
         weights(3),
