@@ -8,13 +8,13 @@ to move: all weights to all devices, or each row to the device of its expert and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import RULES
+from scalax._follow.primitives import ELEMENTWISE, RULES
 from scalax._follow.trail import LOST, Trail, common, possible
 from scalax._follow.weights import SAME
 
@@ -26,10 +26,13 @@ class Stored:
         jaxpr: the jaxpr, open or closed.
         trails: of its arguments that are weights, the axes of the batch that shard each dimension.
         sizes: the sizes of the mesh axes.
+        from_batch: the variables that depend on the batch; these are no weights.
     """
 
-    def __init__(self, jaxpr: Any, trails: Sequence[Trail], sizes: Mapping[str, int]) -> None:
-        self._sizes = sizes
+    def __init__(
+        self, jaxpr: Any, trails: Sequence[Trail], sizes: Mapping[str, int], from_batch: Container[Any]
+    ) -> None:
+        self._sizes, self._from_batch = sizes, from_batch
         self._trails: dict[Any, Trail] = {}
         self._known: dict[Any, list[Trail]] = {}
         if any(trails):
@@ -61,7 +64,7 @@ class Stored:
 
     def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
         name, params = equation.primitive.name, equation.params
-        if name in SAME:
+        if name in SAME or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
             return RULES[name](equation, operands)
         if name in CALLS:
             return self._results(params[CALLS[name]], operands)
@@ -97,9 +100,10 @@ def move_to_experts(
             trail = stored[place] or trails[place]
             axes = trail[mine] if trail else ()
             elsewhere = {axis for i, each in enumerate(trails[other]) if i != theirs for axis in each}
-            if not axes or not elsewhere.intersection(axes):
+            shared = elsewhere.intersection(axes)
+            if not shared:
                 continue
-            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in axes)):
+            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in shared)):
                 continue
             left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
             return other, tuple(axes if i == theirs else each for i, each in enumerate(left))

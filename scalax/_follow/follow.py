@@ -42,7 +42,7 @@ class Arguments:
 
     Attributes:
         trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
-        stored: of arguments that are not batches, how the axes of the batch shard them, as FSDP does.
+        stored: of arguments that are not batches, the dimensions that axes of the batch shard, as FSDP does.
         batch_axes: the mesh axes that shard rows.
         placed: whether it is known where each of them is; else the compiler decides about some.
     """
@@ -163,7 +163,7 @@ class _Follower:
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
-        self.stored = Stored(whole, arguments.stored, self.sizes)
+        self.stored = Stored(whole, arguments.stored, self.sizes, self.from_batch)
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
@@ -344,7 +344,12 @@ class _Edit:
                     self._moved[var, trail] = self._replaced[var]
                 self._replaced[var] = self._moved[var, trail]
                 operands[place] = trail
-        return stay(equation, operands, stored)
+        staying = stay(equation, operands, stored)
+        for place in staying:  # the result is where the rows are
+            operands[place] = without(
+                operands[place], {axis for axes in operands[1 - place] for axis in axes}
+            )
+        return staying
 
     def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
         """Whether the compiler might put the results of an equation elsewhere.

@@ -308,6 +308,7 @@ _ELEMENTWISE = """
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
     tanh threefry2x32 xor zeta random_fold_in
 """
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(('optimization_barrier', 'device_put', 'copy_p', 'pvary'), _each),

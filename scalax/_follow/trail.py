@@ -69,6 +69,7 @@ def without(trail: Trail, axes: Container[str]) -> Trail:
     return kept if any(kept) else LOST
 
 
-def along(trail: Trail, axes: Container[str]) -> Trail:
-    """A trail along these mesh axes alone."""
-    return without(trail, {axis for each in trail for axis in each if axis not in axes})
+def along(trail: Trail, axes: frozenset[str]) -> Trail:
+    """The dimensions of a trail that some of these mesh axes shard, also with others."""
+    kept = tuple(each if axes.intersection(each) else () for each in trail)
+    return kept if any(kept) else LOST

@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from scalax._follow.jaxprs import shape_of
+from scalax._follow.primitives import ELEMENTWISE
 from scalax._follow.trail import Trail
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
@@ -70,7 +71,7 @@ class Weights:
         return not isinstance(atom, Literal) and atom in self._sums
 
     def is_weight(self, atom: Any) -> bool:
-        """Whether a value is an argument without rows, or a part of one."""
+        """Whether a value is an argument without rows, a part of one, or computed of one."""
         return self._number(atom) is not None
 
     def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int] = ()) -> None:
@@ -97,6 +98,8 @@ class Weights:
             operand, result = equation.invars[0], equation.outvars[0]
             if name in _PARTS or _size(operand) == _size(result):
                 self._note_same(operand, equation.outvars, part=name in _PARTS)
+        elif name in ELEMENTWISE and not any(map(self._has_rows, operands)):
+            self._note_computed(equation)
         if self._sums and name in _OF_SUMS and any(map(self.is_sum, equation.invars)):
             self._sums.add(equation.outvars[0])
 
@@ -190,6 +193,15 @@ class Weights:
             self._numbers.update(dict.fromkeys(results, number))
             if part or atom in self._parts:
                 self._parts.update(results)
+
+    def _note_computed(self, equation: Any) -> None:
+        """A weight that is computed of another one of its size: scaled, masked, with an adapter added."""
+        [result] = equation.outvars
+        for atom in equation.invars:
+            same = _size(atom) == _size(result) and atom.aval.dtype == result.aval.dtype  # unlike a mask
+            if same and self._number(atom) is not None:
+                self._note_same(atom, equation.outvars, part=False)
+                return
 
     def _note_products(self, atom: Any, products: Products) -> None:
         number = self._number(atom)

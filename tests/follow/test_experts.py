@@ -53,6 +53,11 @@ FORMS = {
         weights(3),
         STACKED,
     ),
+    'quantized': (
+        lambda w, x: experts({name: w[name].astype('int8') * w[name][:, :1] for name in w}, x),
+        weights(),
+        EXPERTS,
+    ),
     'by a number': (
         lambda w, x: experts({name: lax.dynamic_index_in_dim(w[name], 1, keepdims=False) for name in w}, x),
         weights(3),
@@ -143,3 +148,17 @@ def test_less_is_moved():
     [moved], [before] = followed.totals.values(), alone.totals.values()
     assert set(moved) == {'all-to-all'}
     assert sum(moved.values()) <= sum(before.values())
+
+
+@pytest.mark.parametrize('axes', [('fsdp', 'tp'), ('tp', 'fsdp')])
+def test_experts_over_another_axis_as_well(axes):
+    grid = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    fun = grid.sjit(experts, in_shardings=(P(axes), P('fsdp')), batch_argnums=1)
+    followed = fun.followed(weights(), like(*ROWS))
+    assert len(followed.kept) == 2
+    assert all(axes in value.spec for value in followed.kept)
+
+    leaves = [np.arange(np.prod(shape)).reshape(shape) % 5 - 2.0 for shape in (UP, DOWN, ROWS)]
+    up, down, x = (leaf.astype('float32') for leaf in leaves)
+    given = {'up': up, 'down': down}
+    np.testing.assert_array_equal(fun(given, x), jax.jit(experts)(given, x))

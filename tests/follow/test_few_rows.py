@@ -30,6 +30,7 @@ PRODUCTS = {
     'transposed, in another dtype': lambda w, x: lax.scan(
         lambda c, w: (c @ w.T.astype('float32'), None), x, w.astype('bfloat16')
     )[0],
+    'scaled': lambda w, x: lax.scan(lambda c, w: (c @ (w.astype('int8') * w[:1]), None), x, w)[0],
     'under remat': lambda w, x: jax.checkpoint(lambda w: lax.scan(lambda c, w: (c @ w, None), x, w)[0])(w),
     'under vmap': lambda w, x: jax.vmap(lambda r: lax.scan(lambda c, w: (c @ w, None), r, w)[0])(x),
     'convolutions': lambda w, x: lax.scan(
