@@ -146,7 +146,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             >>> layer = helper.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=rules)
             >>> [kept] = layer.followed(jnp.ones((8, 16)), jnp.ones((32, 8))).kept
             >>> kept.primitive, kept.array, kept.spec
-            ('dot_general', 'float32[32,16]', P('fsdp', UNCONSTRAINED))
+            ('dot_general', 'float32[32,16]', P('fsdp', None))
         """
         return self._dispatcher.batch_of(self._flatten(args, kwargs)).followed
 
