@@ -6,8 +6,7 @@
 VENV := .venv
 OLDEST := .venv-oldest
 RELEASE := .venv-0.2.5
-# What is newest for Python 3.11, of which `make test` runs some tests; and what `make verify` runs all tests on.
-BETWEEN := 0.10.2
+# What `make verify` runs all tests on, besides the newest; 0.10.2 is what is newest for Python 3.11.
 VERIFY := 0.10.0 0.10.2 0.11.2
 PY := $(VENV)/bin/python
 ARGS :=
@@ -21,7 +20,6 @@ PLAN_STAMP := $(VENV)/.installed-plan
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST_STAMP := $(OLDEST)/.installed
 RELEASE_STAMP := $(RELEASE)/.installed
-BETWEEN_STAMP := $(OLDEST)/jax-$(BETWEEN)/.installed
 VERIFY_STAMPS := $(VERIFY:%=.venv-%/.installed)
 
 # A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
@@ -40,7 +38,7 @@ $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## make the environments of `make test`
+setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make the environments of `make test`
 
 train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
@@ -63,9 +61,9 @@ bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) 
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m benchmarks $(ARGS)
 
-test: $(DEV_STAMP) $(OLDEST_STAMP) $(BETWEEN_STAMP) ## format, lint, types, and all tests on the newest and the oldest JAX
+test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and the tests on the newest and the oldest JAX
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python --between $(dir $(BETWEEN_STAMP))
+	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python
 
 check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JAX: a look in between
 	@$(PY) -m scripts.run_checks check
@@ -115,13 +113,6 @@ $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
 
 $(OLDEST_STAMP): setup.py
 	@PYTHON='$(PYTHON_OLDEST)' scripts/setup_venv.sh $(OLDEST) oldest jax==0.10.0 jaxlib==0.10.0 -e '.[dev]'
-	@touch $@
-
-# For the interpreter of the oldest JAX, before which PYTHONPATH puts it: all else is the same.
-$(BETWEEN_STAMP): $(OLDEST_STAMP)
-	@rm -rf $(dir $@)
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(dir $@) \
-	  jax==$(BETWEEN) jaxlib==$(BETWEEN)
 	@touch $@
 
 # JAX 0.10 with the oldest Python that fits: those who have it have no newer one. Later JAX needs Python 3.12.

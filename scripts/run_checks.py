@@ -2,13 +2,12 @@
 
 Usage: python -m scripts.run_checks check
        python -m scripts.run_checks release
-       python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python --between FOLDER
+       python -m scripts.run_checks all --oldest-python .venv-oldest/bin/python
 
 *check* is for the minutes in between: format, lint, types, and the tests that are quick. Its first line says
 what it leaves out. *release* is what depends on the release of JAX that this interpreter has: types,
-docstrings and all tests. *all* is everything but the tests that are marked as slow, on this JAX and on older
-ones: on the oldest, and those that are most likely to differ on the JAX that --between has, for the oldest's
-interpreter.
+docstrings and all tests. *all* is everything but the tests that are marked as slow, on this JAX and, where a
+release can change what they find, on the oldest.
 
 One step more runs at a time than there are cores, for some tests wait for processes; the output of each is
 printed when it has ended.
@@ -49,8 +48,8 @@ _numbers = itertools.count()
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 FEWER = '--hypothesis-profile=fewer'
 QUICK = ['-m', 'not slow', FEWER]
-# The oldest and the one between are near one another: each runs half of the large tables of cases.
-ON_OLDER = ['-m', 'not slow and not one_jax', FEWER, '--half']
+# Of the large tables of cases, the oldest runs half.
+ON_OLDEST = ['-m', 'not slow and not one_jax', FEWER, '--half']
 
 # Compiling is much of the work of the tests, and how fast the machine code is says nothing about what scalax
 # does: where arrays lie, which collectives there are and what is traced stay as they are. `make verify`
@@ -59,7 +58,7 @@ ON_OLDER = ['-m', 'not slow and not one_jax', FEWER, '--half']
 WHOLE = '--xla_cpu_parallel_codegen_split_count=1'
 UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'XLA_FLAGS': WHOLE}
 # JAX 0.10 can also make machine code without MLIR, in a third of the time; newer ones do not know the flag.
-UNOPTIMISED_OLDER = {**UNOPTIMISED, 'XLA_FLAGS': f'{WHOLE} --xla_cpu_use_fusion_emitters=false'}
+UNOPTIMISED_OLDEST = {**UNOPTIMISED, 'XLA_FLAGS': f'{WHOLE} --xla_cpu_use_fusion_emitters=false'}
 
 # Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
 # compiles it once.
@@ -144,15 +143,6 @@ NOT_IN_CHECK = [
     'tests/transforms/sjit/test_matrix.py',
     'tests/transforms/test_axis_modes.py',
     'tests/transforms/test_microbatch.py',
-    'tests/transforms/test_shard_map.py',
-]
-# Where releases have differed most: meshes in force, types of axes, constraints.
-ON_ONE_BETWEEN = [
-    'tests/e2e/test_named_sharding.py',
-    'tests/e2e/test_ring_attention.py',
-    'tests/trace/test_constraints.py',
-    'tests/transforms/sjit/test_explicit.py',
-    'tests/transforms/test_axis_modes.py',
     'tests/transforms/test_shard_map.py',
 ]
 
@@ -287,7 +277,7 @@ def title(text: str) -> None:
     print(f'\n==> {text}', flush=True)
 
 
-def describe_python(python: str, path: Path | None = None) -> str:
+def describe_python(python: str) -> str:
     """The versions that a step runs on, asked of its own interpreter."""
     code = (
         'import importlib.metadata, platform\n'
@@ -296,9 +286,8 @@ def describe_python(python: str, path: Path | None = None) -> str:
         'print(f", jaxlib {version(\'jaxlib\')}")'
     )
     command = [python, '-c', code]
-    env = {**os.environ, **({'PYTHONPATH': str(path)} if path else {})}
     return subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=60
     ).stdout.strip()
 
 
@@ -323,7 +312,6 @@ def test_steps(
     parts: int = 1,
     options: Sequence[str] = QUICK,
     left_out: Sequence[str] = (),
-    chosen: Sequence[str] = ('tests',),
     variables: Mapping[str, str] | None = None,
     compiled: Path | None = None,
 ) -> list[Step]:
@@ -336,11 +324,10 @@ def test_steps(
         parts: the number of processes.
         options: of pytest.
         left_out: files and folders that do not run.
-        chosen: files and folders.
         variables: of the environment.
         compiled: where each process keeps, in a folder of its own, what it compiles.
     """
-    files = sorted(file for one in chosen for file in _files(ROOT / one))
+    files = sorted((ROOT / 'tests').rglob('test_*.py'))
     files = [file for file in files if not any(file.is_relative_to(ROOT / other) for other in left_out)]
     steps = []
     for part in range(parts):
@@ -351,10 +338,6 @@ def test_steps(
         cache = {COMPILED: str(compiled / label), **KEEP_ALL} if compiled else {}
         steps.append(Step(label, command, junit=report, variables={**(variables or {}), **cache}))
     return steps
-
-
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else list(path.rglob('test_*.py'))
 
 
 def run(steps: Sequence[Step], workers: int | None = None) -> None:
@@ -418,13 +401,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('what', choices=['check', 'release', 'all'])
     parser.add_argument('--oldest-python', help='the interpreter that has the oldest JAX')
-    parser.add_argument('--between', type=Path, help='a folder with a JAX between the oldest and the newest')
     args = parser.parse_args()
     if args.what == 'all' and not args.oldest_python:
         parser.error('all needs --oldest-python')
 
     begun = time.monotonic()
-    python, oldest, between = sys.executable, args.oldest_python, args.between
+    python, oldest = sys.executable, args.oldest_python
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
         scratch, steps = Path(folder), static_steps(python)
         if args.what == 'check':
@@ -445,37 +427,20 @@ def main() -> None:
         elif args.what == 'all':
             # Not resolved: that would lead out of the virtual environment.
             oldest = str(Path(oldest).absolute())
-            newest_is, oldest_is = describe_python(python), describe_python(oldest)
-            print(f'newest: {newest_is}\noldest: {oldest_is}')
+            print(f'newest: {describe_python(python)}\noldest: {describe_python(oldest)}', flush=True)
             steps += test_steps(
                 'tests (JAX newest)', python, scratch, 6, variables=UNOPTIMISED, compiled=scratch / 'compiled'
             )
-            name = 'tests (JAX oldest)'
             steps += test_steps(
-                name,
+                'tests (JAX oldest)',
                 oldest,
                 scratch,
-                3,
-                [*ON_OLDER, 'first'],
+                2,
+                ON_OLDEST,
                 left_out=NOT_ON_OLDEST,
-                variables=UNOPTIMISED_OLDER,
+                variables=UNOPTIMISED_OLDEST,
                 compiled=scratch / 'compiled',
             )
-            if between:
-                between = between.absolute()
-                print(f'between: {(between_is := describe_python(oldest, between))}', flush=True)
-                if between_is != newest_is:  # all tests run on it then
-                    name = 'tests (JAX between)'
-                    first = {**UNOPTIMISED_OLDER, 'PYTHONPATH': str(between)}
-                    steps += test_steps(
-                        name,
-                        oldest,
-                        scratch,
-                        options=[*ON_OLDER, 'second'],
-                        chosen=ON_ONE_BETWEEN,
-                        variables=first,
-                        compiled=scratch / 'compiled',
-                    )
             steps.append(doctests(python, scratch, UNOPTIMISED))
         run(steps)
         passed = summarise(steps, time.monotonic() - begun)
