@@ -114,6 +114,12 @@ def check_every_mesh() -> None:
         assert_both_ways(helper, axes, batch)
 
 
+def check_every_third_mesh() -> None:
+    batch = {'x': np.arange(12 * jax.device_count()).reshape(-1, 6), 'step': 3}
+    for helper, axes in itertools.islice(helpers(), 0, None, 3):
+        assert_both_ways(helper, axes, batch)
+
+
 def check_every_dtype() -> None:
     for helper, axes in itertools.islice(helpers(), 4):
         assert_both_ways(helper, axes, whole_batch(2 * jax.device_count()))

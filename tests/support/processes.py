@@ -6,6 +6,8 @@ they are written. Starting costs seconds, so many checks share one start::
     outcome = run_checks('tests.support.data_checks', processes=2, devices=4)
     outcome.passed  # the names of the checks that passed on every process
 
+With ``names=asked_for(request)`` a fixture leaves out the checks whose tests a run leaves out.
+
 No wait is unbounded: all processes end, or are ended by their ids, within the timeout.
 """
 
@@ -23,6 +25,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from examples.launch.ports import held_port
 from tests.support import ROOT
@@ -56,6 +60,13 @@ def names_of_checks(module: str) -> list[str]:
     return [name for name in vars(importlib.import_module(module)) if name.startswith('check_')]
 
 
+def asked_for(request: pytest.FixtureRequest) -> list[str]:
+    """What the tests of a run that use this fixture give as `name`."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    using = [item for item in items if item.path == request.path and request.fixturename in item.fixturenames]
+    return [item.callspec.params['name'] for item in using if 'name' in item.callspec.params]
+
+
 def run_checks(
     modules: str | Sequence[str],
     processes: int,
@@ -65,7 +76,12 @@ def run_checks(
 ) -> Outcome:
     """Runs checks of modules, or all, in so many processes with so many simulated devices each."""
     modules = [modules] if isinstance(modules, str) else modules
-    checks = [f'{module}:{name}' for module in modules for name in names or names_of_checks(module)]
+    checks = [
+        f'{module}:{name}'
+        for module in modules
+        for name in names_of_checks(module)
+        if not names or name in names
+    ]
     paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
     # Not buffered: what a process said before it was ended counts.
