@@ -18,9 +18,9 @@ FSDP_TP = Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',))
 # Half the time of compiling.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 MODELS = {model.name: model for model in all_models('small')}
-# Most of what a test takes is compiling. These three have what the others are made of: blocks in a loop, products
-# along a batch, and rows that are sorted; gradients that are written down. For each of the models is checked that
-# everything is followed, and `make verify` computes all of them.
+# Most of what a test takes is compiling. These three have what the others are made of: blocks in a loop,
+# products along a batch, and rows that are sorted; gradients that are written down. That everything is
+# followed is checked of each model, and `make verify` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
 
 

@@ -18,7 +18,8 @@ MODULES = ['tests.support.checkpoint_checks', 'tests.support.checkpoint_failure_
 FOUR = pytest.param('four', marks=pytest.mark.one_jax)
 CHECKS = [name for module in MODULES for name in names_of_checks(module)]
 SAVED = 'check_saving_and_restoring'  # what one process restores, in the end
-# Where a third process sees another thing than the second: what of it, and who failed. `make verify` runs all.
+# Where a third process sees another thing than the second: what of it, and who failed; `make verify` runs
+# all.
 OF_FOUR = [
     SAVED,
     'check_restoring_what_one_process_saved',

@@ -95,8 +95,9 @@ def training(
     folder: Path, program: Sequence[str] = TRAIN
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
     """A run without end, and a function that waits until it says something."""
-    log = folder / 'log.txt'
-    command = [sys.executable, '-u', *program, *SMALL, '--steps=1000000']
+    log, text = folder / 'log.txt', folder / 'text.txt'
+    text.write_text('the quick brown fox jumps over the lazy dog; ' * 40)  # evaluating is quick
+    command = [sys.executable, '-u', *program, *SMALL, '--steps=1000000', f'--text={text}']
     with log.open('wb') as out:
         process = subprocess.Popen(
             [*command, f'--output={folder}', f'--checkpoints={folder / "saved"}'],
