@@ -68,6 +68,7 @@ def test_alone_it_is_never_too_late() -> None:
     distributed.initialize()  # the tests have used JAX long ago
 
 
+@pytest.mark.one_jax
 def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
     env = told(port, 2)
     for early in range(2):
