@@ -16,6 +16,7 @@ from scalax.checkpoint import Checkpointer, _files, _saved_step
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support.random_examples import examples
 
 DEEP = '[' * 100_000
 TEXTS = [
@@ -263,7 +264,7 @@ def test_mutated_files_are_passed_over_or_restored(two: Path, helper: MeshShardi
     root = two / '2' / 'state' / 'scalax'
     names = ['files.json', 'leaves.json', 'data.0']
     whole = {name: (root / name).read_bytes() for name in names}
-    for _ in range(400):
+    for _ in range(examples(400).max_examples):
         name = chance.choice(names)
         data = bytearray(whole[name])
         for _ in range(chance.randint(1, 3)):

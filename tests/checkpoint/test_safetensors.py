@@ -155,7 +155,7 @@ def test_any_blocks(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     parts = [int(rng.choice([1, 2, 4])) for _ in range(rng.integers(1, 5))]
     sizes = [
-        int(rng.choice([1, 3, 5, 700 if len(parts) == 1 or not dim else 20])) for dim in range(len(parts))
+        int(rng.choice([1, 3, 5, 700 if len(parts) == 1 or not dim else 9])) for dim in range(len(parts))
     ]
     x = bits(
         tuple(part * size for part, size in zip(parts, sizes, strict=True)), rng.choice(['int8', 'int16'])

@@ -31,6 +31,7 @@ def check_hangs():
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'made_up_checks.py').write_text(MODULE, encoding='utf-8')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)  # its checks run in the order in which they are written
 
 
 def test_a_check_that_fails_on_one_process_ends_all() -> None:
