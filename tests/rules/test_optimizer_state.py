@@ -118,6 +118,22 @@ def assert_mirrors(state: Any, params: Any, everywhere: list[str]) -> int:
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
+def test_the_state_of_each_is_placed_as_its_parameters(name):
+    """Without compiling anything."""
+    optimizer, everywhere = OPTIMIZERS[name]
+    rule = OptimizerStateShardingRule(BY_PATH, PARAMS)
+    state = HELPER.abstract(jax.eval_shape(optimizer.init, PARAMS), rule)
+    assert assert_mirrors(state, HELPER.abstract(PARAMS, BY_PATH), everywhere) >= 3
+
+
+# States of other structures: statistics of every parameter, of some, of several steps, and beside others.
+# `make verify` computes all.
+COMPUTED = ('adamw', 'MultiSteps', 'lbfgs', 'multi_transform', 'muon')
+
+
+@pytest.mark.parametrize(
+    'name', [name if name in COMPUTED else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_moments_lie_as_their_parameters(name):
     optimizer, everywhere = OPTIMIZERS[name]
     rule = OptimizerStateShardingRule(BY_PATH, PARAMS)

@@ -446,6 +446,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.one_jax
 def test_another_process_decides_the_same():
     outputs = set()
     for seed in ('0', '1', '2'):
