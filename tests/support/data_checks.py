@@ -281,6 +281,7 @@ def check_what_moves_is_the_least() -> None:
                 for move in moves
                 if owners[move.source] != owners[move.target]
             )
+        if exchange is not None and me() == 0:  # all compile the same
             buffers = [exchange.stage(np.zeros((brought, 3), np.float32), 0)] * 2
             text = program_of(exchange, (0, 0)).lower(buffers).compile().as_text()
             assert text.count(' collective-permute(') == 2 * len(exchange.rounds), text
