@@ -121,6 +121,23 @@ CASES = {
 
 LAYOUTS = pytest.mark.parametrize('stacked', [False, True], ids=['unrolled', 'stacked'])
 ALL_CASES = pytest.mark.parametrize('name', CASES)
+# Eighty layers and more take long to make one by one. Smaller models have the same ones; those of these are
+# stacked.
+DEEP = ('llama 405B linen', 'llama 70B maxtext')
+CASES_UNROLLED = [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in CASES]
+IN_EACH_LAYOUT = pytest.mark.parametrize(
+    ('name', 'stacked'),
+    [
+        pytest.param(
+            name,
+            layout == 'stacked',
+            id=f'{name}-{layout}',
+            marks=[pytest.mark.slow] if name in DEEP and layout == 'unrolled' else [],
+        )
+        for name in CASES
+        for layout in ('unrolled', 'stacked')
+    ],
+)
 
 
 @functools.cache
@@ -142,8 +159,7 @@ def axes_of(spec):
     return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
 
 
-@LAYOUTS
-@ALL_CASES
+@IN_EACH_LAYOUT
 def test_the_model_is_the_published_one(name, stacked):
     leaves = jax.tree.leaves(built(name, stacked))
     assert sum(math.prod(leaf.shape) for leaf in leaves) == CASES[name].parameters
@@ -174,8 +190,7 @@ EXCEPTIONS = [
 ]
 
 
-@LAYOUTS
-@ALL_CASES
+@IN_EACH_LAYOUT
 def test_every_large_leaf_uses_all_of_fsdp_and_tp(name, stacked):
     found = {
         row.path: axes_of(row.spec)
@@ -204,8 +219,7 @@ def test_experts_lie_along_their_own_axis(name, stacked):
         assert axes_of(row.spec) == {'fsdp', 'tp', 'expert'}, row
 
 
-@LAYOUTS
-@ALL_CASES
+@IN_EACH_LAYOUT
 def test_what_is_replicated_is_small(name, stacked):
     replicated = sum(math.prod(row.shape) * 2 for row in rows(name, stacked) if not axes_of(row.spec))
     assert replicated < 10 * MB
@@ -215,7 +229,7 @@ def in_layers(name, path):
     return re.match(rf'{CASES[name].layers}/', path)
 
 
-@ALL_CASES
+@pytest.mark.parametrize('name', CASES_UNROLLED)
 def test_a_stack_lies_as_its_layers_do(name):
     number = re.compile(rf'^({CASES[name].layers})[/_]\d+/')
     unrolled = {}
