@@ -34,6 +34,7 @@ from scalax._follow.weights import FEW_ROWS, Products, Weights
 _ROUNDS = 8
 _LOOPS = ('scan', 'while', 'cond')
 _WITH_JAXPRS = (*_LOOPS, *CALLS)
+_WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -313,7 +314,8 @@ class _Edit:
         operands = [self._trail(atom) for atom in equation.invars]
         self._replaced, self._summed = {}, []
         experts = self._experts(equation, operands) if equation.primitive.name == 'dot_general' else ()
-        self._move_to_table(equation, operands)
+        if equation.primitive.name in _WITH_TABLES:
+            self._move_to_table(equation, operands)
         params, results = self._results(equation, operands)
         self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
@@ -366,7 +368,7 @@ class _Edit:
         name, follower = equation.primitive.name, self._follower
         if name == 'gather' and equation.invars[0] not in follower.from_batch:
             follower.tables.add(shape_of(equation.invars[0]))
-        if name not in ('scatter-add', 'scatter_add') or shape_of(equation.invars[0]) not in follower.tables:
+        if name == 'gather' or shape_of(equation.invars[0]) not in follower.tables:
             return
         table, _, updates = equation.invars
         if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
