@@ -34,6 +34,7 @@ from scalax._follow.weights import FEW_ROWS, Products, Weights
 _ROUNDS = 8
 _LOOPS = ('scan', 'while', 'cond')
 _WITH_JAXPRS = (*_LOOPS, *CALLS)
+_WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,6 +153,7 @@ class _Follower:
         placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
+        tables: the shapes of what is looked up in weights.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
@@ -160,6 +162,7 @@ class _Follower:
         self._possible: dict[tuple[Trail, tuple[int, ...]], Trail] = {}
         self._with_rows: dict[Trail, bool] = {}
         self.placed = arguments.placed
+        self.tables: set[tuple[int, ...]] = set()
         self._batch_axes = arguments.batch_axes
         self._mesh, self.sizes = mesh, dict(mesh.shape)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
@@ -207,6 +210,10 @@ class _Follower:
         if found is None:
             found = self._with_rows[trail] = any(axis in self._batch_axes for axes in trail for axis in axes)
         return found
+
+    def without_rows(self, trail: Trail) -> Trail:
+        """A trail along the mesh axes that shard no rows."""
+        return without(trail, self._batch_axes)
 
     def said(self, trail: Trail, var: Any) -> Trail:
         """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
@@ -307,6 +314,8 @@ class _Edit:
         operands = [self._trail(atom) for atom in equation.invars]
         self._replaced, self._summed = {}, []
         experts = self._experts(equation, operands) if equation.primitive.name == 'dot_general' else ()
+        if equation.primitive.name in _WITH_TABLES:
+            self._move_to_table(equation, operands)
         params, results = self._results(equation, operands)
         self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
@@ -350,6 +359,32 @@ class _Edit:
                 operands[place], {axis for axes in operands[1 - place] for axis in axes}
             )
         return staying
+
+    def _move_to_table(self, equation: Any, operands: list[Trail]) -> None:
+        """Rows move to the gradient of a table, a sum of scattered ones, if the table has more elements.
+
+        Else each device would have a sum of the size of its part of the table, and all would add these up.
+        """
+        name, follower = equation.primitive.name, self._follower
+        if name == 'gather' and equation.invars[0] not in follower.from_batch:
+            follower.tables.add(shape_of(equation.invars[0]))
+        if name == 'gather' or shape_of(equation.invars[0]) not in follower.tables:
+            return
+        table, _, updates = equation.invars
+        if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
+            return
+        if not follower.has_rows(RULES[name](equation, operands)[0]):
+            for place in (1, 2):
+                if self._has_open_rows(equation.invars[place]):
+                    operands[place] = follower.without_rows(operands[place])
+                    ndim = len(shape_of(equation.invars[place]))
+                    self._place_before(
+                        equation.invars[place], closed_spec_of(operands[place], ndim), equation
+                    )
+
+    def _has_open_rows(self, atom: Any) -> bool:
+        """Whether a value has rows that no constraint of a user places."""
+        return not isinstance(atom, Literal) and self._may_keep(atom)
 
     def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
         """Whether the compiler might put the results of an equation elsewhere.

@@ -105,3 +105,22 @@ def test_weights_that_are_not_gathered_do_not_count(rule, why):
 def test_look_ups_are_no_products():
     step = HELPER.sjit(lambda w, x: w[x], in_shardings=(RULE, P('fsdp')))
     assert step.followed(like(4096, SIZE), like(8, dtype='int32')).kept
+
+
+@pytest.mark.parametrize(('rows', 'moves'), [(64, True), (2048, False)], ids=['few', 'many'])
+def test_rows_move_to_a_table_with_more_elements(rows, moves):
+    helper = MeshShardingHelper([2, 4], ['data', 'fsdp'])
+    table = like(1024, 16)
+
+    def gradient(table, i, y):
+        return jax.grad(lambda table: jnp.sum(jnp.tanh(table[i]) * y))(table)
+
+    def summed(batch):
+        """The bytes of the table's gradient that are added up."""
+        shardings = {'in_shardings': (P('fsdp'), *[P(('data', 'fsdp'))] * 2), 'out_shardings': P('fsdp')}
+        step = helper.sjit(gradient, **shardings, batch_argnums=batch)
+        found = helper.plan(step, table, like(rows, dtype='int32'), like(rows, 16)).collectives
+        return sum(row.bytes * row.count for row in found if row.kind == 'all-reduce' and 'data' in row.axes)
+
+    assert summed(()) >= table.size * table.dtype.itemsize // 4
+    assert (summed((1, 2)) == 0) is moves
