@@ -14,6 +14,7 @@ import enum
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -172,11 +173,11 @@ class _Group:
 
 def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
     @functools.cache
-    def parsed(key: str) -> tuple[_Key, int | None]:
+    def parsed(key: str) -> tuple[str | _Numbered, int | None]:
         found = _NUMBER.fullmatch(key)
         return (_Numbered(found[1]), int(found[2])) if found else (key, None)
 
-    shapes: dict[_Run, dict[tuple[int, ...], str]] = {}
+    shapes: dict[tuple[str | _Numbered, ...], dict[tuple[int, ...], str]] = {}
     for path in asked:
         keys = [parsed(key) for key in path.split('/')]
         numbers = tuple(number for _, number in keys if number is not None)
@@ -186,10 +187,10 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
         places = _alike({numbers: asked[path] for numbers, path in paths.items()})
         for numbers, path in paths.items():
             kinds = iter([alike[number] for alike, number in zip(places, numbers, strict=True)])
-            keys = tuple(
+            kept: _Run = tuple(
                 _Numbered(key.stem, next(kinds)) if isinstance(key, _Numbered) else key for key in shape
             )
-            whole = (_Mark.BEGIN, *keys, _Mark.END)
+            whole = (_Mark.BEGIN, *kept, _Mark.END)
             groups.setdefault(whole, _Group(whole, asked[path], [])).paths.append(path)
     return list(groups.values())
 
@@ -218,7 +219,8 @@ def _any_numbers(run: _Run) -> _Run:
 
 
 def _numbers_of(run: _Run) -> list[frozenset[int] | None]:
-    return [key.numbers and frozenset(key.numbers) for key in run if isinstance(key, _Numbered)]
+    found = [key.numbers for key in run if isinstance(key, _Numbered)]
+    return [None if numbers is None else frozenset(numbers) for numbers in found]
 
 
 def _is_name(key: _Key) -> bool:
@@ -282,17 +284,23 @@ class _Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Cover:
-    """Alternatives of a regex, which together match some groups."""
+    """Alternatives of a regex, which together match some groups.
+
+    Attributes:
+        chosen: runs, and each as a regex.
+        missing: how many of the groups no run can tell from others. Their leaves get exact rows.
+    """
 
     chosen: list[tuple[_Found, _Alternative]]
+    missing: int
 
     @property
     def cost(self) -> float:
-        return sum(found.cost for found, _ in self.chosen)
+        return sum(found.cost for found, _ in self.chosen) + 10 * self.missing
 
     @property
     def touched(self) -> int:
-        return functools.reduce(int.__or__, (found.touched for found, _ in self.chosen), 0)
+        return _union(found.touched for found, _ in self.chosen)
 
     @property
     def regex(self) -> str:
@@ -325,7 +333,9 @@ class _Table:
                 if cover.cost > _CLEARLY * alone[spec].cost:
                     cover = alone[spec]
                 best[spec] = min(
-                    (cover.cost, None, cover), self._with_exceptions(mine, left, default), key=_first
+                    (cover.cost, None, cover),
+                    self._with_exceptions(mine, left, default),
+                    key=operator.itemgetter(0),
                 )
             spec = min(best, key=lambda spec: best[spec][0])
             _, exceptions, cover = best[spec]
@@ -334,7 +344,11 @@ class _Table:
                 excepted = exceptions.touched & default
                 rows.append((exceptions.regex, REPLICATED, excepted))
                 default, left = default & ~excepted, left & ~excepted
-            if not pending and not self._of_spec.get(REPLICATED) and (not rows or len(alone[spec].chosen) > 1):
+            if (
+                not pending
+                and not self._of_spec.get(REPLICATED)
+                and (not rows or len(alone[spec].chosen) > 1)
+            ):
                 rows.append(('.*', spec, mine))
             elif cover.chosen:
                 rows.append((cover.regex, spec, mine))
@@ -367,7 +381,7 @@ class _Table:
         ordered: list[int] = []
         while len(ordered) < len(rows):
             ready = [i for i in range(len(rows)) if i not in ordered and before[i].issubset(ordered)]
-            ordered.append(min(ready, key=lambda i: rows[i][2] & -rows[i][2]))
+            ordered.append(min(ready, key=lambda i: _lowest(rows[i][2])))
         return [rows[i][:2] for i in ordered]
 
     def _groups_of(self, bits: int) -> list[_Group]:
@@ -388,7 +402,7 @@ class _Table:
             for run, behind in _runs(keys, idle):
                 free = _any_numbers(run)
                 places[free].append((1 << bit, _numbers_of(run)))
-                for candidate in (run, free):
+                for candidate in (run, free) if any(map(_is_name, free)) else (run,):
                     costs[candidate] = min(costs.get(candidate, math.inf), _cost(candidate, behind))
         return [_found(run, cost, places[_any_numbers(run)]) for run, cost in costs.items()]
 
@@ -409,16 +423,21 @@ class _Table:
             left &= ~best.covered
         for item in chosen[::-1]:
             rest = [other for other in chosen if other is not item]
-            if not mine & item[0].covered & ~functools.reduce(int.__or__, (f.covered for f, _ in rest), 0):
+            if not mine & item[0].covered & ~_union(found.covered for found, _ in rest):
                 chosen = rest
-        return _Cover(sorted(chosen, key=lambda item: item[0].covered & mine & -(item[0].covered & mine)))
+        chosen.sort(key=lambda item: _lowest(item[0].covered & mine))
+        return _Cover(chosen, left.bit_count())
 
 
 _CLEARLY = 0.7  # of the cost, to be clearly shorter
 
 
-def _first(option: tuple[float, _Cover | None, _Cover]) -> float:
-    return option[0]
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, bits, 0)
+
+
+def _lowest(bits: int) -> int:
+    return bits & -bits
 
 
 def _found(run: _Run, cost: float, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
@@ -465,9 +484,10 @@ def _anchored(run: _Run, own: Sequence[str], others: Sequence[str]) -> _Alternat
     texts = tuple(None if key is _Mark.GAP else (_key_text(key),) for key in keys)
     # Where the tree is a part of another one, as the params of a state, the same rule will do.
     parts = own if run[0] is _Mark.BEGIN else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
-    # A single letter is in too many words.
-    lefts = ['^'] if run[0] is _Mark.BEGIN else ['', '/', '(^|/)'][len(str(keys[0])) < 2 :]
-    rights = ['$', r'\Z'] if run[-1] is _Mark.END else ['', '$', '/', '(/|$)'][len(str(keys[-1])) < 2 :]
+    lefts = ['^'] if run[0] is _Mark.BEGIN else ['', '/', '(^|/)'][_is_short(keys[0]) :]
+    rights = (
+        ['$', r'\Z'] if run[-1] is _Mark.END else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :]
+    )
     gaps = ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else ['']
     for left, right, gap in sorted(
         itertools.product(lefts, rights, gaps), key=lambda option: len(''.join(option))
@@ -477,6 +497,11 @@ def _anchored(run: _Run, own: Sequence[str], others: Sequence[str]) -> _Alternat
         if all(map(search, parts)) and not any(map(search, others)):
             return found
     return None
+
+
+def _is_short(key: _Key, at_end: bool = False) -> bool:
+    """Whether the text of a key is a part of many others: a single letter, or a number."""
+    return len(key) < 2 if isinstance(key, str) else isinstance(key, _Numbered) and (at_end or not key.stem)
 
 
 def _regex(alternatives: Sequence[_Alternative]) -> str:
@@ -521,21 +546,26 @@ def _one_of(texts: Sequence[str]) -> str:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """``query|key``; what the words have in common is written once: ``(gate|up)_proj|[qkv]``."""
-    tails: dict[str, list[str]] = {}
+    """``query|key``; what words have in common is written once: ``(gate|up)_proj|conv[12]``."""
+    families: dict[tuple[str, str | None], list[str]] = {}
     for text in dict.fromkeys(texts):
-        head, underscore, tail = text.rpartition('_')
-        common = head and re.fullmatch(r'\w+', text)
-        tails.setdefault(underscore + tail if common else '', []).append(head if common else text)
-    pieces = []
-    for tail, heads in tails.items():
-        if not tail or len(heads) == 1:
-            pieces += [head + tail for head in heads]
-        elif all(len(head) == 1 for head in heads):
-            pieces.append(f'[{"".join(heads)}]{tail}')
+        found = _FAMILY.fullmatch(text)
+        if found is None:
+            families[text, None] = ['']
+        elif found['digit']:
+            families.setdefault((found['stem'], ''), []).append(found['digit'])
         else:
-            pieces.append(f'({"|".join(heads)}){tail}')
+            families.setdefault(('', found['ending']), []).append(found['word'])
+    pieces = []
+    for (before, after), words in families.items():
+        text = '|'.join(words)
+        if len(words) > 1:
+            text = f'[{"".join(words)}]' if all(len(word) == 1 for word in words) else f'({text})'
+        pieces.append(f'{before}{text}{after or ""}')
     return '|'.join(pieces)
+
+
+_FAMILY = re.compile(r'(?P<stem>\w*[^\W\d_])(?P<digit>[0-9])|(?P<word>\w+)(?P<ending>_[^\W_]+)')
 
 
 def _escaped(text: str) -> str:
@@ -559,8 +589,10 @@ def _numbers_text(numbers: Sequence[int]) -> str:
         tens.setdefault(tuple(last), []).append(ten)
     texts = []
     for last, before in tens.items():
-        spans = ''.join(f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(last))
-        text = str(last[0]) if len(last) == 1 else r'\d' if len(last) == 10 else f'[{spans}]'
-        texts += [text] if before[0] == 0 else []
-        texts += [_numbers_text(before[before[0] == 0 :]) + text] if before[before[0] == 0 :] else []
+        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(last)]
+        digit = str(last[0]) if len(last) == 1 else r'\d' if len(last) == 10 else f'[{"".join(spans)}]'
+        if before[0] == 0:
+            texts.append(digit)
+        if before[-1] > 0:
+            texts.append(_numbers_text([ten for ten in before if ten]) + digit)
     return f'({"|".join(texts)})' if len(texts) > 1 else texts[0]
