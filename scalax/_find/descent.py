@@ -7,12 +7,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from scalax._find.layout import Axes, Layout, Placement, elsewhere, usual
 from scalax._find.trial import Trial, Trials
 
 # Costs within this part of one another are equal: then the one that was there first stays.
-EQUAL = 0.005
+EQUAL = 0.002
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
@@ -35,6 +36,7 @@ class Search:
         batch_dim: their dimension with the rows.
         experts: the classes of dimensions of experts.
         ends: when to stop, by `time.monotonic`.
+        best: the best so far, which nothing that was tried is better than by more than nothing.
     """
 
     trials: Trials
@@ -44,6 +46,7 @@ class Search:
     batch_dim: int
     experts: frozenset[int]
     ends: float
+    best: Trial | None = None
 
     def run(self) -> bool:
         """Searches until nothing gets better; returns False if there was no time for that."""
@@ -62,11 +65,13 @@ class Search:
         new = [layout for layout in layouts if layout not in self.trials.known]
         if new and self.trials.known and time.monotonic() > self.ends:
             raise OutOfTime
-        for trial in sorted(self.trials(layouts), key=lambda each: each.cost):
-            if best is None or trial.cost < best.cost * (1 - EQUAL):
-                return trial
-        assert best is not None
-        return best
+        cheapest = min(self.trials(layouts), key=lambda each: each.cost, default=best)
+        if cheapest is None or (best is not None and cheapest.cost >= best.cost * (1 - EQUAL)):
+            cheapest = best
+        assert cheapest is not None
+        if self.best is None or cheapest.cost < self.best.cost * (1 - EQUAL):
+            self.best = cheapest
+        return cheapest
 
     def _sizes(self) -> Iterator[dict[str, int]]:
         """The meshes, until larger sizes of the other axis do not pay."""
@@ -108,15 +113,31 @@ class Search:
         return min(found, key=lambda trial: trial.cost, default=None)
 
     def _group_by_group(self, best: Trial) -> Trial:
-        """Moves one group at a time, until no move pays."""
+        """Moves groups of one shape together, and then one group at a time, until no move pays."""
+        groups = self.trials.problem.groups
+        alike: dict[Any, list[int]] = collections.defaultdict(list)
+        for number, group in enumerate(groups):
+            alike[group.shape, best.layout.groups[number]].append(number)
+        for numbers in [*alike.values(), *([number] for number in range(len(groups)))]:
+            best = self._moved(best, numbers)
         while True:
             before = best
-            for number, group in enumerate(self.trials.problem.groups):
-                layout = best.layout
-                places = elsewhere(group, layout.groups[number], self.axes, layout.sizes)
-                best = self._best_of([layout.with_group(number, place) for place in places], best)
+            for number in range(len(groups)):
+                best = self._moved(best, [number])
             if best is before:
                 return best
+
+    def _moved(self, best: Trial, numbers: Sequence[int]) -> Trial:
+        """The best of moves of some groups from one place to another."""
+        layout, first = best.layout, numbers[0]
+        group, here = self.trials.problem.groups[first], best.layout.groups[first]
+        moves = []
+        for place in elsewhere(group, here, self.axes, layout.sizes):
+            moved = layout
+            for number in numbers:
+                moved = moved.with_group(number, place)
+            moves.append(moved)
+        return self._best_of(moves, best)
 
     def _layout(
         self, sizes: dict[str, int], batch: Placement, split: Collection[int], experts: Collection[int] = ()

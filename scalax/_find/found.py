@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from scalax._find.descent import EQUAL
-from scalax._find.layout import Axes, Layout, spec_of
+from scalax._find.layout import Layout, spec_of
 from scalax._find.readable import readable_rule, to_code
 from scalax._find.trial import Trial, Trials
 from scalax._plan.plan import Plan
@@ -23,6 +23,7 @@ from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
 
 _GROUPS = ('group', 'spec', 'next best', 'its seconds', 'its memory', 'its bytes')
+Ended = Literal['', 'time', 'stopped']
 _MESHES = ('mesh', 'batch', 'seconds', 'at least', 'memory', 'outcome')
 
 
@@ -102,7 +103,7 @@ class Found:
     estimate: float
     tried: int
     seconds: float
-    ended: Literal['', 'time', 'stopped']
+    ended: Ended
     topology: str | None
     _code: str = dataclasses.field(default='', repr=False)
 
@@ -170,7 +171,7 @@ class Found:
         return lines
 
     def _group_cells(self) -> list[tuple[str, ...]]:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for group in self.groups:
             if group.next_spec is None:
                 rows.append((group.name, str(group.spec), '', '', '', ''))
@@ -201,11 +202,9 @@ def _more(size: int) -> str:
     return f'{"-" if size < 0 else "+"}{human_bytes(abs(size))}'
 
 
-def make_found(
-    trials: Trials, topology: str | None, axes: Axes, ended: Literal['', 'time', 'stopped'], seconds: float
-) -> Found:
+def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
     """The result of a search: the best of the trials, with its plan."""
-    problem, best = trials.problem, trials.best
+    problem = trials.problem
     plan = problem.plan(best.layout, problem.steps[0])
     specs = problem.specs(best.layout)
     rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items()})
@@ -301,7 +300,10 @@ def _code(
     if topology is None:
         helper = f'MeshShardingHelper({dims}, {names}, mesh_axis_splitting=True)'
     else:
-        helper = f'MeshShardingHelper.from_topology(\n    {topology!r}, {dims}, {names}, mesh_axis_splitting=True{slices}\n)'
+        helper = (
+            'MeshShardingHelper.from_topology(\n'
+            f'    {topology!r}, {dims}, {names}, mesh_axis_splitting=True{slices}\n)'
+        )
     given = ['batch' if i in step.batch else 'rule' for i in range(len(step.args))]
     returned = ['None' if like is None else given[like] for like in step.like]
     results = returned[0] if step.one_result else f'({", ".join(returned)}{"," * (len(returned) == 1)})'
@@ -315,7 +317,7 @@ def _code(
         f'    in_shardings=({", ".join(given)}{"," * (len(given) == 1)}),\n'
         f'    out_shardings={results},\n'
         f'    donate_argnums={tuple(sorted(step.donated))},\n'
-        f'    batch_argnums={tuple(sorted(step.batch))},\n'
+        f'    batch_argnums={tuple(sorted(step.batch)) if any(layout.batch) else ()},\n'
         ')\n'
     )
 

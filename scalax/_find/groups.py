@@ -1,4 +1,4 @@
-"""Groups of leaves that are sharded alike: a parameter in all layers, with the optimizer's statistics of it."""
+"""Groups of leaves that are sharded alike: a parameter in all layers, with its optimizer's statistics."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Layout:
 
 
 def fitted(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
-    """The part of a placement that a shape can have: mesh axes are dropped from the right until it divides."""
+    """What a shape can have of a placement: mesh axes are dropped from the right until it divides."""
     found = []
     for axes, size in zip(placement, shape, strict=False):
         while axes and size % math.prod(sizes[axis] for axis in axes):

@@ -154,8 +154,8 @@ def leaves_of(steps: Sequence[Step]) -> dict[Key, Leaf]:
             other = shapes.setdefault(leaf.path, leaf.shape)
             if other != leaf.shape and 1 not in (math.prod(other), math.prod(leaf.shape)):
                 raise ArgumentError(
-                    f'two arguments have a leaf {leaf.path!r}, of the shapes {other} and {leaf.shape}: a rule '
-                    'looks at paths, and cannot tell them apart. Put both into one tree'
+                    f'two arguments have a leaf {leaf.path!r}, of the shapes {other} and {leaf.shape}: a '
+                    'rule looks at paths, and cannot tell them apart. Put both into one tree'
                 )
             found.setdefault((leaf.path, leaf.shape), leaf)
     return found

@@ -129,7 +129,7 @@ class Problem:
             in_shardings=given,
             out_shardings=returned,
             donate_argnums=tuple(step.donated),
-            batch_argnums=tuple(step.batch),
+            batch_argnums=tuple(step.batch) if any(layout.batch) else (),
         )
         with warnings.catch_warnings():
             warnings.simplefilter('error', IndivisibleWarning)
@@ -220,7 +220,7 @@ class Trials:
         self._pool.shutdown()
 
     def __call__(self, layouts: Sequence[Layout]) -> list[Trial]:
-        """The trials of some layouts, as many at a time as there are cores: those that are known, or new ones."""
+        """The trials of some layouts: known ones, or new ones, as many at a time as there are cores."""
         new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
         attempts = [self._pool.submit(self.problem.attempt, layout, self._limit) for layout in new]
         try:
@@ -238,11 +238,6 @@ class Trials:
             with self._file.open('a') as out:
                 out.write(json.dumps({'of': self._identity, **dataclasses.asdict(trial)}) + '\n')
         self._note(trial)
-
-    @property
-    def best(self) -> Trial:
-        """The best so far; the first of equals."""
-        return min(self.known.values(), key=lambda trial: trial.cost)
 
     def _read(self, line: str) -> None:
         try:

@@ -83,8 +83,8 @@ def find(
         optimizer_state: ``'as parameters'``: statistics are sharded as their parameter; ``'zero1'``: only
             they are over the axes of the batch, and parameters are whole there.
         batch_dim: the dimension of the rows in the arrays of the batch.
-        axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from slice
-            to slice, if there are several. By default ``('fsdp', 'tp')`` and ``('data', 'fsdp', 'tp')``.
+        axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from
+            slice to slice, if there are several. By default fsdp and tp, and data.
         sizes: mesh axis -> its size, or the sizes that it may have.
         num_slices: the number of slices.
         headroom: the part of the memory of a device that is to stay free.
@@ -97,7 +97,8 @@ def find(
         A `Found`. Ctrl-C ends the search early, with the best so far.
 
     Raises:
-        ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is invalid.
+        ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
+            invalid.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
 
@@ -157,12 +158,14 @@ def find(
             ended = '' if search.run() else 'time'
         except KeyboardInterrupt:
             ended = 'stopped'
-    if not trials.known:
+    if search.best is None:
+        if ended == 'stopped':
+            raise KeyboardInterrupt
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
             f'{", ".join(map(str, shapes[:3]))}'
         )
-    return make_found(trials, topology, axes, ended, time.monotonic() - started)
+    return make_found(trials, search.best, topology, ended, time.monotonic() - started)
 
 
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
@@ -199,7 +202,8 @@ def _further(each: Any) -> tuple[Any, Any, Any]:
         raise ArgumentError(
             f'also takes further steps, each (function, arguments, batch_argnums), got {type(each).__name__}'
         )
-    return tuple(each)  # type: ignore[return-value]
+    function, arguments, batch_argnums = each
+    return function, arguments, batch_argnums
 
 
 def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key, PartitionSpec]:
