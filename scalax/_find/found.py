@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
@@ -15,7 +17,7 @@ from scalax._find.readable import readable_rule, to_code
 from scalax._find.trial import Trial, Trials
 from scalax._plan.plan import Plan
 from scalax._report import saved
-from scalax._report.pages import paragraphs
+from scalax._report.pages import escape, paragraphs, still_page
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
@@ -130,13 +132,25 @@ class Found:
         return '\n\n'.join(part.rstrip('\n') for part in parts)
 
     def _repr_html_(self) -> str:
-        return ''.join(
-            [
-                paragraphs(self._head),
-                html_table(_GROUPS, self._group_cells(), right=[3, 4]),
-                html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4]),
-            ]
-        )
+        parts = [
+            paragraphs(self._head),
+            f'<pre>{"<br/>".join(map(escape, to_code(self.rule).splitlines()))}</pre>',
+            html_table(_GROUPS, self._group_cells(), right=[3, 4]),
+            html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4]),
+        ]
+        return f'<div class="scalax-static">{"".join(parts)}</div>'
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the result, with the plan below it, as a page that loads nothing and runs no script.
+
+        Args:
+            path: the file to write.
+            title: the title of the page.
+        """
+        title = title or f'A rule for {self.plan.name}'
+        heading = f'<h1>{escape(title)}</h1>'
+        plan = f'<h2>The plan</h2>{self.plan._repr_html_()}'
+        Path(path).write_text(still_page(title, heading + self._repr_html_() + plan), encoding='utf-8')
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
