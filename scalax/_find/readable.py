@@ -17,7 +17,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -154,6 +154,7 @@ _Run = tuple[_Key, ...]
 _NUMBER = re.compile('((?:.*[_.])?)(0|[1-9][0-9]{0,8})', re.ASCII | re.DOTALL)
 _LONGEST = 5  # keys of a run; a whole path may have more
 _ENDING = 3  # keys behind a gap
+_GAP_COST = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,26 +242,30 @@ def _runs(keys: _Run, idle: int) -> Iterator[tuple[_Run, float]]:
         begins = keys[first] is _Mark.BEGIN
         for last in range(first + 1 + begins, min(first + _LONGEST + begins, len(keys)) + 1):
             run = keys[first:last]
-            if begins or any(map(_is_name, run)):
+            if begins or _is_name(run[0]):
                 yield run, behind[last]
     heads = [(place + 1, keys[place : place + 1]) for place in range(1, stop) if _is_name(keys[place])]
     for after, head in [(2, keys[:2]), *heads]:
         for first in range(max(after, stop - _ENDING), stop):
-            if any(map(_is_name, keys[first:stop])):
+            if _is_name(keys[first]):
                 yield (*head, _Mark.GAP, *keys[first:stop]), 0
 
 
 def _cost(run: _Run, behind: float) -> float:
     """Keys, mostly; what is far from the end of the path says less about a leaf than its own name."""
-    cost = 1.5 * behind
+    cost = 3.5 * behind
+    if run[0] is _Mark.BEGIN and not _is_name(run[1]):
+        cost += 6  # `mu|nu` says more than `^1`
     for key in run:
         if isinstance(key, str):
             cost += 1
         elif isinstance(key, _Numbered):
-            cost += 0.6 + 0.6 * bool(key.stem)
-            cost += 0.1 * len(_numbers_text(key.numbers)) if key.numbers and len(key.numbers) > 1 else 0
+            several = key.numbers is not None and len(key.numbers) > 1
+            cost += (
+                0.6 + 0.6 * bool(key.stem) + (0.3 * len(_numbers_text(key.numbers or ())) if several else 0)
+            )
         else:
-            cost += 0.7 if key is _Mark.GAP else 0.2
+            cost += _GAP_COST if key is _Mark.GAP else 0.2
     return cost
 
 
@@ -280,6 +285,16 @@ class _Found:
     cost: float
     touched: int
     covered: int
+
+    @functools.cached_property
+    def head(self) -> _Run:
+        """The keys before a gap, if there is one."""
+        return self.run[: self.run.index(_Mark.GAP)] if _Mark.GAP in self.run else ()
+
+    def price(self, left: int, heads: set[_Run]) -> float:
+        """The cost for each of the groups that are *left*, where the *heads* are in the regex already."""
+        shared = _GAP_COST if self.head and self.head in heads else 0
+        return (self.cost - shared) / (self.covered & left).bit_count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +322,18 @@ class _Cover:
         return _regex([alternative for _, alternative in self.chosen])
 
 
+class _Row(NamedTuple):
+    """A row, and as bits the groups that it decides about."""
+
+    regex: str
+    spec: PartitionSpec
+    groups: int
+
+
+def _length(rows: Iterable[_Row]) -> int:
+    return sum(len(row.regex) + 10 for row in rows)
+
+
 class _Table:
     """The search of the rows for some leaves."""
 
@@ -320,69 +347,85 @@ class _Table:
 
     def rows(self) -> list[tuple[str, PartitionSpec]]:
         """Regexes and specs, of which the first match wins; the last row is for all other leaves."""
+        rows = self._search(_Cover([], 0))
+        # A part of the tree that is replicated, as the params of ZeRO-1, may be best said first.
+        default = self._of_spec.get(REPLICATED, 0)
+        parts = [found for found in self._found if found.covered and not found.touched & ~default]
+        part = max(parts, key=lambda found: found.covered.bit_count(), default=None)
+        if part is not None and len(rows) > 1:
+            others = self._search(self._cover(part.covered, self._all & ~default))
+            if _length(others) < _CLEARLY * _length(rows):
+                rows = others
+        ordered = self._ordered(rows)
+        return [*ordered, ('.*', REPLICATED)] if default else ordered
+
+    def _search(self, replicated: _Cover) -> list[_Row]:
+        """The rows of all specs but the replicated one, the simplest spec first.
+
+        Args:
+            replicated: what has a row before them, if anything.
+        """
         pending = dict(self._of_spec)
         default = pending.pop(REPLICATED, 0)
-        alone = {spec: self._cover(mine, self._all & ~mine) for spec, mine in pending.items()}
-        rows: list[tuple[str, PartitionSpec, int]] = []
         left = self._all
+        rows: list[_Row] = []
+
+        def add(cover: _Cover, spec: PartitionSpec, mine: int) -> None:
+            nonlocal left
+            if cover.chosen:
+                rows.append(_Row(cover.regex, spec, mine))
+            left &= ~mine
+
+        add(replicated, REPLICATED, replicated.touched)
+        alone = {spec: self._cover(mine, left & ~mine) for spec, mine in pending.items()}
         while pending:
-            best: dict[PartitionSpec, tuple[float, _Cover | None, _Cover]] = {}
+            best: dict[PartitionSpec, tuple[float, _Cover, _Cover]] = {}
             for spec, mine in pending.items():
                 cover = self._cover(mine, left & ~mine)
                 # Rows that rely on those before them are harder to read: only if that saves much.
                 if cover.cost > _CLEARLY * alone[spec].cost:
                     cover = alone[spec]
-                best[spec] = min(
-                    (cover.cost, None, cover),
-                    self._with_exceptions(mine, left, default),
-                    key=operator.itemgetter(0),
-                )
+                options = [(cover.cost, _Cover([], 0), cover)]
+                options += self._with_exceptions(mine, left, left & default)
+                best[spec] = min(options, key=operator.itemgetter(0))
             spec = min(best, key=lambda spec: best[spec][0])
-            _, exceptions, cover = best[spec]
             mine = pending.pop(spec)
-            if exceptions is not None:
-                excepted = exceptions.touched & default
-                rows.append((exceptions.regex, REPLICATED, excepted))
-                default, left = default & ~excepted, left & ~excepted
+            _, exceptions, cover = best[spec]
+            add(exceptions, REPLICATED, exceptions.touched & left & default)
             if (
                 not pending
-                and not self._of_spec.get(REPLICATED)
-                and (not rows or len(alone[spec].chosen) > 1)
+                and not default
+                and (not rows or max(len(cover.chosen), len(alone[spec].chosen)) > 1)
             ):
-                rows.append(('.*', spec, mine))
-            elif cover.chosen:
-                rows.append((cover.regex, spec, mine))
-            left &= ~mine
-        ordered = self._ordered(rows)
-        return [*ordered, ('.*', REPLICATED)] if REPLICATED in self._of_spec else ordered
+                rows.append(_Row('.*', spec, mine))
+            else:
+                add(cover, spec, mine)
+        return rows
 
-    def _with_exceptions(self, mine: int, left: int, default: int) -> tuple[float, _Cover | None, _Cover]:
-        """A cover that may match replicated leaves too, for which there is a row before it."""
+    def _with_exceptions(self, mine: int, left: int, default: int) -> Iterator[tuple[float, _Cover, _Cover]]:
+        """A cover that may match replicated leaves too, with the one of a row before it for these."""
         loose = self._cover(mine, left & ~mine & ~default)
         excepted = loose.touched & default
-        if not excepted:
-            return math.inf, None, loose
-        exceptions = self._cover(excepted, left & ~default)
-        loose = self._cover(mine, left & ~mine & ~excepted)
-        return (loose.cost + exceptions.cost + 1) / _CLEARLY, exceptions, loose
+        if excepted:
+            exceptions = self._cover(excepted, left & ~default)
+            loose = self._cover(mine, left & ~mine & ~excepted)
+            yield (loose.cost + exceptions.cost + 1) / _CLEARLY, exceptions, loose
 
-    def _ordered(self, rows: list[tuple[str, PartitionSpec, int]]) -> list[tuple[str, PartitionSpec]]:
+    def _ordered(self, rows: Sequence[_Row]) -> list[tuple[str, PartitionSpec]]:
         """The rows in the order of the leaves, but each behind those whose leaves it matches too."""
         before: list[set[int]] = []
-        for index, (regex, _, _) in enumerate(rows):
-            search = re.compile(regex).search
-            before.append(
-                {
-                    other
-                    for other, (_, _, mine) in enumerate(rows[:index])
-                    if any(search(path) for group in self._groups_of(mine) for path in group.samples)
-                }
-            )
+        for index, row in enumerate(rows):
+            search = re.compile(row.regex).search
+            earlier = [
+                [path for group in self._groups_of(other.groups) for path in group.samples]
+                for other in rows[:index]
+            ]
+            before.append({other for other, paths in enumerate(earlier) if any(map(search, paths))})
         ordered: list[int] = []
         while len(ordered) < len(rows):
             ready = [i for i in range(len(rows)) if i not in ordered and before[i].issubset(ordered)]
-            ordered.append(min(ready, key=lambda i: _lowest(rows[i][2])))
-        return [rows[i][:2] for i in ordered]
+            ordered.append(min(ready, key=lambda i: _lowest(rows[i].groups)))
+        return [(rows[i].regex, rows[i].spec) for i in ordered]
 
     def _groups_of(self, bits: int) -> list[_Group]:
         return [group for bit, group in enumerate(self._groups) if bits >> bit & 1]
@@ -413,7 +456,9 @@ class _Table:
         chosen: list[tuple[_Found, _Alternative]] = []
         left = mine
         while usable := [found for found in usable if found.covered & left]:
-            best = min(usable, key=lambda found: found.cost / (found.covered & left).bit_count())
+            heads = {found.head for found, _ in chosen}
+
+            best = min(usable, key=lambda found: found.price(left, heads))
             own = [path for group in self._groups_of(best.covered & mine) for path in group.samples]
             alternative = _anchored(best.run, own, theirs)
             if alternative is None:
@@ -429,7 +474,7 @@ class _Table:
         return _Cover(chosen, left.bit_count())
 
 
-_CLEARLY = 0.7  # of the cost, to be clearly shorter
+_CLEARLY = 0.8  # of the cost, to be clearly shorter
 
 
 def _union(bits: Iterable[int]) -> int:
@@ -460,40 +505,43 @@ class _Alternative:
     """A run as a regex.
 
     Attributes:
-        left: what anchors its begin.
-        keys: for each key the texts that may stand there; a gap is None.
-        right: what anchors its end.
-        gap: the regex of the gap.
+        begin: what anchors its begin.
+        keys: for each key the texts that may stand there.
+        gap: the regex of the gap behind the first key, or nothing.
+        end: what anchors its end.
     """
 
-    left: str
-    keys: tuple[tuple[str, ...] | None, ...]
-    right: str
+    begin: str
+    keys: tuple[tuple[str, ...], ...]
     gap: str
+    end: str
 
     @property
-    def body(self) -> str:
-        """The regex between the anchors."""
-        text = ''.join(self.gap if key is None else f'{_one_of(key)}/' for key in self.keys)
-        return text[:-1]
+    def left(self) -> str:
+        """What stands before the keys that do not differ from those of other alternatives."""
+        return self.begin + (f'{_one_of(self.keys[0])}/{self.gap}' if self.gap else '')
+
+    @property
+    def bodies(self) -> list[str]:
+        """The keys themselves."""
+        keys = self.keys[bool(self.gap) :]
+        return _joined(keys[0]) if len(keys) == 1 else ['/'.join(map(_one_of, keys))]
 
 
 def _anchored(run: _Run, own: Sequence[str], others: Sequence[str]) -> _Alternative | None:
     """The regex of a run with the fewest anchors that matches *own* paths and no *others*."""
-    keys = [key for key in run if key not in (_Mark.BEGIN, _Mark.END)]
-    texts = tuple(None if key is _Mark.GAP else (_key_text(key),) for key in keys)
+    begins, ends = run[0] is _Mark.BEGIN, run[-1] is _Mark.END
+    keys = [key for key in run if not isinstance(key, _Mark)]
     # Where the tree is a part of another one, as the params of a state, the same rule will do.
-    parts = own if run[0] is _Mark.BEGIN else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
-    lefts = ['^'] if run[0] is _Mark.BEGIN else ['', '/', '(^|/)'][_is_short(keys[0]) :]
-    rights = (
-        ['$', r'\Z'] if run[-1] is _Mark.END else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :]
+    parts = own if begins else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
+    options = itertools.product(
+        ['^'] if begins else ['', '/', '(^|/)'][_is_short(keys[0]) :],
+        ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else [''],
+        ['$', r'\Z'] if ends else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :],
     )
-    gaps = ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else ['']
-    for left, right, gap in sorted(
-        itertools.product(lefts, rights, gaps), key=lambda option: len(''.join(option))
-    ):
-        found = _Alternative(left, texts, right, gap)
-        search = re.compile(left + found.body + right).search
+    for begin, gap, end in sorted(options, key=lambda option: len(''.join(option))):
+        found = _Alternative(begin, tuple((_key_text(key),) for key in keys), gap, end)
+        search = re.compile(_regex([found])).search
         if all(map(search, parts)) and not any(map(search, others)):
             return found
     return None
@@ -506,47 +554,39 @@ def _is_short(key: _Key, at_end: bool = False) -> bool:
 
 def _regex(alternatives: Sequence[_Alternative]) -> str:
     """One regex: alternatives that differ in one key are one, and those with the same anchors share them."""
-    merged = list(dict.fromkeys(alternatives))
-    for place in range(max((len(each.keys) for each in merged), default=0)):
-        alike: dict[Any, _Alternative] = {}
-        for each in merged:
-            here = each.keys[place] if place < len(each.keys) else None
-            rest = (
-                each
-                if here is None
-                else (each.left, each.right, each.gap, each.keys[:place], each.keys[place + 1 :])
-            )
-            if rest in alike and here is not None:
-                here = (*(alike[rest].keys[place] or ()), *here)
-                each = dataclasses.replace(each, keys=(*each.keys[:place], here, *each.keys[place + 1 :]))
-            alike[rest] = each
-        merged = list(alike.values())
-    anchors: dict[tuple[str, str], list[_Alternative]] = {}
-    for each in merged:
-        anchors.setdefault((each.left, each.right), []).append(each)
+    for place in range(max((len(each.keys) for each in alternatives), default=0)):
+        alike: dict[Any, list[_Alternative]] = {}
+        for each in alternatives:
+            rest = (len(each.keys), each.keys[:place], each.keys[place + 1 :], each.begin, each.gap, each.end)
+            alike.setdefault(rest if place < len(each.keys) else each, []).append(each)
+        alternatives = [_merged(group, place) for group in alike.values()]
+    anchored: dict[tuple[str, str], list[str]] = {}
+    for each in alternatives:
+        anchored.setdefault((each.left, each.end), []).extend(each.bodies)
     texts = []
-    for (left, right), group in anchors.items():
-        bodies = [each.body for each in group]
-        if left or right:
-            texts.append(
-                f'{left}({"|".join(bodies)}){right}' if len(bodies) > 1 else f'{left}{bodies[0]}{right}'
-            )
-            continue
-        # Outside, alternatives need no parentheses.
-        texts += [
-            _joined(each.keys[0]) if len(each.keys) == 1 and each.keys[0] else each.body for each in group
-        ]
+    for (left, end), bodies in anchored.items():
+        text = '|'.join(bodies)
+        texts.append(f'{left}({text}){end}' if len(bodies) > 1 and (left or end) else left + text + end)
     return '|'.join(texts)
+
+
+def _merged(alternatives: Sequence[_Alternative], place: int) -> _Alternative:
+    """Alternatives that differ at *place* only, as one."""
+    first = alternatives[0]
+    if len(alternatives) == 1:
+        return first
+    here = tuple(text for each in alternatives for text in each.keys[place])
+    return dataclasses.replace(first, keys=(*first.keys[:place], here, *first.keys[place + 1 :]))
 
 
 def _one_of(texts: Sequence[str]) -> str:
     """``(query|key)``, and ``a`` if it is one."""
     joined = _joined(texts)
-    return f'({joined})' if '|' in joined and len(texts) > 1 else joined
+    return f'({"|".join(joined)})' if len(joined) > 1 else joined[0]
 
 
-def _joined(texts: Sequence[str]) -> str:
-    """``query|key``; what words have in common is written once: ``(gate|up)_proj|conv[12]``."""
+def _joined(texts: Sequence[str]) -> list[str]:
+    """Alternatives; what words have in common is written once: ``(gate|up)_proj``, ``conv[12]``."""
     families: dict[tuple[str, str | None], list[str]] = {}
     for text in dict.fromkeys(texts):
         found = _FAMILY.fullmatch(text)
@@ -556,13 +596,13 @@ def _joined(texts: Sequence[str]) -> str:
             families.setdefault((found['stem'], ''), []).append(found['digit'])
         else:
             families.setdefault(('', found['ending']), []).append(found['word'])
-    pieces = []
+    joined = []
     for (before, after), words in families.items():
         text = '|'.join(words)
         if len(words) > 1:
             text = f'[{"".join(words)}]' if all(len(word) == 1 for word in words) else f'({text})'
-        pieces.append(f'{before}{text}{after or ""}')
-    return '|'.join(pieces)
+        joined.append(f'{before}{text}{after or ""}')
+    return joined
 
 
 _FAMILY = re.compile(r'(?P<stem>\w*[^\W\d_])(?P<digit>[0-9])|(?P<word>\w+)(?P<ending>_[^\W_]+)')
@@ -581,18 +621,18 @@ def _key_text(key: _Key) -> str:
 
 def _numbers_text(numbers: Sequence[int]) -> str:
     r"""A regex of some numbers: ``[0-5]``, ``(\d|1[0-7])``."""
-    digits: dict[int, list[int]] = {}
+    digits: dict[int, list[int]] = {}  # by what stands before the last one
     for number in numbers:
         digits.setdefault(number // 10, []).append(number % 10)
-    tens: dict[tuple[int, ...], list[int]] = {}
-    for ten, last in digits.items():
-        tens.setdefault(tuple(last), []).append(ten)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for before, last in digits.items():
+        alike.setdefault(tuple(last), []).append(before)
     texts = []
-    for last, before in tens.items():
-        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(last)]
-        digit = str(last[0]) if len(last) == 1 else r'\d' if len(last) == 10 else f'[{"".join(spans)}]'
-        if before[0] == 0:
+    for ends, tens in alike.items():
+        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(ends)]
+        digit = str(ends[0]) if len(ends) == 1 else r'\d' if len(ends) == 10 else f'[{"".join(spans)}]'
+        if tens[0] == 0:
             texts.append(digit)
-        if before[-1] > 0:
-            texts.append(_numbers_text([ten for ten in before if ten]) + digit)
+        if tens[-1] > 0:
+            texts.append(_numbers_text([ten for ten in tens if ten]) + digit)
     return f'({"|".join(texts)})' if len(texts) > 1 else texts[0]
