@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,10 +78,9 @@ def to_code(rule: TreePathShardingRule, name: str = 'rule') -> str:
     for regex, value in rule.rules:
         pair = _regex_code(regex), _value_code(value)
         line = f'    ({pair[0]}, {pair[1]}),'
-        # Comma and all, so that formatters leave it in several lines.
-        lines += (
-            [line] if len(line) <= _WIDTH else ['    (', *(f'        {part},' for part in pair), '    ),']
-        )
+        if len(line) > _WIDTH:
+            line = f'    (\n        {pair[0]},\n        {pair[1]},\n    ),'
+        lines.append(line)
     if not rule.strict:
         lines.append('    strict=False,')
     if rule.on_indivisible != 'error':
@@ -154,7 +152,8 @@ _Run = tuple[_Key, ...]
 _NUMBER = re.compile('((?:.*[_.])?)(0|[1-9][0-9]{0,8})', re.ASCII | re.DOTALL)
 _LONGEST = 5  # keys of a run; a whole path may have more
 _ENDING = 3  # keys behind a gap
-_GAP_COST = 2.5
+_GAP_COST = 2.5  # in keys
+_ROW_COST = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,17 +187,13 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
         places = _alike({numbers: asked[path] for numbers, path in paths.items()})
         for numbers, path in paths.items():
             kinds = iter([alike[number] for alike, number in zip(places, numbers, strict=True)])
-            kept: _Run = tuple(
-                _Numbered(key.stem, next(kinds)) if isinstance(key, _Numbered) else key for key in shape
-            )
+            kept = [key if isinstance(key, str) else _Numbered(key.stem, next(kinds)) for key in shape]
             whole = (_Mark.BEGIN, *kept, _Mark.END)
             groups.setdefault(whole, _Group(whole, asked[path], [])).paths.append(path)
     return list(groups.values())
 
 
-def _alike(
-    leaves: Mapping[tuple[int, ...], PartitionSpec],
-) -> list[dict[int, tuple[int, ...] | None]]:
+def _alike(leaves: Mapping[tuple[int, ...], PartitionSpec]) -> list[dict[int, tuple[int, ...] | None]]:
     """For each place of numbers: number -> those that could stand for it with the same specs; None if all."""
     places: list[dict[int, tuple[int, ...] | None]] = []
     one_spec = len(set(leaves.values())) == 1
@@ -228,12 +223,12 @@ def _is_name(key: _Key) -> bool:
     return bool(key) if isinstance(key, str) else isinstance(key, _Numbered) and bool(key.stem)
 
 
-def _runs(keys: _Run, idle: int) -> Iterator[tuple[_Run, float]]:
+def _runs(keys: _Run, idle: bool) -> Iterator[tuple[_Run, int]]:
     """The runs that could stand for a path, and how many names come behind each.
 
     Args:
         keys: those of the path, between BEGIN and END.
-        idle: how many last keys are the same in all paths, as the ``value`` of flax's variables.
+        idle: whether the last key is the same in all paths, as the ``value`` of flax's variables.
     """
     yield keys, 0
     stop = len(keys) - 1 - idle
@@ -251,19 +246,15 @@ def _runs(keys: _Run, idle: int) -> Iterator[tuple[_Run, float]]:
                 yield (*head, _Mark.GAP, *keys[first:stop]), 0
 
 
-def _cost(run: _Run, behind: float) -> float:
-    """Keys, mostly; what is far from the end of the path says less about a leaf than its own name."""
-    cost = 3.5 * behind
-    if run[0] is _Mark.BEGIN and not _is_name(run[1]):
-        cost += 6  # `mu|nu` says more than `^1`
+def _cost(run: _Run) -> float:
+    """About how many keys there are to read."""
+    cost = 6.0 if run[0] is _Mark.BEGIN and not _is_name(run[1]) else 0  # `mu|nu` says more than `^1`
     for key in run:
         if isinstance(key, str):
             cost += 1
         elif isinstance(key, _Numbered):
             several = key.numbers is not None and len(key.numbers) > 1
-            cost += (
-                0.6 + 0.6 * bool(key.stem) + (0.3 * len(_numbers_text(key.numbers or ())) if several else 0)
-            )
+            cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(_key_text(key))
         else:
             cost += _GAP_COST if key is _Mark.GAP else 0.2
     return cost
@@ -277,24 +268,35 @@ class _Found:
     """A run, and the groups that have it, as bits.
 
     Attributes:
+        behind: how many names come behind it.
         touched: those with a leaf that has the run.
         covered: those of which every leaf has it.
     """
 
     run: _Run
-    cost: float
+    behind: int
     touched: int
     covered: int
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """About how many keys there are to read."""
+        return _cost(self.run)
 
     @functools.cached_property
     def head(self) -> _Run:
         """The keys before a gap, if there is one."""
         return self.run[: self.run.index(_Mark.GAP)] if _Mark.GAP in self.run else ()
 
+    @property
+    def vagueness(self) -> float:
+        """What is far from the end of the path says less about a leaf than its own name."""
+        return 3.5 * self.behind
+
     def price(self, left: int, heads: set[_Run]) -> float:
         """The cost for each of the groups that are *left*, where the *heads* are in the regex already."""
         shared = _GAP_COST if self.head and self.head in heads else 0
-        return (self.cost - shared) / (self.covered & left).bit_count()
+        return (self.cost + self.vagueness - shared) / (self.covered & left).bit_count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +314,10 @@ class _Cover:
     @property
     def cost(self) -> float:
         return sum(found.cost for found, _ in self.chosen) + 10 * self.missing
+
+    @property
+    def vagueness(self) -> float:
+        return sum(found.vagueness for found, _ in self.chosen)
 
     @property
     def touched(self) -> int:
@@ -354,7 +360,7 @@ class _Table:
         part = max(parts, key=lambda found: found.covered.bit_count(), default=None)
         if part is not None and len(rows) > 1:
             others = self._search(self._cover(part.covered, self._all & ~default))
-            if _length(others) < _CLEARLY * _length(rows):
+            if _length(others) < _length(rows):
                 rows = others
         ordered = self._ordered(rows)
         return [*ordered, ('.*', REPLICATED)] if default else ordered
@@ -383,7 +389,7 @@ class _Table:
             for spec, mine in pending.items():
                 cover = self._cover(mine, left & ~mine)
                 # Rows that rely on those before them are harder to read: only if that saves much.
-                if cover.cost > _CLEARLY * alone[spec].cost:
+                if cover.cost + cover.vagueness > _CLEARLY * (alone[spec].cost + alone[spec].vagueness):
                     cover = alone[spec]
                 options = [(cover.cost, _Cover([], 0), cover)]
                 options += self._with_exceptions(mine, left, left & default)
@@ -392,11 +398,8 @@ class _Table:
             mine = pending.pop(spec)
             _, exceptions, cover = best[spec]
             add(exceptions, REPLICATED, exceptions.touched & left & default)
-            if (
-                not pending
-                and not default
-                and (not rows or max(len(cover.chosen), len(alone[spec].chosen)) > 1)
-            ):
+            several = not rows or max(len(cover.chosen), len(alone[spec].chosen)) > 1
+            if several and not pending and not default:
                 rows.append(_Row('.*', spec, mine))
             else:
                 add(cover, spec, mine)
@@ -409,58 +412,47 @@ class _Table:
         if excepted:
             exceptions = self._cover(excepted, left & ~default)
             loose = self._cover(mine, left & ~mine & ~excepted)
-            yield (loose.cost + exceptions.cost + 1) / _CLEARLY, exceptions, loose
+            yield (loose.cost + exceptions.cost + _ROW_COST) / _CLEARLY, exceptions, loose
 
     def _ordered(self, rows: Sequence[_Row]) -> list[tuple[str, PartitionSpec]]:
         """The rows in the order of the leaves, but each behind those whose leaves it matches too."""
+        samples = [self._samples(row.groups) for row in rows]
         before: list[set[int]] = []
         for index, row in enumerate(rows):
             search = re.compile(row.regex).search
-            earlier = [
-                [path for group in self._groups_of(other.groups) for path in group.samples]
-                for other in rows[:index]
-            ]
-            before.append({other for other, paths in enumerate(earlier) if any(map(search, paths))})
+            before.append({i for i in range(index) if any(map(search, samples[i]))})
         ordered: list[int] = []
         while len(ordered) < len(rows):
             ready = [i for i in range(len(rows)) if i not in ordered and before[i].issubset(ordered)]
             ordered.append(min(ready, key=lambda i: _lowest(rows[i].groups)))
         return [(rows[i].regex, rows[i].spec) for i in ordered]
 
-    def _groups_of(self, bits: int) -> list[_Group]:
-        return [group for bit, group in enumerate(self._groups) if bits >> bit & 1]
+    def _samples(self, bits: int) -> list[str]:
+        return [path for bit, group in enumerate(self._groups) if bits >> bit & 1 for path in group.samples]
 
     def _find_runs(self) -> list[_Found]:
         paths = [group.keys for group in self._groups]
-        idle = 0
-        while (
-            len(paths) > 1
-            and min(map(len, paths)) > idle + 3
-            and len({keys[-2 - idle] for keys in paths}) == 1
-        ):
-            idle += 1
+        idle = len(paths) > 1 and min(map(len, paths)) > 3 and len({keys[-2] for keys in paths}) == 1
         places: dict[_Run, list[tuple[int, list[frozenset[int] | None]]]] = collections.defaultdict(list)
-        costs: dict[_Run, float] = {}
+        least: dict[_Run, int] = {}
         for bit, keys in enumerate(paths):
             for run, behind in _runs(keys, idle):
                 free = _any_numbers(run)
                 places[free].append((1 << bit, _numbers_of(run)))
                 for candidate in (run, free) if any(map(_is_name, free)) else (run,):
-                    costs[candidate] = min(costs.get(candidate, math.inf), _cost(candidate, behind))
-        return [_found(run, cost, places[_any_numbers(run)]) for run, cost in costs.items()]
+                    least[candidate] = min(least.get(candidate, behind), behind)
+        return [_found(run, behind, places[_any_numbers(run)]) for run, behind in least.items()]
 
     def _cover(self, mine: int, others: int) -> _Cover:
         """Runs that the groups *mine* have and *others* lack, chosen greedily by cost per group."""
         usable = [found for found in self._found if found.covered & mine and not found.touched & others]
-        theirs = [path for group in self._groups_of(others) for path in group.samples]
+        theirs = self._samples(others)
         chosen: list[tuple[_Found, _Alternative]] = []
         left = mine
         while usable := [found for found in usable if found.covered & left]:
             heads = {found.head for found, _ in chosen}
-
             best = min(usable, key=lambda found: found.price(left, heads))
-            own = [path for group in self._groups_of(best.covered & mine) for path in group.samples]
-            alternative = _anchored(best.run, own, theirs)
+            alternative = _anchored(best.run, self._samples(best.covered & mine), theirs)
             if alternative is None:
                 usable.remove(best)
                 continue
@@ -474,7 +466,7 @@ class _Table:
         return _Cover(chosen, left.bit_count())
 
 
-_CLEARLY = 0.8  # of the cost, to be clearly shorter
+_CLEARLY = 0.7  # of the cost, to be clearly shorter
 
 
 def _union(bits: Iterable[int]) -> int:
@@ -485,7 +477,7 @@ def _lowest(bits: int) -> int:
     return bits & -bits
 
 
-def _found(run: _Run, cost: float, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
+def _found(run: _Run, behind: int, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
     touched = covered = 0
     wanted = _numbers_of(run)
     for bit, numbers in places:
@@ -494,7 +486,7 @@ def _found(run: _Run, cost: float, places: Iterable[tuple[int, list[frozenset[in
             touched |= bit
         if all(ours is None or (theirs is not None and theirs <= ours) for ours, theirs in pairs):
             covered |= bit
-    return _Found(run, cost, touched, covered)
+    return _Found(run, behind, touched, covered)
 
 
 # --- Regexes -------------------------------------------------------------------------------------

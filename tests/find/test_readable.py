@@ -1,0 +1,214 @@
+"""Rules as a person would write them: each leaf gets its spec, and the text is short."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import optax
+import pytest
+
+from benchmarks.unchanged.catalogue import all_models
+from scalax._find.readable import readable_rule, to_code
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import canonical
+from scalax.sharding import FSDPShardingRule, PolicyShardingRule, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+from tests.support.random_examples import examples
+
+Leaves = Mapping[str, tuple[tuple[int, ...], P]]
+
+COLUMN, ROW, VECTOR = P('fsdp', 'tp'), P('tp', 'fsdp'), P('tp')
+
+
+def given(path: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """The value of the first pair whose regex is found."""
+    return next((value for regex, value in pairs if re.search(regex, path)), 'no pair')
+
+
+def assert_resolves(rule: TreePathShardingRule, leaves: Leaves) -> None:
+    wrong = {
+        path: (given(path, rule.rules), spec)
+        for path, (shape, spec) in leaves.items()
+        if any(size != 1 for size in shape) and given(path, rule.rules) != canonical(spec)
+    }
+    assert not wrong
+
+
+def rows(leaves: Leaves, front: Sequence[tuple[Any, Any]] = ()) -> list[tuple[Any, Any]]:
+    """The rows, after a check that they are right."""
+    rule = readable_rule(leaves, front)
+    assert_resolves(rule, leaves)
+    return list(rule.rules)
+
+
+def state(params: Leaves, **moments: P) -> Leaves:
+    """Params and a state of AdamW, whose *moments*, if given, have one spec each."""
+    found = {f'0/{path}': leaf for path, leaf in params.items()} | {'1/0/count': ((), P())}
+    for name in ('mu', 'nu'):
+        found |= {f'1/0/{name}/{path}': (s, moments.get(name, spec)) for path, (s, spec) in params.items()}
+    return found
+
+
+def decoder(layers: int, first: int = 0) -> Leaves:
+    """A decoder; the *first* layers have one MLP, all others have experts."""
+    leaves = {'embed/embedding': ((64, 8), ROW)}
+    for layer in range(layers):
+        at = f'layers/{layer}'
+        experts = layer >= first
+        for name in ('query', 'key', 'value'):
+            leaves[f'{at}/attn/{name}/kernel'] = (8, 8), COLUMN
+            leaves[f'{at}/attn/{name}/bias'] = (8,), VECTOR
+        leaves[f'{at}/attn/out/kernel'] = (8, 8), ROW
+        leaves[f'{at}/attn/out/bias'] = (8,), P()
+        for name in ('gate', 'up'):
+            leaves[f'{at}/mlp/{name}/kernel'] = (
+                ((4, 8, 32), P('expert', *COLUMN)) if experts else ((8, 32), COLUMN)
+            )
+        leaves[f'{at}/mlp/down/kernel'] = ((4, 32, 8), P('expert', *ROW)) if experts else ((32, 8), ROW)
+        leaves[f'{at}/norm/scale'] = (8,), P()
+    return leaves | {'norm/scale': ((8,), P(None)), 'unembed/kernel': ((8, 64), COLUMN)}
+
+
+def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
+    expected = [
+        ('embedding|out/kernel', ROW),
+        ('(query|key|value)/bias', VECTOR),
+        ('(gate|up)/kernel', P('expert', 'fsdp', 'tp')),
+        ('down/kernel', P('expert', 'tp', 'fsdp')),
+        ('kernel', COLUMN),
+        ('.*', P()),
+    ]
+    assert rows(decoder(2)) == expected
+    assert rows(state(decoder(80))) == expected
+
+
+def test_numbers_are_named_where_layers_differ() -> None:
+    assert rows(state(decoder(80, first=3))) == [
+        ('embedding|out/kernel|layers/[0-2]/mlp/down/kernel', ROW),
+        ('(query|key|value)/bias', VECTOR),
+        (r'layers/([3-9]|[1-7]\d)/mlp/(gate|up)/kernel', P('expert', 'fsdp', 'tp')),
+        ('down/kernel', P('expert', 'tp', 'fsdp')),
+        ('kernel', COLUMN),
+        ('.*', P()),
+    ]
+
+
+def one_name(specs: Mapping[int, P]) -> Leaves:
+    return {f'blocks_{number}/w': ((8, 8), spec) for number, spec in specs.items()}
+
+
+@pytest.mark.parametrize(
+    ('numbers', 'regex'),
+    [
+        ([3], 'blocks_3/'),
+        ([0, 3, 7], 'blocks_[037]/'),
+        ([0, 1, 2, 3, 4, 5], 'blocks_[0-5]/'),
+        ([*range(0, 30, 10)], 'blocks_(0|[12]0)/'),
+        ([8, 9, 10, 11], 'blocks_([89]|1[01])/'),
+        ([*range(13)], r'blocks_(\d|1[0-2])/'),
+    ],
+)
+def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
+    assert rows(one_name({n: COLUMN if n in numbers else P() for n in range(40)})) == [
+        (regex, COLUMN),
+        ('.*', P()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('leaves', 'expected'),
+    [
+        pytest.param(
+            state(decoder(3), mu=P('data'), nu=P('data')),
+            [
+                ('mu|nu', P('data')),
+                ('embedding|out/kernel', ROW),
+                ('(query|key|value)/bias', VECTOR),
+                ('(gate|up)/kernel', P('expert', 'fsdp', 'tp')),
+                ('down/kernel', P('expert', 'tp', 'fsdp')),
+                ('kernel', COLUMN),
+                ('.*', P()),
+            ],
+            id='moments differ',
+        ),
+        pytest.param(
+            state(
+                {path: (shape, P()) for path, (shape, _) in decoder(3).items()}, mu=P('data'), nu=P('data')
+            ),
+            [('mu|nu', P('data')), ('.*', P())],
+            id='ZeRO-1',
+        ),
+        pytest.param(
+            {
+                path: (shape, P('data') if re.search('(mu|nu).*(kernel|embedding)', path) else P())
+                for path, (shape, _) in state(decoder(3)).items()
+            },
+            [('(mu|nu)/.*(embedding|kernel)', P('data')), ('.*', P())],
+            id='ZeRO-1 of matrices',
+        ),
+        pytest.param(
+            {
+                path: (shape, P() if path.startswith('0/') else spec)
+                for path, (shape, spec) in state(decoder(3, first=3)).items()
+            },
+            [
+                ('^0/', P()),
+                ('embedding|(out|down)/kernel', ROW),
+                ('(query|key|value)/bias', VECTOR),
+                ('kernel', COLUMN),
+                ('.*', P()),
+            ],
+            id='replicated params',
+        ),
+        pytest.param(
+            {'embed': ((8, 8), ROW), 'unembed': ((8, 8), COLUMN), 'norm': ((8,), P())},
+            [('(^|/)embed', ROW), ('unembed', COLUMN), ('.*', P())],
+            id='a name in another',
+        ),
+        pytest.param(
+            {'x/w': ((8, 8), ROW), 'x/wo': ((8, 8), COLUMN), 'w_norm/b': ((8,), P())},
+            [('/w$', ROW), ('wo', COLUMN), ('.*', P())],
+            id='one letter',
+        ),
+        pytest.param(
+            {
+                f'{name}/{leaf}/value': ((8, 8), COLUMN if leaf == 'kernel' else P())
+                for name in 'ab'
+                for leaf in ('kernel', 'bias')
+            },
+            [('kernel', COLUMN), ('.*', P())],
+            id='the last key says nothing',
+        ),
+        pytest.param(
+            {
+                f'{name}_proj/w': ((8, 8), spec)
+                for name, spec in zip('qkvo', [COLUMN] * 3 + [P()], strict=True)
+            },
+            [('[qkv]_proj', COLUMN), ('.*', P())],
+            id='common endings',
+        ),
+        pytest.param(
+            {
+                f'{name}/kernel': ((8, 8), P() if name == 'router' else COLUMN)
+                for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down', 'router')
+            },
+            [('router', P()), ('kernel', COLUMN), ('.*', P())],
+            id='an exception',
+        ),
+        pytest.param({'a': ((8,), VECTOR), 'b/c': ((8, 2), P('tp', None))}, [('.*', VECTOR)], id='one spec'),
+        pytest.param(
+            {'a': ((8,), VECTOR), 'b': ((8,), P('x'))},
+            [('(^|/)a$', VECTOR), ('(^|/)b$', P('x'))],
+            id='nothing replicated',
+        ),
+        pytest.param({}, [('.*', P())], id='no leaves'),
+        pytest.param({'a': ((1, 1), VECTOR), 'b': ((), P())}, [('.*', P())], id='one element each'),
+        pytest.param({'': ((8,), VECTOR)}, [('.*', VECTOR)], id='a bare leaf'),
+    ],
+)
+def test_tables(leaves: Leaves, expected: list[tuple[str, P]]) -> None:
+    assert rows(leaves) == expected
