@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -246,20 +245,6 @@ def _runs(keys: _Run, idle: bool) -> Iterator[tuple[_Run, int]]:
                 yield (*head, _Mark.GAP, *keys[first:stop]), 0
 
 
-def _cost(run: _Run) -> float:
-    """About how many keys there are to read."""
-    cost = 6.0 if run[0] is _Mark.BEGIN and not _is_name(run[1]) else 0  # `mu|nu` says more than `^1`
-    for key in run:
-        if isinstance(key, str):
-            cost += 1
-        elif isinstance(key, _Numbered):
-            several = key.numbers is not None and len(key.numbers) > 1
-            cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(_key_text(key))
-        else:
-            cost += _GAP_COST if key is _Mark.GAP else 0.2
-    return cost
-
-
 # --- Rows ----------------------------------------------------------------------------------------
 
 
@@ -281,22 +266,32 @@ class _Found:
     @functools.cached_property
     def cost(self) -> float:
         """About how many keys there are to read."""
-        return _cost(self.run)
+        nameless = self.run[0] is _Mark.BEGIN and not _is_name(self.run[1])
+        cost = 6.0 if nameless else 0  # `mu|nu` says more than `^1`
+        for key in self.run:
+            if isinstance(key, str):
+                cost += 1
+            elif isinstance(key, _Numbered):
+                several = key.numbers is not None and len(key.numbers) > 1
+                cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(_key_text(key))
+            else:
+                cost += _GAP_COST if key is _Mark.GAP else 0.2
+        return cost
+
+    @property
+    def weight(self) -> float:
+        """The cost, and more for what is far from the end of the path: it says less about a leaf."""
+        return self.cost + 3.5 * self.behind
 
     @functools.cached_property
     def head(self) -> _Run:
         """The keys before a gap, if there is one."""
         return self.run[: self.run.index(_Mark.GAP)] if _Mark.GAP in self.run else ()
 
-    @property
-    def vagueness(self) -> float:
-        """What is far from the end of the path says less about a leaf than its own name."""
-        return 3.5 * self.behind
-
     def price(self, left: int, heads: set[_Run]) -> float:
-        """The cost for each of the groups that are *left*, where the *heads* are in the regex already."""
+        """The weight for each of the groups that are *left*, where the *heads* are in the regex already."""
         shared = _GAP_COST if self.head and self.head in heads else 0
-        return (self.cost + self.vagueness - shared) / (self.covered & left).bit_count()
+        return (self.weight - shared) / (self.covered & left).bit_count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +311,8 @@ class _Cover:
         return sum(found.cost for found, _ in self.chosen) + 10 * self.missing
 
     @property
-    def vagueness(self) -> float:
-        return sum(found.vagueness for found, _ in self.chosen)
+    def weight(self) -> float:
+        return sum(found.weight for found, _ in self.chosen) + 10 * self.missing
 
     @property
     def touched(self) -> int:
@@ -371,48 +366,39 @@ class _Table:
         Args:
             replicated: what has a row before them, if anything.
         """
+        rows = [_Row(replicated.regex, REPLICATED, replicated.touched)]
+        left = self._all & ~replicated.touched
         pending = dict(self._of_spec)
         default = pending.pop(REPLICATED, 0)
-        left = self._all
-        rows: list[_Row] = []
-
-        def add(cover: _Cover, spec: PartitionSpec, mine: int) -> None:
-            nonlocal left
-            if cover.chosen:
-                rows.append(_Row(cover.regex, spec, mine))
-            left &= ~mine
-
-        add(replicated, REPLICATED, replicated.touched)
         alone = {spec: self._cover(mine, left & ~mine) for spec, mine in pending.items()}
         while pending:
-            best: dict[PartitionSpec, tuple[float, _Cover, _Cover]] = {}
-            for spec, mine in pending.items():
-                cover = self._cover(mine, left & ~mine)
-                # Rows that rely on those before them are harder to read: only if that saves much.
-                if cover.cost + cover.vagueness > _CLEARLY * (alone[spec].cost + alone[spec].vagueness):
-                    cover = alone[spec]
-                options = [(cover.cost, _Cover([], 0), cover)]
-                options += self._with_exceptions(mine, left, left & default)
-                best[spec] = min(options, key=operator.itemgetter(0))
-            spec = min(best, key=lambda spec: best[spec][0])
+            best = {spec: self._best(mine, left, default, alone[spec]) for spec, mine in pending.items()}
+            spec = min(best, key=lambda spec: best[spec][1].cost)
+            exceptions, cover = best[spec]
+            rows.append(_Row(exceptions.regex, REPLICATED, exceptions.touched & left))
+            left &= ~exceptions.touched
             mine = pending.pop(spec)
-            _, exceptions, cover = best[spec]
-            add(exceptions, REPLICATED, exceptions.touched & left & default)
-            several = not rows or max(len(cover.chosen), len(alone[spec].chosen)) > 1
-            if several and not pending and not default:
-                rows.append(_Row('.*', spec, mine))
-            else:
-                add(cover, spec, mine)
-        return rows
+            several = left == mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
+            rows.append(_Row('.*' if several and left == mine else cover.regex, spec, mine))
+            left &= ~mine
+        return [row for row in rows if row.regex]
 
-    def _with_exceptions(self, mine: int, left: int, default: int) -> Iterator[tuple[float, _Cover, _Cover]]:
-        """A cover that may match replicated leaves too, with the one of a row before it for these."""
+    def _best(self, mine: int, left: int, default: int, alone: _Cover) -> tuple[_Cover, _Cover]:
+        """The exceptions to be replicated by a row before, mostly none, and the cover of the groups *mine*.
+
+        Rows that rely on those before them are harder to read: only if that saves much.
+        """
+        cover = self._cover(mine, left & ~mine)
+        if cover.weight > _CLEARLY * alone.weight:
+            cover = alone
         loose = self._cover(mine, left & ~mine & ~default)
-        excepted = loose.touched & default
+        excepted = loose.touched & left & default
         if excepted:
             exceptions = self._cover(excepted, left & ~default)
             loose = self._cover(mine, left & ~mine & ~excepted)
-            yield (loose.cost + exceptions.cost + _ROW_COST) / _CLEARLY, exceptions, loose
+            if loose.weight + exceptions.weight + _ROW_COST < _CLEARLY * cover.weight:
+                return exceptions, loose
+        return _Cover([], 0), cover
 
     def _ordered(self, rows: Sequence[_Row]) -> list[tuple[str, PartitionSpec]]:
         """The rows in the order of the leaves, but each behind those whose leaves it matches too."""

@@ -158,8 +158,8 @@ def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
             [
                 ('^0/', P()),
                 ('embedding|(out|down)/kernel', ROW),
-                ('(query|key|value)/bias', VECTOR),
                 ('kernel', COLUMN),
+                ('(query|key|value)/bias', VECTOR),
                 ('.*', P()),
             ],
             id='replicated params',
@@ -193,10 +193,11 @@ def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
         ),
         pytest.param(
             {
-                f'{name}/kernel': ((8, 8), P() if name == 'router' else COLUMN)
-                for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down', 'router')
+                f'{name}/{leaf}': ((8, 8), P() if name == 'router' or leaf == 'bias' else COLUMN)
+                for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down', 'cross', 'head', 'router')
+                for leaf in ('kernel', 'bias')
             },
-            [('router', P()), ('kernel', COLUMN), ('.*', P())],
+            [('router/kernel', P()), ('kernel', COLUMN), ('.*', P())],
             id='an exception',
         ),
         pytest.param({'a': ((8,), VECTOR), 'b/c': ((8, 2), P('tp', None))}, [('.*', VECTOR)], id='one spec'),
@@ -212,3 +213,129 @@ def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
 )
 def test_tables(leaves: Leaves, expected: list[tuple[str, P]]) -> None:
     assert rows(leaves) == expected
+
+
+def test_the_pairs_in_front_decide_about_their_leaves() -> None:
+    front = (('bias', None), (re.compile('(?i)EMBED'), FSDPShardingRule('fsdp')))
+    leaves = {
+        path: leaf for path, leaf in decoder(2, first=2).items() if not re.search('bias|embedding', path)
+    }
+    others = {path: leaf for path, leaf in decoder(2, first=2).items() if path not in leaves}
+    rule = readable_rule(leaves | others, front)
+    assert rule.rules[:2] == front
+    assert_resolves(rule, {path: leaf for path, leaf in leaves.items() if 'unembed' not in path})
+    assert rule.rules[2:] == (('(out|down)/kernel', ROW), ('kernel', COLUMN), ('.*', P()))
+
+
+def test_nothing_is_added_to_pairs_that_decide_all() -> None:
+    assert rows({'a': ((8,), VECTOR)}, [('a', VECTOR)]) == [('a', VECTOR)]
+
+
+NAMES = st.sampled_from(
+    ['w', 'b', 'kernel', 'up', 'up_proj', 'embed', 'unembed', '0', '1', '12', 'layers_2', 'mu']
+)
+HOSTILE = st.sampled_from(
+    [
+        '',
+        'a',
+        'A',
+        'a\n',
+        '\n',
+        '.',
+        '.*',
+        '(',
+        '[a]',
+        '|',
+        '$',
+        '^',
+        '\\',
+        '\\d',
+        '007',
+        '\u0663',
+        'é',
+        'a b',
+        "'",
+        '"',
+        '-1',
+    ]
+)
+SPECS = st.sampled_from([P(), P(None), P('x'), P('x', None), P(None, 'x'), P(('x', 'y')), P('y', 'x')])
+SHAPES = st.sampled_from([(8, 8), (8, 1), (0, 8), (1, 1)])
+
+
+def trees(names: st.SearchStrategy[str]) -> st.SearchStrategy[Leaves]:
+    paths = st.lists(names, min_size=1, max_size=5).map('/'.join)
+    return st.dictionaries(paths, st.tuples(SHAPES, SPECS), max_size=25)
+
+
+@examples(300)
+@hypothesis.given(trees(NAMES))
+def test_any_tree_resolves_as_asked(leaves: Leaves) -> None:
+    rows(leaves)
+
+
+@examples(300)
+@hypothesis.given(trees(HOSTILE | NAMES))
+def test_any_keys_resolve_as_asked(leaves: Leaves) -> None:
+    rows(leaves)
+
+
+@examples(100)
+@hypothesis.given(st.data())
+def test_layers_that_differ_at_random_resolve_as_asked(data: st.DataObject) -> None:
+    specs = st.lists(SPECS, min_size=1, max_size=3)
+    table = {name: data.draw(specs) for name in ('attn/query/kernel', 'mlp/up/kernel', 'norm', 'up')}
+    leaves = {
+        f'{prefix}layers/{layer}/{name}': ((8, 8), data.draw(st.sampled_from(choice)))
+        for name, choice in table.items()
+        for layer in range(data.draw(st.integers(0, 12)))
+        for prefix in ('0/', '1/0/mu/')
+    }
+    rows(leaves)
+
+
+@pytest.mark.parametrize('model', all_models('large'), ids=lambda model: model.name)
+def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    tree = params, jax.eval_shape(optax.adamw(1e-3).init, params)
+    specs = jax.tree.leaves(model.columns_and_rows.apply(tree), is_leaf=lambda leaf: isinstance(leaf, P))
+    named = NamedTree.of(tree)
+    found = rows(dict(zip(named.paths, zip(named.shapes, specs, strict=True), strict=True)))
+    by_hand = model.columns_and_rows.rules
+    if 'LLaMA' in model.name:  # the catalogue's, for many models
+        assert len(found) <= 5
+    else:
+        assert len(found) <= len(by_hand)
+        assert sum(len(regex) for regex, _ in found) <= sum(len(regex) for regex, _ in by_hand) + 10
+
+
+def test_large_trees_take_little_time() -> None:
+    leaves = state(decoder(115, first=3))
+    assert len(leaves) > 5000
+    start = time.perf_counter()
+    readable_rule(leaves)
+    assert time.perf_counter() - start < 5  # a tenth of it, if nothing else runs
+
+
+# --- As code -------------------------------------------------------------------------------------
+
+CODE = """\
+import re
+
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import FSDPShardingRule, TreePathShardingRule
+
+table = TreePathShardingRule(
+    (r'layers/\\d+/w', P('x')),
+    (
+        'a_long_name_of_a_matrix|another_long_name_of_a_matrix|yet_another',
+        P('data', ('fsdp', 'tp')),
+    ),
+    (re.compile('NORM', re.IGNORECASE), P(None, P.UNCONSTRAINED)),
+    ("it's", None),
+    ('embed', FSDPShardingRule('data')),
+    ('.*', P()),
+    strict=False,
+    on_indivisible='warn',
+)
+"""
