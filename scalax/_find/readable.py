@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from scalax import rules
 from scalax._tree import specs as spec_forms
 from scalax._util.folding import runs
 from scalax.rules import ShardingRule, TreePathShardingRule
@@ -84,11 +85,13 @@ def to_code(rule: TreePathShardingRule, name: str = 'rule') -> str:
         lines.append('    strict=False,')
     if rule.on_indivisible != 'error':
         lines.append(f'    on_indivisible={rule.on_indivisible!r},')
-    uses = 'P(' in ''.join(lines)
-    head = ['import re', ''] if any(isinstance(regex, re.Pattern) for regex, _ in rule.rules) else []
-    head += ['from scalax.sharding import PartitionSpec as P'] if uses else []
-    head += [f'from scalax.sharding import {", ".join(sorted(_rule_names(rule)))}', '']
-    return '\n'.join([*head, f'{name} = TreePathShardingRule(', *lines, ')', ''])
+    names = ', '.join(sorted(_rule_names(rule).intersection(rules.__all__)))
+    imports = [f'from scalax.sharding import {names}']
+    if 'P(' in ''.join(lines):
+        imports = sorted([*imports, 'from scalax.sharding import PartitionSpec as P'])
+    if any(isinstance(regex, re.Pattern) for regex, _ in rule.rules):
+        imports = ['import re', '', *imports]
+    return '\n'.join([*imports, '', f'{name} = TreePathShardingRule(', *lines, ')', ''])
 
 
 _WIDTH = 88  # of black, and of ruff unless told otherwise

@@ -1,8 +1,11 @@
 """Rules as a person would write them: each leaf gets its spec, and the text is short."""
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -15,7 +18,7 @@ from benchmarks.unchanged.catalogue import all_models
 from scalax._find.readable import readable_rule, to_code
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import canonical
-from scalax.sharding import FSDPShardingRule, PolicyShardingRule, TreePathShardingRule
+from scalax.sharding import FSDPShardingRule, ShardingRule, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support.random_examples import examples
 
@@ -42,7 +45,18 @@ def rows(leaves: Leaves, front: Sequence[tuple[Any, Any]] = ()) -> list[tuple[An
     """The rows, after a check that they are right."""
     rule = readable_rule(leaves, front)
     assert_resolves(rule, leaves)
+    assert (
+        made_by(to_code(rule))
+        == rule
+        == eval(repr(rule), {'P': P, 'TreePathShardingRule': TreePathShardingRule})
+    )
     return list(rule.rules)
+
+
+def made_by(code: str, name: str = 'rule') -> ShardingRule:
+    made: dict[str, Any] = {}
+    exec(code, made)
+    return made[name]
 
 
 def state(params: Leaves, **moments: P) -> Leaves:
@@ -310,7 +324,7 @@ def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
 
 
 def test_large_trees_take_little_time() -> None:
-    leaves = state(decoder(115, first=3))
+    leaves = state(decoder(140, first=3))
     assert len(leaves) > 5000
     start = time.perf_counter()
     readable_rule(leaves)
@@ -322,8 +336,8 @@ def test_large_trees_take_little_time() -> None:
 CODE = """\
 import re
 
-from scalax.sharding import PartitionSpec as P
 from scalax.sharding import FSDPShardingRule, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
 
 table = TreePathShardingRule(
     (r'layers/\\d+/w', P('x')),
@@ -339,3 +353,49 @@ table = TreePathShardingRule(
     on_indivisible='warn',
 )
 """
+
+
+def rule_of_all_kinds() -> TreePathShardingRule:
+    return TreePathShardingRule(
+        (r'layers/\d+/w', P('x')),
+        ('a_long_name_of_a_matrix|another_long_name_of_a_matrix|yet_another', P('data', ('fsdp', 'tp'))),
+        (re.compile('NORM', re.IGNORECASE), P(None, P.UNCONSTRAINED)),
+        ("it's", None),
+        ('embed', FSDPShardingRule('data')),
+        ('.*', P()),
+        strict=False,
+        on_indivisible='warn',
+    )
+
+
+def test_code() -> None:
+    assert to_code(rule_of_all_kinds(), 'table') == CODE
+    assert made_by(CODE, 'table') == rule_of_all_kinds()
+
+
+@pytest.mark.parametrize(
+    'rule',
+    [
+        TreePathShardingRule(),
+        TreePathShardingRule((r'\A(a\\b|\n)\Z', P(('x', 'y'), None)), ('\\\\', P(unreduced={'x', 'y'}))),
+        TreePathShardingRule(('\'"\\\\', P('x'))),
+        TreePathShardingRule(('a', FSDPShardingRule('x') | P('y')), ('b', FSDPShardingRule('x').stacked(1))),
+    ],
+    ids=repr,
+)
+def test_code_makes_the_rule_again(rule: TreePathShardingRule) -> None:
+    assert made_by(to_code(rule)) == rule
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(
+    'rule', [rule_of_all_kinds(), readable_rule(state(decoder(80, first=3)))], ids=['any', 'found']
+)
+def test_code_is_as_formatters_leave_it(rule: TreePathShardingRule, tmp_path: Path) -> None:
+    pytest.importorskip('ruff')
+    path = tmp_path / 'table.py'
+    path.write_text(to_code(rule))
+    ruff = [sys.executable, '-m', 'ruff']
+    style = ['--isolated', '--config', 'format.quote-style="single"']
+    subprocess.run([*ruff, 'format', '--check', *style, path], check=True, timeout=60)
+    subprocess.run([*ruff, 'check', '--isolated', '--select', 'I,F', path], check=True, timeout=60)
