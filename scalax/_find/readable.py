@@ -12,7 +12,9 @@ import collections
 import dataclasses
 import enum
 import functools
+import heapq
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,16 +144,18 @@ class _Mark(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
-    """Keys that differ in the number at their end: these numbers, or any."""
+    """Keys that differ in one number: these numbers, or any."""
 
     stem: str
+    tail: str
     numbers: tuple[int, ...] | None = None
 
 
 _Key = str | _Numbered | _Mark
 _Run = tuple[_Key, ...]
 
-_NUMBER = re.compile('((?:.*[_.])?)(0|[1-9][0-9]{0,8})', re.ASCII | re.DOTALL)
+# `3`, `layers_3`, `layers.3`, and in Haiku `h3_attn`. `conv2` may be something else than `conv1`.
+_NUMBER = re.compile('([A-Za-z]+(?=[0-9]+_)|(?:.*[_.])?)(0|[1-9][0-9]{0,8})(_.*)?', re.ASCII | re.DOTALL)
 _LONGEST = 5  # keys of a run; a whole path may have more
 _ENDING = 3  # keys behind a gap
 _GAP_COST = 2.5  # in keys
@@ -177,7 +181,7 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
     @functools.cache
     def parsed(key: str) -> tuple[str | _Numbered, int | None]:
         found = _NUMBER.fullmatch(key)
-        return (_Numbered(found[1]), int(found[2])) if found else (key, None)
+        return (_Numbered(found[1], found[3] or ''), int(found[2])) if found else (key, None)
 
     shapes: dict[tuple[str | _Numbered, ...], dict[tuple[int, ...], str]] = {}
     for path in asked:
@@ -189,7 +193,10 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
         places = _alike({numbers: asked[path] for numbers, path in paths.items()})
         for numbers, path in paths.items():
             kinds = iter([alike[number] for alike, number in zip(places, numbers, strict=True)])
-            kept = [key if isinstance(key, str) else _Numbered(key.stem, next(kinds)) for key in shape]
+            kept = [
+                key if isinstance(key, str) else dataclasses.replace(key, numbers=next(kinds))
+                for key in shape
+            ]
             whole = (_Mark.BEGIN, *kept, _Mark.END)
             groups.setdefault(whole, _Group(whole, asked[path], [])).paths.append(path)
     return list(groups.values())
@@ -213,7 +220,7 @@ def _alike(leaves: Mapping[tuple[int, ...], PartitionSpec]) -> list[dict[int, tu
 
 
 def _any_numbers(run: _Run) -> _Run:
-    return tuple(_Numbered(key.stem) if isinstance(key, _Numbered) else key for key in run)
+    return tuple(_Numbered(key.stem, key.tail) if isinstance(key, _Numbered) else key for key in run)
 
 
 def _numbers_of(run: _Run) -> list[frozenset[int] | None]:
@@ -293,8 +300,8 @@ class _Found:
 
     def price(self, left: int, heads: set[_Run]) -> float:
         """The weight for each of the groups that are *left*, where the *heads* are in the regex already."""
-        shared = _GAP_COST if self.head and self.head in heads else 0
-        return (self.weight - shared) / (self.covered & left).bit_count()
+        count = (self.covered & left).bit_count()
+        return (self.weight - _GAP_COST * (self.head in heads)) / count if count else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,15 +445,27 @@ class _Table:
         theirs = self._samples(others)
         chosen: list[tuple[_Found, _Alternative]] = []
         left = mine
-        while usable := [found for found in usable if found.covered & left]:
-            heads = {found.head for found, _ in chosen}
-            best = min(usable, key=lambda found: found.price(left, heads))
+        heads: set[_Run] = set()
+        queue = [(found.price(mine, heads), place) for place, found in enumerate(usable)]
+        heapq.heapify(queue)
+        while left and queue:
+            price, place = heapq.heappop(queue)
+            best = usable[place]
+            now = best.price(left, heads)
+            if now > price:  # some of its groups are covered by now
+                if now < math.inf:
+                    heapq.heappush(queue, (now, place))
+                continue
             alternative = _anchored(best.run, self._samples(best.covered & mine), theirs)
             if alternative is None:
-                usable.remove(best)
                 continue
             chosen.append((best, alternative))
             left &= ~best.covered
+            if best.head and best.head not in heads:
+                heads.add(best.head)
+                for place, found in enumerate(usable):
+                    if found.head == best.head:
+                        heapq.heappush(queue, (found.price(left, heads), place))
         for item in chosen[::-1]:
             rest = [other for other in chosen if other is not item]
             if not mine & item[0].covered & ~_union(found.covered for found, _ in rest):
@@ -596,7 +615,8 @@ def _escaped(text: str) -> str:
 
 def _key_text(key: _Key) -> str:
     if isinstance(key, _Numbered):
-        return _escaped(key.stem) + (r'\d+' if key.numbers is None else _numbers_text(key.numbers))
+        number = r'\d+' if key.numbers is None else _numbers_text(key.numbers)
+        return _escaped(key.stem) + number + _escaped(key.tail)
     return _escaped(str(key))
 
 
