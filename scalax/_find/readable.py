@@ -12,15 +12,16 @@ import collections
 import dataclasses
 import enum
 import functools
+import heapq
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from scalax import rules
 from scalax._tree import specs as spec_forms
 from scalax._util.folding import runs
 from scalax.rules import ShardingRule, TreePathShardingRule
@@ -79,19 +80,20 @@ def to_code(rule: TreePathShardingRule, name: str = 'rule') -> str:
     for regex, value in rule.rules:
         pair = _regex_code(regex), _value_code(value)
         line = f'    ({pair[0]}, {pair[1]}),'
-        # Comma and all, so that formatters leave it in several lines.
-        lines += (
-            [line] if len(line) <= _WIDTH else ['    (', *(f'        {part},' for part in pair), '    ),']
-        )
+        if len(line) > _WIDTH:
+            line = f'    (\n        {pair[0]},\n        {pair[1]},\n    ),'
+        lines.append(line)
     if not rule.strict:
         lines.append('    strict=False,')
     if rule.on_indivisible != 'error':
         lines.append(f'    on_indivisible={rule.on_indivisible!r},')
-    uses = 'P(' in ''.join(lines)
-    head = ['import re', ''] if any(isinstance(regex, re.Pattern) for regex, _ in rule.rules) else []
-    head += ['from scalax.sharding import PartitionSpec as P'] if uses else []
-    head += [f'from scalax.sharding import {", ".join(sorted(_rule_names(rule)))}', '']
-    return '\n'.join([*head, f'{name} = TreePathShardingRule(', *lines, ')', ''])
+    names = ', '.join(sorted(_rule_names(rule).intersection(rules.__all__)))
+    imports = [f'from scalax.sharding import {names}']
+    if 'P(' in ''.join(lines):
+        imports = sorted([*imports, 'from scalax.sharding import PartitionSpec as P'])
+    if any(isinstance(regex, re.Pattern) for regex, _ in rule.rules):
+        imports = ['import re', '', *imports]
+    return '\n'.join([*imports, '', f'{name} = TreePathShardingRule(', *lines, ')', ''])
 
 
 _WIDTH = 88  # of black, and of ruff unless told otherwise
@@ -142,18 +144,22 @@ class _Mark(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
-    """Keys that differ in the number at their end: these numbers, or any."""
+    """Keys that differ in one number: these numbers, or any."""
 
     stem: str
+    tail: str
     numbers: tuple[int, ...] | None = None
 
 
 _Key = str | _Numbered | _Mark
 _Run = tuple[_Key, ...]
 
-_NUMBER = re.compile('((?:.*[_.])?)(0|[1-9][0-9]{0,8})', re.ASCII | re.DOTALL)
+# `3`, `layers_3`, `layers.3`, and in Haiku `h3_attn`. `conv2` may be something else than `conv1`.
+_NUMBER = re.compile('([A-Za-z]+(?=[0-9]+_)|(?:.*[_.])?)(0|[1-9][0-9]{0,8})(_.*)?', re.ASCII | re.DOTALL)
 _LONGEST = 5  # keys of a run; a whole path may have more
 _ENDING = 3  # keys behind a gap
+_GAP_COST = 2.5  # in keys
+_ROW_COST = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +181,7 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
     @functools.cache
     def parsed(key: str) -> tuple[str | _Numbered, int | None]:
         found = _NUMBER.fullmatch(key)
-        return (_Numbered(found[1]), int(found[2])) if found else (key, None)
+        return (_Numbered(found[1], found[3] or ''), int(found[2])) if found else (key, None)
 
     shapes: dict[tuple[str | _Numbered, ...], dict[tuple[int, ...], str]] = {}
     for path in asked:
@@ -187,17 +193,16 @@ def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
         places = _alike({numbers: asked[path] for numbers, path in paths.items()})
         for numbers, path in paths.items():
             kinds = iter([alike[number] for alike, number in zip(places, numbers, strict=True)])
-            kept: _Run = tuple(
-                _Numbered(key.stem, next(kinds)) if isinstance(key, _Numbered) else key for key in shape
-            )
+            kept = [
+                key if isinstance(key, str) else dataclasses.replace(key, numbers=next(kinds))
+                for key in shape
+            ]
             whole = (_Mark.BEGIN, *kept, _Mark.END)
             groups.setdefault(whole, _Group(whole, asked[path], [])).paths.append(path)
     return list(groups.values())
 
 
-def _alike(
-    leaves: Mapping[tuple[int, ...], PartitionSpec],
-) -> list[dict[int, tuple[int, ...] | None]]:
+def _alike(leaves: Mapping[tuple[int, ...], PartitionSpec]) -> list[dict[int, tuple[int, ...] | None]]:
     """For each place of numbers: number -> those that could stand for it with the same specs; None if all."""
     places: list[dict[int, tuple[int, ...] | None]] = []
     one_spec = len(set(leaves.values())) == 1
@@ -215,7 +220,7 @@ def _alike(
 
 
 def _any_numbers(run: _Run) -> _Run:
-    return tuple(_Numbered(key.stem) if isinstance(key, _Numbered) else key for key in run)
+    return tuple(_Numbered(key.stem, key.tail) if isinstance(key, _Numbered) else key for key in run)
 
 
 def _numbers_of(run: _Run) -> list[frozenset[int] | None]:
@@ -227,12 +232,12 @@ def _is_name(key: _Key) -> bool:
     return bool(key) if isinstance(key, str) else isinstance(key, _Numbered) and bool(key.stem)
 
 
-def _runs(keys: _Run, idle: int) -> Iterator[tuple[_Run, float]]:
+def _runs(keys: _Run, idle: bool) -> Iterator[tuple[_Run, int]]:
     """The runs that could stand for a path, and how many names come behind each.
 
     Args:
         keys: those of the path, between BEGIN and END.
-        idle: how many last keys are the same in all paths, as the ``value`` of flax's variables.
+        idle: whether the last key is the same in all paths, as the ``value`` of flax's variables.
     """
     yield keys, 0
     stop = len(keys) - 1 - idle
@@ -241,27 +246,13 @@ def _runs(keys: _Run, idle: int) -> Iterator[tuple[_Run, float]]:
         begins = keys[first] is _Mark.BEGIN
         for last in range(first + 1 + begins, min(first + _LONGEST + begins, len(keys)) + 1):
             run = keys[first:last]
-            if begins or any(map(_is_name, run)):
+            if begins or _is_name(run[0]):
                 yield run, behind[last]
     heads = [(place + 1, keys[place : place + 1]) for place in range(1, stop) if _is_name(keys[place])]
     for after, head in [(2, keys[:2]), *heads]:
         for first in range(max(after, stop - _ENDING), stop):
-            if any(map(_is_name, keys[first:stop])):
+            if _is_name(keys[first]):
                 yield (*head, _Mark.GAP, *keys[first:stop]), 0
-
-
-def _cost(run: _Run, behind: float) -> float:
-    """Keys, mostly; what is far from the end of the path says less about a leaf than its own name."""
-    cost = 1.5 * behind
-    for key in run:
-        if isinstance(key, str):
-            cost += 1
-        elif isinstance(key, _Numbered):
-            cost += 0.6 + 0.6 * bool(key.stem)
-            cost += 0.1 * len(_numbers_text(key.numbers)) if key.numbers and len(key.numbers) > 1 else 0
-        else:
-            cost += 0.7 if key is _Mark.GAP else 0.2
-    return cost
 
 
 # --- Rows ----------------------------------------------------------------------------------------
@@ -272,14 +263,45 @@ class _Found:
     """A run, and the groups that have it, as bits.
 
     Attributes:
+        behind: how many names come behind it.
         touched: those with a leaf that has the run.
         covered: those of which every leaf has it.
     """
 
     run: _Run
-    cost: float
+    behind: int
     touched: int
     covered: int
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """About how many keys there are to read."""
+        nameless = self.run[0] is _Mark.BEGIN and not _is_name(self.run[1])
+        cost = 6.0 if nameless else 0  # `mu|nu` says more than `^1`
+        for key in self.run:
+            if isinstance(key, str):
+                cost += 1
+            elif isinstance(key, _Numbered):
+                several = key.numbers is not None and len(key.numbers) > 1
+                cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(_key_text(key))
+            else:
+                cost += _GAP_COST if key is _Mark.GAP else 0.2
+        return cost
+
+    @property
+    def weight(self) -> float:
+        """The cost, and more for what is far from the end of the path: it says less about a leaf."""
+        return self.cost + 3.5 * self.behind
+
+    @functools.cached_property
+    def head(self) -> _Run:
+        """The keys before a gap, if there is one."""
+        return self.run[: self.run.index(_Mark.GAP)] if _Mark.GAP in self.run else ()
+
+    def price(self, left: int, heads: set[_Run]) -> float:
+        """The weight for each of the groups that are *left*, where the *heads* are in the regex already."""
+        count = (self.covered & left).bit_count()
+        return (self.weight - _GAP_COST * (self.head in heads)) / count if count else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,12 +321,28 @@ class _Cover:
         return sum(found.cost for found, _ in self.chosen) + 10 * self.missing
 
     @property
+    def weight(self) -> float:
+        return sum(found.weight for found, _ in self.chosen) + 10 * self.missing
+
+    @property
     def touched(self) -> int:
         return _union(found.touched for found, _ in self.chosen)
 
     @property
     def regex(self) -> str:
         return _regex([alternative for _, alternative in self.chosen])
+
+
+class _Row(NamedTuple):
+    """A row, and as bits the groups that it decides about."""
+
+    regex: str
+    spec: PartitionSpec
+    groups: int
+
+
+def _length(rows: Iterable[_Row]) -> int:
+    return sum(len(row.regex) + 10 for row in rows)
 
 
 class _Table:
@@ -320,107 +358,114 @@ class _Table:
 
     def rows(self) -> list[tuple[str, PartitionSpec]]:
         """Regexes and specs, of which the first match wins; the last row is for all other leaves."""
+        rows = self._search(_Cover([], 0))
+        # A part of the tree that is replicated, as the params of ZeRO-1, may be best said first.
+        default = self._of_spec.get(REPLICATED, 0)
+        parts = [found for found in self._found if found.covered and not found.touched & ~default]
+        part = max(parts, key=lambda found: found.covered.bit_count(), default=None)
+        if part is not None and len(rows) > 1:
+            others = self._search(self._cover(part.covered, self._all & ~default))
+            if _length(others) < _length(rows):
+                rows = others
+        ordered = self._ordered(rows)
+        return [*ordered, ('.*', REPLICATED)] if default else ordered
+
+    def _search(self, replicated: _Cover) -> list[_Row]:
+        """The rows of all specs but the replicated one, the simplest spec first.
+
+        Args:
+            replicated: what has a row before them, if anything.
+        """
+        rows = [_Row(replicated.regex, REPLICATED, replicated.touched)]
+        left = self._all & ~replicated.touched
         pending = dict(self._of_spec)
         default = pending.pop(REPLICATED, 0)
-        alone = {spec: self._cover(mine, self._all & ~mine) for spec, mine in pending.items()}
-        rows: list[tuple[str, PartitionSpec, int]] = []
-        left = self._all
+        alone = {spec: self._cover(mine, left & ~mine) for spec, mine in pending.items()}
         while pending:
-            best: dict[PartitionSpec, tuple[float, _Cover | None, _Cover]] = {}
-            for spec, mine in pending.items():
-                cover = self._cover(mine, left & ~mine)
-                # Rows that rely on those before them are harder to read: only if that saves much.
-                if cover.cost > _CLEARLY * alone[spec].cost:
-                    cover = alone[spec]
-                best[spec] = min(
-                    (cover.cost, None, cover),
-                    self._with_exceptions(mine, left, default),
-                    key=operator.itemgetter(0),
-                )
-            spec = min(best, key=lambda spec: best[spec][0])
-            _, exceptions, cover = best[spec]
+            best = {spec: self._best(mine, left, default, alone[spec]) for spec, mine in pending.items()}
+            spec = min(best, key=lambda spec: best[spec][1].cost)
+            exceptions, cover = best[spec]
+            rows.append(_Row(exceptions.regex, REPLICATED, exceptions.touched & left))
+            left &= ~exceptions.touched
             mine = pending.pop(spec)
-            if exceptions is not None:
-                excepted = exceptions.touched & default
-                rows.append((exceptions.regex, REPLICATED, excepted))
-                default, left = default & ~excepted, left & ~excepted
-            if (
-                not pending
-                and not self._of_spec.get(REPLICATED)
-                and (not rows or len(alone[spec].chosen) > 1)
-            ):
-                rows.append(('.*', spec, mine))
-            elif cover.chosen:
-                rows.append((cover.regex, spec, mine))
+            several = left == mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
+            rows.append(_Row('.*' if several and left == mine else cover.regex, spec, mine))
             left &= ~mine
-        ordered = self._ordered(rows)
-        return [*ordered, ('.*', REPLICATED)] if REPLICATED in self._of_spec else ordered
+        return [row for row in rows if row.regex]
 
-    def _with_exceptions(self, mine: int, left: int, default: int) -> tuple[float, _Cover | None, _Cover]:
-        """A cover that may match replicated leaves too, for which there is a row before it."""
+    def _best(self, mine: int, left: int, default: int, alone: _Cover) -> tuple[_Cover, _Cover]:
+        """The exceptions to be replicated by a row before, mostly none, and the cover of the groups *mine*.
+
+        Rows that rely on those before them are harder to read: only if that saves much.
+        """
+        cover = self._cover(mine, left & ~mine)
+        if cover.weight > _CLEARLY * alone.weight:
+            cover = alone
         loose = self._cover(mine, left & ~mine & ~default)
-        excepted = loose.touched & default
-        if not excepted:
-            return math.inf, None, loose
-        exceptions = self._cover(excepted, left & ~default)
-        loose = self._cover(mine, left & ~mine & ~excepted)
-        return (loose.cost + exceptions.cost + 1) / _CLEARLY, exceptions, loose
+        excepted = loose.touched & left & default
+        if excepted:
+            exceptions = self._cover(excepted, left & ~default)
+            loose = self._cover(mine, left & ~mine & ~excepted)
+            if loose.weight + exceptions.weight + _ROW_COST < _CLEARLY * cover.weight:
+                return exceptions, loose
+        return _Cover([], 0), cover
 
-    def _ordered(self, rows: list[tuple[str, PartitionSpec, int]]) -> list[tuple[str, PartitionSpec]]:
+    def _ordered(self, rows: Sequence[_Row]) -> list[tuple[str, PartitionSpec]]:
         """The rows in the order of the leaves, but each behind those whose leaves it matches too."""
+        samples = [self._samples(row.groups) for row in rows]
         before: list[set[int]] = []
-        for index, (regex, _, _) in enumerate(rows):
-            search = re.compile(regex).search
-            before.append(
-                {
-                    other
-                    for other, (_, _, mine) in enumerate(rows[:index])
-                    if any(search(path) for group in self._groups_of(mine) for path in group.samples)
-                }
-            )
+        for index, row in enumerate(rows):
+            search = re.compile(row.regex).search
+            before.append({i for i in range(index) if any(map(search, samples[i]))})
         ordered: list[int] = []
         while len(ordered) < len(rows):
             ready = [i for i in range(len(rows)) if i not in ordered and before[i].issubset(ordered)]
-            ordered.append(min(ready, key=lambda i: _lowest(rows[i][2])))
-        return [rows[i][:2] for i in ordered]
+            ordered.append(min(ready, key=lambda i: _lowest(rows[i].groups)))
+        return [(rows[i].regex, rows[i].spec) for i in ordered]
 
-    def _groups_of(self, bits: int) -> list[_Group]:
-        return [group for bit, group in enumerate(self._groups) if bits >> bit & 1]
+    def _samples(self, bits: int) -> list[str]:
+        return [path for bit, group in enumerate(self._groups) if bits >> bit & 1 for path in group.samples]
 
     def _find_runs(self) -> list[_Found]:
         paths = [group.keys for group in self._groups]
-        idle = 0
-        while (
-            len(paths) > 1
-            and min(map(len, paths)) > idle + 3
-            and len({keys[-2 - idle] for keys in paths}) == 1
-        ):
-            idle += 1
+        idle = len(paths) > 1 and min(map(len, paths)) > 3 and len({keys[-2] for keys in paths}) == 1
         places: dict[_Run, list[tuple[int, list[frozenset[int] | None]]]] = collections.defaultdict(list)
-        costs: dict[_Run, float] = {}
+        least: dict[_Run, int] = {}
         for bit, keys in enumerate(paths):
             for run, behind in _runs(keys, idle):
                 free = _any_numbers(run)
                 places[free].append((1 << bit, _numbers_of(run)))
                 for candidate in (run, free) if any(map(_is_name, free)) else (run,):
-                    costs[candidate] = min(costs.get(candidate, math.inf), _cost(candidate, behind))
-        return [_found(run, cost, places[_any_numbers(run)]) for run, cost in costs.items()]
+                    least[candidate] = min(least.get(candidate, behind), behind)
+        return [_found(run, behind, places[_any_numbers(run)]) for run, behind in least.items()]
 
     def _cover(self, mine: int, others: int) -> _Cover:
         """Runs that the groups *mine* have and *others* lack, chosen greedily by cost per group."""
         usable = [found for found in self._found if found.covered & mine and not found.touched & others]
-        theirs = [path for group in self._groups_of(others) for path in group.samples]
+        theirs = self._samples(others)
         chosen: list[tuple[_Found, _Alternative]] = []
         left = mine
-        while usable := [found for found in usable if found.covered & left]:
-            best = min(usable, key=lambda found: found.cost / (found.covered & left).bit_count())
-            own = [path for group in self._groups_of(best.covered & mine) for path in group.samples]
-            alternative = _anchored(best.run, own, theirs)
+        heads: set[_Run] = set()
+        queue = [(found.price(mine, heads), place) for place, found in enumerate(usable)]
+        heapq.heapify(queue)
+        while left and queue:
+            price, place = heapq.heappop(queue)
+            best = usable[place]
+            now = best.price(left, heads)
+            if now > price:  # some of its groups are covered by now
+                if now < math.inf:
+                    heapq.heappush(queue, (now, place))
+                continue
+            alternative = _anchored(best.run, self._samples(best.covered & mine), theirs)
             if alternative is None:
-                usable.remove(best)
                 continue
             chosen.append((best, alternative))
             left &= ~best.covered
+            if best.head and best.head not in heads:
+                heads.add(best.head)
+                for place, found in enumerate(usable):
+                    if found.head == best.head:
+                        heapq.heappush(queue, (found.price(left, heads), place))
         for item in chosen[::-1]:
             rest = [other for other in chosen if other is not item]
             if not mine & item[0].covered & ~_union(found.covered for found, _ in rest):
@@ -440,7 +485,7 @@ def _lowest(bits: int) -> int:
     return bits & -bits
 
 
-def _found(run: _Run, cost: float, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
+def _found(run: _Run, behind: int, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
     touched = covered = 0
     wanted = _numbers_of(run)
     for bit, numbers in places:
@@ -449,7 +494,7 @@ def _found(run: _Run, cost: float, places: Iterable[tuple[int, list[frozenset[in
             touched |= bit
         if all(ours is None or (theirs is not None and theirs <= ours) for ours, theirs in pairs):
             covered |= bit
-    return _Found(run, cost, touched, covered)
+    return _Found(run, behind, touched, covered)
 
 
 # --- Regexes -------------------------------------------------------------------------------------
@@ -460,40 +505,43 @@ class _Alternative:
     """A run as a regex.
 
     Attributes:
-        left: what anchors its begin.
-        keys: for each key the texts that may stand there; a gap is None.
-        right: what anchors its end.
-        gap: the regex of the gap.
+        begin: what anchors its begin.
+        keys: for each key the texts that may stand there.
+        gap: the regex of the gap behind the first key, or nothing.
+        end: what anchors its end.
     """
 
-    left: str
-    keys: tuple[tuple[str, ...] | None, ...]
-    right: str
+    begin: str
+    keys: tuple[tuple[str, ...], ...]
     gap: str
+    end: str
 
     @property
-    def body(self) -> str:
-        """The regex between the anchors."""
-        text = ''.join(self.gap if key is None else f'{_one_of(key)}/' for key in self.keys)
-        return text[:-1]
+    def left(self) -> str:
+        """What stands before the keys that do not differ from those of other alternatives."""
+        return self.begin + (f'{_one_of(self.keys[0])}/{self.gap}' if self.gap else '')
+
+    @property
+    def bodies(self) -> list[str]:
+        """The keys themselves."""
+        keys = self.keys[bool(self.gap) :]
+        return _joined(keys[0]) if len(keys) == 1 else ['/'.join(map(_one_of, keys))]
 
 
 def _anchored(run: _Run, own: Sequence[str], others: Sequence[str]) -> _Alternative | None:
     """The regex of a run with the fewest anchors that matches *own* paths and no *others*."""
-    keys = [key for key in run if key not in (_Mark.BEGIN, _Mark.END)]
-    texts = tuple(None if key is _Mark.GAP else (_key_text(key),) for key in keys)
+    begins, ends = run[0] is _Mark.BEGIN, run[-1] is _Mark.END
+    keys = [key for key in run if not isinstance(key, _Mark)]
     # Where the tree is a part of another one, as the params of a state, the same rule will do.
-    parts = own if run[0] is _Mark.BEGIN else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
-    lefts = ['^'] if run[0] is _Mark.BEGIN else ['', '/', '(^|/)'][_is_short(keys[0]) :]
-    rights = (
-        ['$', r'\Z'] if run[-1] is _Mark.END else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :]
+    parts = own if begins else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
+    options = itertools.product(
+        ['^'] if begins else ['', '/', '(^|/)'][_is_short(keys[0]) :],
+        ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else [''],
+        ['$', r'\Z'] if ends else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :],
     )
-    gaps = ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else ['']
-    for left, right, gap in sorted(
-        itertools.product(lefts, rights, gaps), key=lambda option: len(''.join(option))
-    ):
-        found = _Alternative(left, texts, right, gap)
-        search = re.compile(left + found.body + right).search
+    for begin, gap, end in sorted(options, key=lambda option: len(''.join(option))):
+        found = _Alternative(begin, tuple((_key_text(key),) for key in keys), gap, end)
+        search = re.compile(_regex([found])).search
         if all(map(search, parts)) and not any(map(search, others)):
             return found
     return None
@@ -506,47 +554,39 @@ def _is_short(key: _Key, at_end: bool = False) -> bool:
 
 def _regex(alternatives: Sequence[_Alternative]) -> str:
     """One regex: alternatives that differ in one key are one, and those with the same anchors share them."""
-    merged = list(dict.fromkeys(alternatives))
-    for place in range(max((len(each.keys) for each in merged), default=0)):
-        alike: dict[Any, _Alternative] = {}
-        for each in merged:
-            here = each.keys[place] if place < len(each.keys) else None
-            rest = (
-                each
-                if here is None
-                else (each.left, each.right, each.gap, each.keys[:place], each.keys[place + 1 :])
-            )
-            if rest in alike and here is not None:
-                here = (*(alike[rest].keys[place] or ()), *here)
-                each = dataclasses.replace(each, keys=(*each.keys[:place], here, *each.keys[place + 1 :]))
-            alike[rest] = each
-        merged = list(alike.values())
-    anchors: dict[tuple[str, str], list[_Alternative]] = {}
-    for each in merged:
-        anchors.setdefault((each.left, each.right), []).append(each)
+    for place in range(max((len(each.keys) for each in alternatives), default=0)):
+        alike: dict[Any, list[_Alternative]] = {}
+        for each in alternatives:
+            rest = (len(each.keys), each.keys[:place], each.keys[place + 1 :], each.begin, each.gap, each.end)
+            alike.setdefault(rest if place < len(each.keys) else each, []).append(each)
+        alternatives = [_merged(group, place) for group in alike.values()]
+    anchored: dict[tuple[str, str], list[str]] = {}
+    for each in alternatives:
+        anchored.setdefault((each.left, each.end), []).extend(each.bodies)
     texts = []
-    for (left, right), group in anchors.items():
-        bodies = [each.body for each in group]
-        if left or right:
-            texts.append(
-                f'{left}({"|".join(bodies)}){right}' if len(bodies) > 1 else f'{left}{bodies[0]}{right}'
-            )
-            continue
-        # Outside, alternatives need no parentheses.
-        texts += [
-            _joined(each.keys[0]) if len(each.keys) == 1 and each.keys[0] else each.body for each in group
-        ]
+    for (left, end), bodies in anchored.items():
+        text = '|'.join(bodies)
+        texts.append(f'{left}({text}){end}' if len(bodies) > 1 and (left or end) else left + text + end)
     return '|'.join(texts)
+
+
+def _merged(alternatives: Sequence[_Alternative], place: int) -> _Alternative:
+    """Alternatives that differ at *place* only, as one."""
+    first = alternatives[0]
+    if len(alternatives) == 1:
+        return first
+    here = tuple(text for each in alternatives for text in each.keys[place])
+    return dataclasses.replace(first, keys=(*first.keys[:place], here, *first.keys[place + 1 :]))
 
 
 def _one_of(texts: Sequence[str]) -> str:
     """``(query|key)``, and ``a`` if it is one."""
     joined = _joined(texts)
-    return f'({joined})' if '|' in joined and len(texts) > 1 else joined
+    return f'({"|".join(joined)})' if len(joined) > 1 else joined[0]
 
 
-def _joined(texts: Sequence[str]) -> str:
-    """``query|key``; what words have in common is written once: ``(gate|up)_proj|conv[12]``."""
+def _joined(texts: Sequence[str]) -> list[str]:
+    """Alternatives; what words have in common is written once: ``(gate|up)_proj``, ``conv[12]``."""
     families: dict[tuple[str, str | None], list[str]] = {}
     for text in dict.fromkeys(texts):
         found = _FAMILY.fullmatch(text)
@@ -556,13 +596,13 @@ def _joined(texts: Sequence[str]) -> str:
             families.setdefault((found['stem'], ''), []).append(found['digit'])
         else:
             families.setdefault(('', found['ending']), []).append(found['word'])
-    pieces = []
+    joined = []
     for (before, after), words in families.items():
         text = '|'.join(words)
         if len(words) > 1:
             text = f'[{"".join(words)}]' if all(len(word) == 1 for word in words) else f'({text})'
-        pieces.append(f'{before}{text}{after or ""}')
-    return '|'.join(pieces)
+        joined.append(f'{before}{text}{after or ""}')
+    return joined
 
 
 _FAMILY = re.compile(r'(?P<stem>\w*[^\W\d_])(?P<digit>[0-9])|(?P<word>\w+)(?P<ending>_[^\W_]+)')
@@ -575,24 +615,25 @@ def _escaped(text: str) -> str:
 
 def _key_text(key: _Key) -> str:
     if isinstance(key, _Numbered):
-        return _escaped(key.stem) + (r'\d+' if key.numbers is None else _numbers_text(key.numbers))
+        number = r'\d+' if key.numbers is None else _numbers_text(key.numbers)
+        return _escaped(key.stem) + number + _escaped(key.tail)
     return _escaped(str(key))
 
 
 def _numbers_text(numbers: Sequence[int]) -> str:
     r"""A regex of some numbers: ``[0-5]``, ``(\d|1[0-7])``."""
-    digits: dict[int, list[int]] = {}
+    digits: dict[int, list[int]] = {}  # by what stands before the last one
     for number in numbers:
         digits.setdefault(number // 10, []).append(number % 10)
-    tens: dict[tuple[int, ...], list[int]] = {}
-    for ten, last in digits.items():
-        tens.setdefault(tuple(last), []).append(ten)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for before, last in digits.items():
+        alike.setdefault(tuple(last), []).append(before)
     texts = []
-    for last, before in tens.items():
-        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(last)]
-        digit = str(last[0]) if len(last) == 1 else r'\d' if len(last) == 10 else f'[{"".join(spans)}]'
-        if before[0] == 0:
+    for ends, tens in alike.items():
+        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(ends)]
+        digit = str(ends[0]) if len(ends) == 1 else r'\d' if len(ends) == 10 else f'[{"".join(spans)}]'
+        if tens[0] == 0:
             texts.append(digit)
-        if before[-1] > 0:
-            texts.append(_numbers_text([ten for ten in before if ten]) + digit)
+        if tens[-1] > 0:
+            texts.append(_numbers_text([ten for ten in tens if ten]) + digit)
     return f'({"|".join(texts)})' if len(texts) > 1 else texts[0]
