@@ -111,11 +111,13 @@ def find(
     _check(headroom, budget_s, optimizer_state, batch_dim, show_progress)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
     steps += [make_step(*_further(each)) for each in also]
+    if topology is None and num_slices > 1:
+        raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
     leaves = leaves_of(steps)
     fixed = _fixed(keep, leaves, names)
     keys = list(leaves)
-    known = _joined(steps, keys)
+    known = joined(steps, keys)
     groups = make_groups(list(leaves.values()), known, [keys.index(key) for key in fixed])
     if not groups:
         raise ArgumentError(
@@ -226,7 +228,7 @@ def _axes(spec: PartitionSpec) -> list[str]:
     return [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
 
 
-def _joined(steps: Sequence[Step], keys: Sequence[Key]) -> Dimensions:
+def joined(steps: Sequence[Step], keys: Sequence[Key]) -> Dimensions:
     """What all steps do with the dimensions of their leaves; the first that has a leaf decides about it."""
     numbers = {key: i for i, key in enumerate(keys)}
     classes: dict[tuple[int, int], int] = {}

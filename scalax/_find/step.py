@@ -134,6 +134,8 @@ def make_step(
 
 
 def _numbers(option: str, value: int | Sequence[int], count: int) -> frozenset[int]:
+    if not isinstance(value, int | Sequence):
+        raise ArgumentError(f'{option} is the number of an argument, or several, got {value!r}')
     numbers = (value,) if isinstance(value, int) else tuple(value)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
