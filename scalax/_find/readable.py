@@ -1,9 +1,9 @@
 """Rules by leaf path as a person would write them, made from the spec of each leaf.
 
-Leaves whose paths differ in layer numbers only are one group. For each spec, a greedy cover finds the
-shortest runs of whole keys that its groups have and those of other specs lack; the runs become the
-alternatives of one regex, with anchors only where the text would match too much. A last check over all
-leaves gives the exact path to any leaf that would still resolve wrongly.
+For each spec, a greedy cover finds the shortest runs of keys (`key_runs`) that its leaves have and those of
+other specs lack; they become the alternatives of one regex. Rows are found from the simplest to the most
+complex, and later ones may rely on earlier ones. A last check over all leaves puts the exact path of any leaf
+that would still resolve wrongly in front.
 """
 
 from __future__ import annotations
@@ -276,8 +276,9 @@ class _Table:
             rows.append(_Row(exceptions.regex, REPLICATED, exceptions.touched & left))
             left &= ~exceptions.touched
             mine = pending.pop(spec)
-            several = left == mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
-            rows.append(_Row('.*' if several and left == mine else cover.regex, spec, mine))
+            several = mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
+            last = left == mine and not default
+            rows.append(_Row('.*' if last and several else cover.regex, spec, mine))
             left &= ~mine
         return [row for row in rows if row.regex]
 
