@@ -1,19 +1,17 @@
 """Rules by leaf path as a person would write them, made from the spec of each leaf.
 
-Leaves whose paths differ in layer numbers only are one group. For each spec, a greedy cover finds the
-shortest runs of whole keys that its groups have and those of other specs lack; the runs become the
-alternatives of one regex, with anchors only where the text would match too much. A last check over all
-leaves gives the exact path to any leaf that would still resolve wrongly.
+For each spec, a greedy cover finds the shortest runs of keys (`key_runs`) that its leaves have and those of
+other specs lack; they become the alternatives of one regex. Rows are found from the simplest to the most
+complex, and later ones may rely on earlier ones. A last check over all leaves puts the exact path of any leaf
+that would still resolve wrongly in front.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import functools
 import heapq
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +20,22 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from scalax import rules
+from scalax._find.key_runs import (
+    Alternative,
+    Mark,
+    Numbered,
+    Run,
+    anchored,
+    any_numbers,
+    escaped,
+    groups_of,
+    is_name,
+    key_text,
+    numbers_of,
+    regex_of,
+    runs_of,
+)
 from scalax._tree import specs as spec_forms
-from scalax._util.folding import runs
 from scalax.rules import ShardingRule, TreePathShardingRule
 
 REPLICATED = PartitionSpec()
@@ -128,131 +140,7 @@ def _exact_rows(
         if next((value for search, value in searches if search(path)), None) != spec:
             wrong.setdefault(spec, []).append(path)
     for spec, paths in wrong.items():
-        yield rf'\A({"|".join(map(_escaped, paths))})\Z', spec
-
-
-# --- Paths as keys -------------------------------------------------------------------------------
-
-
-class _Mark(enum.Enum):
-    """What stands beside the keys of a run."""
-
-    BEGIN = '^'
-    END = '$'
-    GAP = '.*'  # any keys, also none
-
-
-@dataclasses.dataclass(frozen=True)
-class _Numbered:
-    """Keys that differ in one number: these numbers, or any."""
-
-    stem: str
-    tail: str
-    numbers: tuple[int, ...] | None = None
-
-
-_Key = str | _Numbered | _Mark
-_Run = tuple[_Key, ...]
-
-# `3`, `layers_3`, `layers.3`, and in Haiku `h3_attn`. `conv2` may be something else than `conv1`.
-_NUMBER = re.compile('([A-Za-z]+(?=[0-9]+_)|(?:.*[_.])?)(0|[1-9][0-9]{0,8})(_.*)?', re.ASCII | re.DOTALL)
-_LONGEST = 5  # keys of a run; a whole path may have more
-_ENDING = 3  # keys behind a gap
-_GAP_COST = 2.5  # in keys
-_ROW_COST = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Leaves of one spec whose paths differ in numbers that do not tell one spec from another."""
-
-    keys: _Run
-    spec: PartitionSpec
-    paths: list[str]
-
-    @functools.cached_property
-    def samples(self) -> list[str]:
-        """Paths to try a regex on. Of numbers that are all alike, the first and the last will do."""
-        exact = any(isinstance(key, _Numbered) and key.numbers is not None for key in self.keys)
-        return self.paths if exact else [self.paths[0], self.paths[-1]]
-
-
-def _groups(asked: Mapping[str, PartitionSpec]) -> list[_Group]:
-    @functools.cache
-    def parsed(key: str) -> tuple[str | _Numbered, int | None]:
-        found = _NUMBER.fullmatch(key)
-        return (_Numbered(found[1], found[3] or ''), int(found[2])) if found else (key, None)
-
-    shapes: dict[tuple[str | _Numbered, ...], dict[tuple[int, ...], str]] = {}
-    for path in asked:
-        keys = [parsed(key) for key in path.split('/')]
-        numbers = tuple(number for _, number in keys if number is not None)
-        shapes.setdefault(tuple(key for key, _ in keys), {})[numbers] = path
-    groups: dict[_Run, _Group] = {}
-    for shape, paths in shapes.items():
-        places = _alike({numbers: asked[path] for numbers, path in paths.items()})
-        for numbers, path in paths.items():
-            kinds = iter([alike[number] for alike, number in zip(places, numbers, strict=True)])
-            kept = [
-                key if isinstance(key, str) else dataclasses.replace(key, numbers=next(kinds))
-                for key in shape
-            ]
-            whole = (_Mark.BEGIN, *kept, _Mark.END)
-            groups.setdefault(whole, _Group(whole, asked[path], [])).paths.append(path)
-    return list(groups.values())
-
-
-def _alike(leaves: Mapping[tuple[int, ...], PartitionSpec]) -> list[dict[int, tuple[int, ...] | None]]:
-    """For each place of numbers: number -> those that could stand for it with the same specs; None if all."""
-    places: list[dict[int, tuple[int, ...] | None]] = []
-    one_spec = len(set(leaves.values())) == 1
-    for place in range(len(next(iter(leaves)))):
-        others: dict[int, set[Any]] = collections.defaultdict(set)
-        for numbers, spec in leaves.items():
-            other = None if one_spec else (numbers[:place], numbers[place + 1 :], spec)
-            others[numbers[place]].add(other)
-        classes: dict[frozenset[Any], list[int]] = {}
-        for number in sorted(others):
-            classes.setdefault(frozenset(others[number]), []).append(number)
-        every = len(classes) == 1 and len(others) > 1  # one number alone may be part of a name
-        places.append({n: None if every else tuple(alike) for alike in classes.values() for n in alike})
-    return places
-
-
-def _any_numbers(run: _Run) -> _Run:
-    return tuple(_Numbered(key.stem, key.tail) if isinstance(key, _Numbered) else key for key in run)
-
-
-def _numbers_of(run: _Run) -> list[frozenset[int] | None]:
-    found = [key.numbers for key in run if isinstance(key, _Numbered)]
-    return [None if numbers is None else frozenset(numbers) for numbers in found]
-
-
-def _is_name(key: _Key) -> bool:
-    return bool(key) if isinstance(key, str) else isinstance(key, _Numbered) and bool(key.stem)
-
-
-def _runs(keys: _Run, idle: bool) -> Iterator[tuple[_Run, int]]:
-    """The runs that could stand for a path, and how many names come behind each.
-
-    Args:
-        keys: those of the path, between BEGIN and END.
-        idle: whether the last key is the same in all paths, as the ``value`` of flax's variables.
-    """
-    yield keys, 0
-    stop = len(keys) - 1 - idle
-    behind = [sum(map(_is_name, keys[place:stop])) for place in range(len(keys) + 1)]
-    for first in range(len(keys)):
-        begins = keys[first] is _Mark.BEGIN
-        for last in range(first + 1 + begins, min(first + _LONGEST + begins, len(keys)) + 1):
-            run = keys[first:last]
-            if begins or _is_name(run[0]):
-                yield run, behind[last]
-    heads = [(place + 1, keys[place : place + 1]) for place in range(1, stop) if _is_name(keys[place])]
-    for after, head in [(2, keys[:2]), *heads]:
-        for first in range(max(after, stop - _ENDING), stop):
-            if _is_name(keys[first]):
-                yield (*head, _Mark.GAP, *keys[first:stop]), 0
+        yield rf'\A({"|".join(map(escaped, paths))})\Z', spec
 
 
 # --- Rows ----------------------------------------------------------------------------------------
@@ -268,7 +156,7 @@ class _Found:
         covered: those of which every leaf has it.
     """
 
-    run: _Run
+    run: Run
     behind: int
     touched: int
     covered: int
@@ -276,16 +164,16 @@ class _Found:
     @functools.cached_property
     def cost(self) -> float:
         """About how many keys there are to read."""
-        nameless = self.run[0] is _Mark.BEGIN and not _is_name(self.run[1])
+        nameless = self.run[0] is Mark.BEGIN and not is_name(self.run[1])
         cost = 6.0 if nameless else 0  # `mu|nu` says more than `^1`
         for key in self.run:
             if isinstance(key, str):
                 cost += 1
-            elif isinstance(key, _Numbered):
+            elif isinstance(key, Numbered):
                 several = key.numbers is not None and len(key.numbers) > 1
-                cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(_key_text(key))
+                cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(key_text(key))
             else:
-                cost += _GAP_COST if key is _Mark.GAP else 0.2
+                cost += _GAP_COST if key is Mark.GAP else 0.2
         return cost
 
     @property
@@ -294,11 +182,11 @@ class _Found:
         return self.cost + 3.5 * self.behind
 
     @functools.cached_property
-    def head(self) -> _Run:
+    def head(self) -> Run:
         """The keys before a gap, if there is one."""
-        return self.run[: self.run.index(_Mark.GAP)] if _Mark.GAP in self.run else ()
+        return self.run[: self.run.index(Mark.GAP)] if Mark.GAP in self.run else ()
 
-    def price(self, left: int, heads: set[_Run]) -> float:
+    def price(self, left: int, heads: set[Run]) -> float:
         """The weight for each of the groups that are *left*, where the *heads* are in the regex already."""
         count = (self.covered & left).bit_count()
         return (self.weight - _GAP_COST * (self.head in heads)) / count if count else math.inf
@@ -313,7 +201,7 @@ class _Cover:
         missing: how many of the groups no run can tell from others. Their leaves get exact rows.
     """
 
-    chosen: list[tuple[_Found, _Alternative]]
+    chosen: list[tuple[_Found, Alternative]]
     missing: int
 
     @property
@@ -330,7 +218,7 @@ class _Cover:
 
     @property
     def regex(self) -> str:
-        return _regex([alternative for _, alternative in self.chosen])
+        return regex_of([alternative for _, alternative in self.chosen])
 
 
 class _Row(NamedTuple):
@@ -349,7 +237,7 @@ class _Table:
     """The search of the rows for some leaves."""
 
     def __init__(self, asked: Mapping[str, PartitionSpec]) -> None:
-        self._groups = _groups(asked)
+        self._groups = groups_of(asked)
         self._of_spec: dict[PartitionSpec, int] = {}
         for bit, group in enumerate(self._groups):
             self._of_spec[group.spec] = self._of_spec.get(group.spec, 0) | 1 << bit
@@ -388,8 +276,9 @@ class _Table:
             rows.append(_Row(exceptions.regex, REPLICATED, exceptions.touched & left))
             left &= ~exceptions.touched
             mine = pending.pop(spec)
-            several = left == mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
-            rows.append(_Row('.*' if several and left == mine else cover.regex, spec, mine))
+            several = mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
+            last = left == mine and not default
+            rows.append(_Row('.*' if last and several else cover.regex, spec, mine))
             left &= ~mine
         return [row for row in rows if row.regex]
 
@@ -429,23 +318,23 @@ class _Table:
     def _find_runs(self) -> list[_Found]:
         paths = [group.keys for group in self._groups]
         idle = len(paths) > 1 and min(map(len, paths)) > 3 and len({keys[-2] for keys in paths}) == 1
-        places: dict[_Run, list[tuple[int, list[frozenset[int] | None]]]] = collections.defaultdict(list)
-        least: dict[_Run, int] = {}
+        places: dict[Run, list[tuple[int, list[frozenset[int] | None]]]] = collections.defaultdict(list)
+        least: dict[Run, int] = {}
         for bit, keys in enumerate(paths):
-            for run, behind in _runs(keys, idle):
-                free = _any_numbers(run)
-                places[free].append((1 << bit, _numbers_of(run)))
-                for candidate in (run, free) if any(map(_is_name, free)) else (run,):
+            for run, behind in runs_of(keys, idle):
+                free = any_numbers(run)
+                places[free].append((1 << bit, numbers_of(run)))
+                for candidate in (run, free) if any(map(is_name, free)) else (run,):
                     least[candidate] = min(least.get(candidate, behind), behind)
-        return [_found(run, behind, places[_any_numbers(run)]) for run, behind in least.items()]
+        return [_found(run, behind, places[any_numbers(run)]) for run, behind in least.items()]
 
     def _cover(self, mine: int, others: int) -> _Cover:
         """Runs that the groups *mine* have and *others* lack, chosen greedily by cost per group."""
         usable = [found for found in self._found if found.covered & mine and not found.touched & others]
         theirs = self._samples(others)
-        chosen: list[tuple[_Found, _Alternative]] = []
+        chosen: list[tuple[_Found, Alternative]] = []
         left = mine
-        heads: set[_Run] = set()
+        heads: set[Run] = set()
         queue = [(found.price(mine, heads), place) for place, found in enumerate(usable)]
         heapq.heapify(queue)
         while left and queue:
@@ -456,7 +345,7 @@ class _Table:
                 if now < math.inf:
                     heapq.heappush(queue, (now, place))
                 continue
-            alternative = _anchored(best.run, self._samples(best.covered & mine), theirs)
+            alternative = anchored(best.run, self._samples(best.covered & mine), theirs)
             if alternative is None:
                 continue
             chosen.append((best, alternative))
@@ -474,6 +363,8 @@ class _Table:
         return _Cover(chosen, left.bit_count())
 
 
+_GAP_COST = 2.5  # in keys
+_ROW_COST = 3
 _CLEARLY = 0.7  # of the cost, to be clearly shorter
 
 
@@ -485,9 +376,9 @@ def _lowest(bits: int) -> int:
     return bits & -bits
 
 
-def _found(run: _Run, behind: int, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
+def _found(run: Run, behind: int, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
     touched = covered = 0
-    wanted = _numbers_of(run)
+    wanted = numbers_of(run)
     for bit, numbers in places:
         pairs = list(zip(wanted, numbers, strict=True))
         if all(ours is None or theirs is None or ours & theirs for ours, theirs in pairs):
@@ -495,145 +386,3 @@ def _found(run: _Run, behind: int, places: Iterable[tuple[int, list[frozenset[in
         if all(ours is None or (theirs is not None and theirs <= ours) for ours, theirs in pairs):
             covered |= bit
     return _Found(run, behind, touched, covered)
-
-
-# --- Regexes -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Alternative:
-    """A run as a regex.
-
-    Attributes:
-        begin: what anchors its begin.
-        keys: for each key the texts that may stand there.
-        gap: the regex of the gap behind the first key, or nothing.
-        end: what anchors its end.
-    """
-
-    begin: str
-    keys: tuple[tuple[str, ...], ...]
-    gap: str
-    end: str
-
-    @property
-    def left(self) -> str:
-        """What stands before the keys that do not differ from those of other alternatives."""
-        return self.begin + (f'{_one_of(self.keys[0])}/{self.gap}' if self.gap else '')
-
-    @property
-    def bodies(self) -> list[str]:
-        """The keys themselves."""
-        keys = self.keys[bool(self.gap) :]
-        return _joined(keys[0]) if len(keys) == 1 else ['/'.join(map(_one_of, keys))]
-
-
-def _anchored(run: _Run, own: Sequence[str], others: Sequence[str]) -> _Alternative | None:
-    """The regex of a run with the fewest anchors that matches *own* paths and no *others*."""
-    begins, ends = run[0] is _Mark.BEGIN, run[-1] is _Mark.END
-    keys = [key for key in run if not isinstance(key, _Mark)]
-    # Where the tree is a part of another one, as the params of a state, the same rule will do.
-    parts = own if begins else [*own, *(re.sub('^([0-9]+/)+', '', path) for path in own)]
-    options = itertools.product(
-        ['^'] if begins else ['', '/', '(^|/)'][_is_short(keys[0]) :],
-        ['.*', '.*/', '(.*/)?'] if _Mark.GAP in run else [''],
-        ['$', r'\Z'] if ends else ['', '$', '/', '(/|$)'][_is_short(keys[-1], at_end=True) :],
-    )
-    for begin, gap, end in sorted(options, key=lambda option: len(''.join(option))):
-        found = _Alternative(begin, tuple((_key_text(key),) for key in keys), gap, end)
-        search = re.compile(_regex([found])).search
-        if all(map(search, parts)) and not any(map(search, others)):
-            return found
-    return None
-
-
-def _is_short(key: _Key, at_end: bool = False) -> bool:
-    """Whether the text of a key is a part of many others: a single letter, or a number."""
-    return len(key) < 2 if isinstance(key, str) else isinstance(key, _Numbered) and (at_end or not key.stem)
-
-
-def _regex(alternatives: Sequence[_Alternative]) -> str:
-    """One regex: alternatives that differ in one key are one, and those with the same anchors share them."""
-    for place in range(max((len(each.keys) for each in alternatives), default=0)):
-        alike: dict[Any, list[_Alternative]] = {}
-        for each in alternatives:
-            rest = (len(each.keys), each.keys[:place], each.keys[place + 1 :], each.begin, each.gap, each.end)
-            alike.setdefault(rest if place < len(each.keys) else each, []).append(each)
-        alternatives = [_merged(group, place) for group in alike.values()]
-    anchored: dict[tuple[str, str], list[str]] = {}
-    for each in alternatives:
-        anchored.setdefault((each.left, each.end), []).extend(each.bodies)
-    texts = []
-    for (left, end), bodies in anchored.items():
-        text = '|'.join(bodies)
-        texts.append(f'{left}({text}){end}' if len(bodies) > 1 and (left or end) else left + text + end)
-    return '|'.join(texts)
-
-
-def _merged(alternatives: Sequence[_Alternative], place: int) -> _Alternative:
-    """Alternatives that differ at *place* only, as one."""
-    first = alternatives[0]
-    if len(alternatives) == 1:
-        return first
-    here = tuple(text for each in alternatives for text in each.keys[place])
-    return dataclasses.replace(first, keys=(*first.keys[:place], here, *first.keys[place + 1 :]))
-
-
-def _one_of(texts: Sequence[str]) -> str:
-    """``(query|key)``, and ``a`` if it is one."""
-    joined = _joined(texts)
-    return f'({"|".join(joined)})' if len(joined) > 1 else joined[0]
-
-
-def _joined(texts: Sequence[str]) -> list[str]:
-    """Alternatives; what words have in common is written once: ``(gate|up)_proj``, ``conv[12]``."""
-    families: dict[tuple[str, str | None], list[str]] = {}
-    for text in dict.fromkeys(texts):
-        found = _FAMILY.fullmatch(text)
-        if found is None:
-            families[text, None] = ['']
-        elif found['digit']:
-            families.setdefault((found['stem'], ''), []).append(found['digit'])
-        else:
-            families.setdefault(('', found['ending']), []).append(found['word'])
-    joined = []
-    for (before, after), words in families.items():
-        text = '|'.join(words)
-        if len(words) > 1:
-            text = f'[{"".join(words)}]' if all(len(word) == 1 for word in words) else f'({text})'
-        joined.append(f'{before}{text}{after or ""}')
-    return joined
-
-
-_FAMILY = re.compile(r'(?P<stem>\w*[^\W\d_])(?P<digit>[0-9])|(?P<word>\w+)(?P<ending>_[^\W_]+)')
-
-
-def _escaped(text: str) -> str:
-    """`re.escape` for what means something in a regex; spaces and dashes stay as they are."""
-    return re.sub(r'([\\.^$*+?{}\[\]|()])', r'\\\1', text)
-
-
-def _key_text(key: _Key) -> str:
-    if isinstance(key, _Numbered):
-        number = r'\d+' if key.numbers is None else _numbers_text(key.numbers)
-        return _escaped(key.stem) + number + _escaped(key.tail)
-    return _escaped(str(key))
-
-
-def _numbers_text(numbers: Sequence[int]) -> str:
-    r"""A regex of some numbers: ``[0-5]``, ``(\d|1[0-7])``."""
-    digits: dict[int, list[int]] = {}  # by what stands before the last one
-    for number in numbers:
-        digits.setdefault(number // 10, []).append(number % 10)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for before, last in digits.items():
-        alike.setdefault(tuple(last), []).append(before)
-    texts = []
-    for ends, tens in alike.items():
-        spans = [f'{a}-{b}' if b > a + 1 else f'{a}' if a == b else f'{a}{b}' for a, b in runs(ends)]
-        digit = str(ends[0]) if len(ends) == 1 else r'\d' if len(ends) == 10 else f'[{"".join(spans)}]'
-        if tens[0] == 0:
-            texts.append(digit)
-        if tens[-1] > 0:
-            texts.append(_numbers_text([ten for ten in tens if ten]) + digit)
-    return f'({"|".join(texts)})' if len(texts) > 1 else texts[0]

@@ -220,6 +220,31 @@ def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
             [('(^|/)a$', VECTOR), ('(^|/)b$', P('x'))],
             id='nothing replicated',
         ),
+        pytest.param(
+            {
+                f'{name}/w': ((8, 8), P() if name == 'router' else COLUMN)
+                for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down', 'cross', 'head', 'router')
+            },
+            [('router', P()), ('/w$', COLUMN), ('.*', P())],
+            id='one that is replicated',
+        ),
+        pytest.param(
+            {
+                f'{at}transformer/h{layer}_{name}': ((8, 8), spec)
+                for at in ('0/', '1/0/mu/')
+                for layer in range(12)
+                for name, spec in (
+                    ('attn/query/w', COLUMN),
+                    ('attn/linear/w', ROW),
+                    ('attn/linear/b', P()),
+                    ('mlp/linear/w', COLUMN),
+                    ('mlp/linear_1/w', ROW),
+                    ('ln_1/scale', P()),
+                )
+            },
+            [(r'(query/w|h\d+_mlp/linear/w)$', COLUMN), ('/w$', ROW), ('.*', P())],
+            id='Haiku',
+        ),
         pytest.param({}, [('.*', P())], id='no leaves'),
         pytest.param({'a': ((1, 1), VECTOR), 'b': ((), P())}, [('.*', P())], id='one element each'),
         pytest.param({'': ((8,), VECTOR)}, [('.*', VECTOR)], id='a bare leaf'),
