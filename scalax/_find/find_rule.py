@@ -28,7 +28,7 @@ from scalax._find.trial import Problem, Trial, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of
 from scalax._report.tables import human_bytes, milliseconds
-from scalax._tree.specs import axis_sizes_text
+from scalax._tree.specs import axis_sizes_text, spec_axes
 from scalax._version import __version__
 from scalax.errors import ArgumentError, checked_flag, did_you_mean
 from scalax.rules import TreePathShardingRule
@@ -53,6 +53,7 @@ def find(
     axis_names: Sequence[str] | None = None,
     sizes: Mapping[str, int | Collection[int]] | None = None,
     num_slices: int = 1,
+    memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
     file: str | os.PathLike[str] | None = None,
@@ -87,7 +88,9 @@ def find(
             slice to slice, if there are several. By default fsdp and tp, and data.
         sizes: mesh axis -> its size, or the sizes that it may have.
         num_slices: the number of slices.
-        headroom: the part of the memory of a device that is to stay free.
+        memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
+            not known, as for simulated devices.
+        headroom: the part of it that is to stay free.
         budget_s: the seconds after which nothing new is tried.
         file: where trials are written; those of an earlier search of the same step are read from there.
         show_progress: whether to show the best so far; by default in a terminal. Without rich, it is logged
@@ -108,7 +111,7 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(headroom, budget_s, optimizer_state, batch_dim, show_progress)
+    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
     steps += [make_step(*_further(each)) for each in also]
     if topology is None and num_slices > 1:
@@ -137,7 +140,7 @@ def find(
         rows,
     )
     hardware = hardware_of(devices[0].device_kind)
-    limit = None if hardware is None or hardware.hbm_bytes is None else hardware.hbm_bytes
+    limit = memory or (hardware and hardware.hbm_bytes)
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_meshes(len(devices), num_slices, axes, sizes or {})]
     identity = _identity(problem, usable)
@@ -183,8 +186,15 @@ def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]
 
 
 def _check(
-    headroom: float, budget_s: float, optimizer_state: str, batch_dim: int, show_progress: bool | None
+    memory: int | None,
+    headroom: float,
+    budget_s: float,
+    optimizer_state: str,
+    batch_dim: int,
+    show_progress: bool | None,
 ) -> None:
+    if memory is not None and (not isinstance(memory, int) or memory < 1):
+        raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ArgumentError(
             f'headroom is the part of the memory to leave free, from 0 to below 1: {headroom!r}'
@@ -218,14 +228,11 @@ def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key
         for key in leaves:
             if key not in fixed and math.prod(key[1]) > 1 and re.search(pattern, key[0]):
                 fixed[key] = spec
-    unknown = [axis for spec in fixed.values() for axis in _axes(spec) if axis not in names]
+    names = [name for name in names if name]
+    unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
     if unknown:
         raise ArgumentError(f'keep names the mesh axis {unknown[0]!r} ({did_you_mean(unknown[0], names)})')
     return fixed
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-    return [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
 
 
 def joined(steps: Sequence[Step], keys: Sequence[Key]) -> Dimensions:

@@ -321,9 +321,11 @@ def _code(
     given = ['batch' if i in step.batch else 'rule' for i in range(len(step.args))]
     returned = ['None' if like is None else given[like] for like in step.like]
     results = returned[0] if step.one_result else f'({", ".join(returned)}{"," * (len(returned) == 1)})'
+    imports, _, rest = to_code(rule).partition('\n\n')
+    own = ['from scalax.sharding import MeshShardingHelper', 'from scalax.sharding import PartitionSpec as P']
+    lines = sorted({*own, *imports.splitlines()}, key=lambda line: (line.startswith('from'), line))
     return (
-        'from scalax.sharding import MeshShardingHelper\n'
-        f'{to_code(rule)}\n'
+        '\n'.join(lines) + f'\n\n{rest}\n'
         f'helper = {helper}\n'
         f'batch = {_spec_code(batch)}\n'
         'step = helper.sjit(\n'
@@ -337,4 +339,4 @@ def _code(
 
 
 def _spec_code(spec: PartitionSpec) -> str:
-    return f'PartitionSpec({", ".join(map(repr, spec))})'
+    return f'P({", ".join(map(repr, spec))})'

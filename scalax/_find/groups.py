@@ -6,12 +6,14 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from scalax._find.dimensions import Dimensions
 from scalax._util.folding import fold
 
-# Groups with less than this part of all bytes are replicated: norms, biases, counters.
-_SMALL = 1e-4
+# Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
+# multiplied with, sooner.
+_SMALL, _SMALL_SCALE = 1e-4, 1e-2
 # With more groups than this, those whose last keys and ranks agree are one: a search tries each by itself.
 _MOST_GROUPS = 24
 
@@ -70,13 +72,14 @@ def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] 
     for i, owner in enumerate(_owners(leaves, found.multiplied)):
         if i not in placed and owner not in placed:
             members[owner].append(i)
-    least = _SMALL * sum(leaf.bytes for leaf in leaves)
+    every = sum(leaf.bytes for leaf in leaves)
 
     def size(owners: Iterable[int]) -> int:
         return sum(leaves[i].bytes for owner in owners for i in members[owner])
 
     folds = _folded(list(members), leaves, found)
-    folds = {name: owners for name, owners in folds.items() if size(owners) >= least}
+    least = {name: _SMALL if found.multiplied & {*owners} else _SMALL_SCALE for name, owners in folds.items()}
+    folds = {name: owners for name, owners in folds.items() if size(owners) >= least[name] * every}
     folds = _fewer(folds, leaves)
     parent = _united(folds.values(), found)
     groups = []
@@ -93,21 +96,25 @@ def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] 
 
 
 def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> list[int]:
-    """For each leaf the parameter that it belongs to: the one whose path has most of its last keys.
+    """For each leaf the parameter that it belongs to: of its shape, and with most of the last keys of its path.
 
     Leaves of the same path, in different arguments, are always together: one regex matches both.
     """
-    ending: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    ending: dict[Any, int] = {}
     for i in sorted(multiplied):
-        keys = leaves[i].path.split('/')
-        for start in range(len(keys)):
-            ending.setdefault((leaves[i].shape, tuple(keys[start:])), i)
+        for end in _endings(leaves[i]):
+            ending.setdefault(end, i)
     owners = []
     for i, leaf in enumerate(leaves):
-        keys = leaf.path.split('/')
-        ends = (ending.get((leaf.shape, tuple(keys[start:]))) for start in range(len(keys)))
-        owners.append(i if i in multiplied else next((end for end in ends if end is not None), i))
+        ends = (ending[end] for end in _endings(leaf) if end in ending)
+        owners.append(i if i in multiplied else next(ends, i))
     return owners
+
+
+def _endings(leaf: Leaf) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """The shape of a leaf with the last keys of its path, the most keys first."""
+    keys = leaf.path.split('/')
+    return [(leaf.shape, tuple(keys[start:])) for start in range(len(keys))]
 
 
 def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) -> dict[str, list[int]]:

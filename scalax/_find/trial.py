@@ -251,7 +251,12 @@ class Trials:
                 tuple(map(_placement, own['groups'])),
             )
             self.known[layout] = Trial(layout, **values)
-        except (ValueError, KeyError, TypeError):  # a line that was cut off when a search was stopped
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # a line that was cut off when a search was stopped
             return
 
 

@@ -117,10 +117,10 @@ def test_no_neighbour_costs_less(found):
     assert all(group.seconds >= -least for group in found.groups)
 
 
-def test_it_is_deterministic(found):
-    again = find(train_step, arguments(), **options(sizes={'tp': [1, 2]}, donate_argnums=0))
-    assert (again.rule, again.mesh, again.batch) == (found.rule, found.mesh, found.batch)
-    assert again.to_code() == found.to_code()
+def test_it_is_deterministic():
+    one, other = (find(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
+    assert one.to_code() == other.to_code()
+    assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
 
 
 def test_pages_show_names_as_text(tmp_path):
@@ -248,8 +248,9 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'donate_argnums': 'a'}, "donate_argnums='a': the step has 2 arguments"),
         ({'batch_argnums': (0, 1)}, 'product has nothing to find a rule for: its arguments are batches'),
         ({'keep': [('.*', P())]}, 'or what keep has placed'),
-        ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (did you mean 'tp'?)"),
+        ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (known: 'fsdp', 'tp')"),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
+        ({'memory': 0}, 'memory is a number of bytes, got 0'),
         ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
         ({'budget_s': 0}, 'budget_s is a positive number of seconds, got 0'),
         ({'optimizer_state': 'zero'}, "optimizer_state is 'as parameters' or 'zero1', got 'zero'"),
@@ -257,7 +258,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'batch_dim': 2}, 'divides the rows of the batch: dimension 2 of (64, 64)'),
         ({'axis_names': ['a']}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
         ({'axis_names': 'ab'}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
-        ({'sizes': {'pt': 2}}, "sizes names 'pt' (did you mean 'tp'?)"),
+        ({'sizes': {'pt': 2}}, "sizes names 'pt' (known: 'fsdp', 'tp')"),
         ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
         ({'num_slices': 0}, 'num_slices is a positive integer, got 0'),
         ({'num_slices': 2}, 'several slices need a topology'),
@@ -281,7 +282,7 @@ def test_a_mistake_of_the_step_is_the_cause():
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-@tpu_compiler
+@tpu_compiler.needed
 def test_a_topology_that_does_not_exist():
     with pytest.raises(MeshError):
         find(product, simple(), 'v5q:2x4', **options())
@@ -297,7 +298,7 @@ def block(width, hidden, rows):
     return {'up': up, 'down': down}, jax.ShapeDtypeStruct((rows, width), 'bfloat16')
 
 
-@tpu_compiler
+@tpu_compiler.needed
 @pytest.mark.one_jax
 def test_what_does_not_fit_says_so():
     result = find(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
@@ -306,13 +307,13 @@ def test_what_does_not_fit_says_so():
     assert 'does not fit' in text and 'nothing that was tried fits' in text
 
 
-@tpu_compiler
+@tpu_compiler.needed
 @pytest.mark.one_jax
 def test_tensor_parallelism_comes_out_where_rows_are_few():
-    """To gather the weights would take longer than to move 32 rows."""
+    """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""
     args = block(4096, 16384, 32)
-    result = find(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}, headroom=0.0))
+    result = find(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))
     specs = result.rule.apply(args[0])
-    assert result.fits and result.mesh == {'fsdp': 1, 'tp': 8}
-    assert (specs['up'], specs['down']) == (P(None, 'tp'), P('tp'))
-    assert result.lower_bound <= result.bound
+    [axis] = [name for name, size in result.mesh.items() if size == 8]
+    assert (specs['up'], specs['down']) == (P(None, axis), P(axis))
+    assert result.fits and result.lower_bound <= result.bound
