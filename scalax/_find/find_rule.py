@@ -140,7 +140,7 @@ def find(
         rows,
     )
     hardware = hardware_of(devices[0].device_kind)
-    limit = memory or (hardware and hardware.hbm_bytes)
+    limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_meshes(len(devices), num_slices, axes, sizes or {})]
     identity = _identity(problem, usable)

@@ -191,7 +191,7 @@ class Found:
                 rows.append((group.name, str(group.spec), '', '', '', ''))
                 continue
             near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
-            seconds = 'nearly equal' if near else f'+{milliseconds(group.seconds)}'
+            seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
             moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
             rows.append(
                 (group.name, str(group.spec), str(group.next_spec), seconds, _more(group.memory), moved)

@@ -96,7 +96,7 @@ def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] 
 
 
 def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> list[int]:
-    """For each leaf the parameter that it belongs to: of its shape, and with most of the last keys of its path.
+    """For each leaf the parameter that it belongs to: of its shape, with most of its last keys.
 
     Leaves of the same path, in different arguments, are always together: one regex matches both.
     """

@@ -25,8 +25,8 @@ from scalax.errors import IndivisibleWarning, ScalaxError
 
 # For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with links of 100 GB/s.
 _FLOPS, _LINK = 4e14, 1e11
-# What a layout costs that does not fit is this many times its seconds, and more the less it fits.
-_TOO_LARGE = 10.0
+# What a layout costs that does not fit, times how many times the memory it takes: more than any seconds.
+_TOO_LARGE = 1e6
 # Programs that are compiled at a time, each of which takes up to some gigabytes of memory.
 _MOST_THREADS = 8
 
@@ -67,10 +67,10 @@ class Trial:
 
     @property
     def cost(self) -> float:
-        """What a search makes small: the seconds; many times these where it does not fit."""
-        if self.fits or self.limit is None:
+        """What a search makes small: the seconds; the memory, where it does not fit."""
+        if self.fits or self.lost or self.limit is None:
             return self.seconds
-        return self.seconds * _TOO_LARGE * self.memory / self.limit
+        return _TOO_LARGE * self.memory / self.limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,23 +15,28 @@ from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
 
-OPTIMIZER = optax.adamw(1e-2)
+# What it looks at is the same on all releases of JAX.
+pytestmark = pytest.mark.one_jax
+# In which the state has no room as a whole.
+MEMORY = 2_000_000
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 
 
 def init(width=64, hidden=256, layers=2):
-    keys = iter(jax.random.split(jax.random.key(0), 2 * layers + 2))
+    keys = iter(jax.random.split(jax.random.key(0), 3))
 
     def draw(*shape):
-        return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
 
-    blocks = [{'up': draw(width, hidden), 'down': draw(hidden, width)} for _ in range(layers)]
-    return {'embed': draw(512, width), 'layers': blocks, 'scale': jnp.ones(width)}
+    layers = {'up': draw(layers, width, hidden), 'down': draw(layers, hidden, width)}
+    return {'embed': draw(512, width), 'layers': layers, 'scale': jnp.ones(width)}
 
 
 def loss(params, tokens):
-    x = params['embed'][tokens] * params['scale']
-    for w in params['layers']:
-        x = x + jax.nn.relu(x @ w['up']) @ w['down']
+    def block(x, w):
+        return x + jax.nn.relu(x @ w['up']) @ w['down'], None
+
+    x, _ = jax.lax.scan(block, params['embed'][tokens] * params['scale'], params['layers'])
     log_probs = jax.nn.log_softmax(x @ params['embed'].T)
     return -jnp.mean(jnp.take_along_axis(log_probs, jnp.roll(tokens, 1, 1)[..., None], -1))
 
@@ -67,7 +72,7 @@ def options(**others):
 
 @pytest.fixture(scope='module')
 def found():
-    return find(train_step, arguments(), **options(sizes={'tp': [1, 2]}, donate_argnums=0))
+    return find(train_step, arguments(), **options(donate_argnums=0, memory=MEMORY))
 
 
 def losses(step, state, tokens, count=10):
@@ -101,13 +106,14 @@ def test_its_code_makes_the_program_of_the_plan(found):
 
 def test_what_it_says(found):
     text = found.to_text(120)
-    assert ' on 8 cpu devices, batch ' in text and 'memory limit unknown' in text
+    assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
     assert 'until nothing got better' in text and found.ended == ''
-    assert found.fits is None and found.lower_bound is None
-    assert {group.name for group in found.groups} == {'0/layers/{0,1}/down', '0/layers/{0,1}/up', '0/embed'}
+    assert found.fits is True and found.lower_bound is None
+    assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
+    assert any(len(group.spec) for group in found.groups)
     assert all(group.next_spec is not None and group.next_spec != group.spec for group in found.groups)
     assert found.meshes[0].lost == '' and all(row.lost for row in found.meshes[1:])
-    assert {tuple(row.mesh.items()) for row in found.meshes} == {(('fsdp', 8),), (('fsdp', 4), ('tp', 2))}
+    assert found.meshes[0].mesh == found.mesh == {'fsdp': 8}
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain['tried'] == found.tried and plain['rule'] == repr(found.rule)
 
@@ -119,6 +125,7 @@ def test_no_neighbour_costs_less(found):
 
 def test_it_is_deterministic():
     one, other = (find(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
+    assert {len(row.mesh) for row in one.meshes} == {1, 2}
     assert one.to_code() == other.to_code()
     assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
 
@@ -193,7 +200,7 @@ def test_leaves_that_are_kept():
 
 
 def test_zero1():
-    result = find(train_step, arguments(), **options(optimizer_state='zero1'))
+    result = find(train_step, arguments(), **options(optimizer_state='zero1', memory=MEMORY))
     params, opt_state = result.rule.apply(arguments()[0])
 
     def axes(tree):
@@ -299,7 +306,6 @@ def block(width, hidden, rows):
 
 
 @tpu_compiler.needed
-@pytest.mark.one_jax
 def test_what_does_not_fit_says_so():
     result = find(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
     assert result.fits is False
@@ -308,7 +314,6 @@ def test_what_does_not_fit_says_so():
 
 
 @tpu_compiler.needed
-@pytest.mark.one_jax
 def test_tensor_parallelism_comes_out_where_rows_are_few():
     """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""
     args = block(4096, 16384, 32)
