@@ -40,6 +40,7 @@ class FoundGroup:
         seconds: how much longer the steps take there.
         memory: how many more bytes a device needs there.
         moved: how many more bytes a device exchanges there, mesh axes -> bytes.
+        fits: whether the steps fit there.
     """
 
     name: str
@@ -48,6 +49,7 @@ class FoundGroup:
     seconds: float = 0.0
     memory: int = 0
     moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fits: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +194,8 @@ class Found:
                 continue
             near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
             seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
+            if not group.fits:
+                seconds = 'does not fit'
             moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
             rows.append(
                 (group.name, str(group.spec), str(group.next_spec), seconds, _more(group.memory), moved)
@@ -264,6 +268,7 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
         other.seconds - best.seconds,
         other.memory - best.memory,
         moved,
+        other.fits,
     )
 
 

@@ -120,7 +120,7 @@ def test_what_it_says(found):
 
 def test_no_neighbour_costs_less(found):
     least = 0.002 * (found.bound + found.estimate) / 2
-    assert all(group.seconds >= -least for group in found.groups)
+    assert all(group.seconds >= -least or not group.fits for group in found.groups)
 
 
 def test_it_is_deterministic():
