@@ -1,5 +1,6 @@
-"""Plans: memory, communication and time of a compiled step before any run; the search for the best mesh."""
+"""Plans: memory, communication and time of a step before any run; searches for the best mesh and rule."""
 
+from scalax._find import Found, FoundGroup, FoundMesh, find
 from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
@@ -24,6 +25,9 @@ __all__ = [
     'Communication',
     'Counted',
     'Flops',
+    'Found',
+    'FoundGroup',
+    'FoundMesh',
     'HARDWARE',
     'Hardware',
     'HostMoves',
@@ -40,6 +44,7 @@ __all__ = [
     'Work',
     'count_flops',
     'count_model_flops',
+    'find',
     'make_plan',
     'search',
 ]

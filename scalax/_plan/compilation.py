@@ -33,6 +33,7 @@ _SHARES = (
 _SIZE = 'xla_tpu_max_hbm_size_mib'
 OPTIONS = (_SIZE, *_SHARES)
 """Options for quick plans, which only the compiler for TPUs knows."""
+_OPTIMIZATION = 'xla_backend_optimization_level'
 _MIB = 2**20
 _PLENTY = 2**40
 _NO_TABLES = MemoryTables('', '', '')
@@ -95,14 +96,16 @@ def compile_lowered(
         platform: the kind of the devices, such as ``'cpu'``.
         limit: the bytes that a program can use of a device, if known.
         layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only lays
-            the program out, and makes no code. Other compilers are quick anyway.
+            the program out, and makes no code; that for CPUs does not optimize the code.
 
     Raises:
         PlanError: the compiler did not write the partitioned program.
         jax.errors.JaxRuntimeError: the compiler failed.
     """
     quick = platform == 'tpu' and layout_for is not None
-    small = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
+    small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
+    if platform == 'cpu' and layout_for is not None:
+        small = {_OPTIMIZATION: 0}
     dump = _compile(lowered, small)
     layout: Layout | None = None
     if dump.executable is None:  # too large, or quick

@@ -38,6 +38,13 @@ says why each of the others lost. Ctrl-C ranks those that were planned so far.
 
 FILE.py:make_step as in `plan`.
 """
+_FIND = """\
+Finds a mesh and a sharding rule for a step that is written for one device: plans it with one layout
+after another. Ctrl-C gives the best so far.
+
+FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
+a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
+"""
 _EXPLAIN = """\
 Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
 
@@ -106,6 +113,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument('--json', action='store_true', help='print the result as JSON')
     search.set_defaults(run=_commands.search)
+
+    find = _command(commands, 'find', 'a mesh and a rule for a step of one device', _FIND)
+    find.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
+    find.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
+    find.add_argument(
+        '--batch',
+        required=True,
+        type=_positions,
+        metavar='N,...',
+        help='the arguments that hold rows of a batch, by position from 0',
+    )
+    find.add_argument(
+        '--donate', type=_positions, default=(), metavar='N,...', help='the arguments that may be overwritten'
+    )
+    find.add_argument(
+        '--sizes',
+        action='append',
+        default=[],
+        type=_choice,
+        metavar='NAME=N,N,...',
+        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
+    )
+    find.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    find.add_argument(
+        '--budget', type=_positive, default=600, metavar='SECONDS', help='when to stop trying more (600)'
+    )
+    find.add_argument(
+        '--file',
+        type=_page,
+        metavar='TRIALS.jsonl',
+        help='where trials are kept: a search goes on from there',
+    )
+    find.add_argument('--code', action='store_true', help='print a program that uses what was found')
+    find.add_argument('--json', action='store_true', help='print the result as JSON')
+    find.add_argument('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
+    find.set_defaults(run=_commands.find)
 
     explain = _command(commands, 'explain', 'the sharding of each leaf, and why', _EXPLAIN)
     explain.add_argument(
@@ -184,6 +227,11 @@ def _number(text: str, least: int = 0) -> int:
     if int(digits) > _MOST:
         raise argparse.ArgumentTypeError(f'{digits} is more than {_MOST:,}')
     return int(digits)
+
+
+def _positions(text: str) -> tuple[int, ...]:
+    """``'1,2'`` as positions of arguments."""
+    return tuple(map(_number, text.split(',')))
 
 
 _positive = functools.partial(_number, least=1)

@@ -1,4 +1,4 @@
-"""The commands. Each prints its result; `plan` and `search` return whether a step fits."""
+"""The commands. Each prints its result; `plan`, `search` and `find` return whether a step fits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from scalax._plan.hardware import numbers_of
 from scalax._report.tables import human_bytes
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Hardware, make_plan
+from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
@@ -41,15 +42,12 @@ def plan(asked: argparse.Namespace) -> bool | None:
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
-    constraints = dict(asked.sizes)
-    if len(constraints) < len(asked.sizes):
-        raise ArgumentError('--sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4')
     make_step = _load_function(asked.function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
         asked.topology,
         [name.strip() for name in asked.axes.split(',')],
-        constraints=constraints,
+        constraints=_sizes_of(asked),
         num_slices=asked.slices,
         dcn_axis=asked.dcn,
         full=asked.full,
@@ -60,6 +58,36 @@ def search(asked: argparse.Namespace) -> bool:
     if found.fits and asked.html:
         found.best.to_html(asked.html)
     return found.fits
+
+
+def find(asked: argparse.Namespace) -> bool | None:
+    """Prints the mesh and the rule that are best for a step."""
+    step, arguments = _pair(
+        _load_function(asked.function)(), asked.function, 'the step and the tuple of its arguments'
+    )
+    found = find_rule(
+        step,
+        arguments,
+        asked.topology,
+        batch_argnums=asked.batch,
+        donate_argnums=asked.donate,
+        sizes=_sizes_of(asked),
+        num_slices=asked.slices,
+        budget_s=asked.budget,
+        file=asked.file,
+    )
+    print(json.dumps(found.to_dict()) if asked.json else found.to_code() if asked.code else found)
+    if asked.html:
+        found.to_html(asked.html)
+    return found.fits
+
+
+def _sizes_of(asked: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    """The sizes that mesh axes may have."""
+    constraints = dict(asked.sizes)
+    if len(constraints) < len(asked.sizes):
+        raise ArgumentError('--sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4')
+    return constraints
 
 
 def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:

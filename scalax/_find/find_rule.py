@@ -1,0 +1,327 @@
+"""Finds a mesh and a rule: checks the arguments, makes the problem, searches, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from scalax._find.descent import Search
+from scalax._find.dimensions import Dimensions, dimensions
+from scalax._find.found import Found, make_found
+from scalax._find.groups import make_groups
+from scalax._find.layout import Axes
+from scalax._find.step import Key, Step, leaves_of, make_step
+from scalax._find.trial import Problem, Trial, Trials
+from scalax._mesh import topologies
+from scalax._plan.hardware import hardware_of
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._tree.specs import axis_sizes_text, spec_axes
+from scalax._version import __version__
+from scalax.errors import ArgumentError, checked_flag, did_you_mean
+from scalax.rules import TreePathShardingRule
+
+_log = logging.getLogger('scalax.find')
+
+OptimizerState = Literal['as parameters', 'zero1']
+Pairs = TreePathShardingRule | Sequence[tuple[str, PartitionSpec]]
+
+
+def find(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    topology: str | None = None,
+    *,
+    batch_argnums: int | Sequence[int],
+    donate_argnums: int | Sequence[int] = (),
+    also: Sequence[tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]] = (),
+    keep: Pairs = (),
+    optimizer_state: OptimizerState = 'as parameters',
+    batch_dim: int = 0,
+    axis_names: Sequence[str] | None = None,
+    sizes: Mapping[str, int | Collection[int]] | None = None,
+    num_slices: int = 1,
+    memory: int | None = None,
+    headroom: float = 0.1,
+    budget_s: float = 600.0,
+    file: str | os.PathLike[str] | None = None,
+    show_progress: bool | None = None,
+) -> Found:
+    """Finds a mesh and a sharding rule for a step that is written for one device.
+
+    The step is compiled (`MeshShardingHelper.plan`, quickly) with one layout after another. First, for each
+    size of the mesh axes, whole dimensions of the model, such as its heads, are split over the second axis:
+    which dimensions of which arrays are one follows from what the step multiplies. Then, on the best meshes,
+    each group of parameters is moved by itself, until that makes nothing better. Rows of the batch are
+    followed in each (`sjit`). There is no chance in it: the same arguments give the same result, unless the
+    time ends first.
+
+    What is made small is the mean of the seconds of the roofline with and without overlap. On devices of
+    unknown speed, such as simulated ones, operations and bytes are counted, at 4e14 operations and 1e11 bytes
+    a second.
+
+    Args:
+        step: a function of one device, of positional arguments.
+        args: its arguments: trees of arrays, or of ShapeDtypeStructs.
+        topology: the slice, such as ``'v5p:4x4x4'``; the devices of this process by default.
+        batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
+        donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
+        also: further steps with the same rule, each a function, its arguments, and its batch_argnums: such as
+            the evaluation. Seconds are those of all steps together.
+        keep: pairs of a regex and a PartitionSpec, for leaves that are not to be searched.
+        optimizer_state: ``'as parameters'``: statistics are sharded as their parameter; ``'zero1'``: only
+            they are over the axes of the batch, and parameters are whole there.
+        batch_dim: the dimension of the rows in the arrays of the batch.
+        axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from
+            slice to slice, if there are several. By default fsdp and tp, and data.
+        sizes: mesh axis -> its size, or the sizes that it may have.
+        num_slices: the number of slices.
+        memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
+            not known, as for simulated devices.
+        headroom: the part of it that is to stay free.
+        budget_s: the seconds after which nothing new is tried.
+        file: where trials are written; those of an earlier search of the same step are read from there.
+        show_progress: whether to show the best so far; by default in a terminal. Without rich, it is logged
+            instead (``scalax.find``, level INFO).
+
+    Returns:
+        A `Found`. Ctrl-C ends the search early, with the best so far.
+
+    Raises:
+        ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
+            invalid.
+        MissingDependencyError: libtpu, the TPU compiler, is not installed.
+        MeshError: the topology is unknown.
+
+    Example:
+        >>> from scalax.plan import find
+        >>> found = find(train_step, (state, batch), 'v5p:4x4x4', batch_argnums=1)  # doctest: +SKIP
+        >>> print(found.to_code())  # doctest: +SKIP
+    """
+    names = _names(axis_names, num_slices)
+    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
+    steps = [make_step(step, args, batch_argnums, donate_argnums)]
+    steps += [make_step(*_further(each)) for each in also]
+    if topology is None and num_slices > 1:
+        raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
+    devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
+    leaves = leaves_of(steps)
+    fixed = _fixed(keep, leaves, names)
+    keys = list(leaves)
+    known = joined(steps, keys)
+    groups = make_groups(list(leaves.values()), known, [keys.index(key) for key in fixed])
+    if not groups:
+        raise ArgumentError(
+            f'{steps[0].name} has nothing to find a rule for: its arguments are batches'
+            + (', scalars or what keep has placed' if fixed else ' or scalars')
+        )
+    axes = Axes(*names)
+    rows = frozenset(axes.rows) if optimizer_state == 'zero1' else frozenset[str]()
+    problem = Problem(
+        tuple(steps),
+        leaves,
+        tuple(groups),
+        fixed,
+        devices,
+        num_slices,
+        names[0] if num_slices > 1 else '',
+        rows,
+    )
+    hardware = hardware_of(devices[0].device_kind)
+    limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
+    usable = None if limit is None else int(limit * (1 - headroom))
+    meshes = [*_meshes(len(devices), num_slices, axes, sizes or {})]
+    identity = _identity(problem, usable)
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        note = stack.enter_context(_progress(show_progress))
+        trials = stack.enter_context(
+            Trials(problem, usable, None if file is None else Path(file), identity, note)
+        )
+        experts = frozenset(
+            number
+            for group in groups
+            for dim, number in enumerate(group.classes)
+            if number is not None and any((i, dim) in known.experts for i in group.leaves)
+        )
+        shapes = [shape for each in steps for shape in each.batch_shapes]
+        search = Search(trials, axes, meshes, shapes, batch_dim, experts, started + budget_s)
+        ended: Literal['', 'time', 'stopped'] = ''
+        try:
+            ended = '' if search.run() else 'time'
+        except KeyboardInterrupt:
+            ended = 'stopped'
+    if search.best is None:
+        if ended == 'stopped':
+            raise KeyboardInterrupt
+        raise ArgumentError(
+            f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
+            f'{", ".join(map(str, shapes[:3]))}'
+        )
+    return make_found(trials, search.best, topology, ended, time.monotonic() - started)
+
+
+def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise ArgumentError(f'num_slices is a positive integer, got {num_slices!r}')
+    count = 2 if num_slices == 1 else 3
+    if names is None:
+        return ('' if num_slices == 1 else 'data', 'fsdp', 'tp')
+    given = tuple(names)
+    if isinstance(names, str) or len({*given}) != count or not all(isinstance(name, str) for name in given):
+        raise ArgumentError(f'axis_names are {count} names of mesh axes, such as fsdp and tp, got {names!r}')
+    return ('', *given) if count == 2 else given  # type: ignore[return-value]
+
+
+def _check(
+    memory: int | None,
+    headroom: float,
+    budget_s: float,
+    optimizer_state: str,
+    batch_dim: int,
+    show_progress: bool | None,
+) -> None:
+    if memory is not None and (not isinstance(memory, int) or memory < 1):
+        raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
+    if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
+        raise ArgumentError(
+            f'headroom is the part of the memory to leave free, from 0 to below 1: {headroom!r}'
+        )
+    if not isinstance(budget_s, int | float) or not budget_s > 0:
+        raise ArgumentError(f'budget_s is a positive number of seconds, got {budget_s!r}')
+    if optimizer_state not in ('as parameters', 'zero1'):
+        raise ArgumentError(f"optimizer_state is 'as parameters' or 'zero1', got {optimizer_state!r}")
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
+        raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
+    if show_progress is not None:
+        checked_flag('show_progress', show_progress)
+
+
+def _further(each: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(each, tuple | list) or len(each) != 3:
+        raise ArgumentError(
+            f'also takes further steps, each (function, arguments, batch_argnums), got {type(each).__name__}'
+        )
+    function, arguments, batch_argnums = each
+    return function, arguments, batch_argnums
+
+
+def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key, PartitionSpec]:
+    """The leaves that the user has placed."""
+    rule = keep if isinstance(keep, TreePathShardingRule) else TreePathShardingRule(*keep)
+    fixed: dict[Key, PartitionSpec] = {}
+    for pattern, spec in rule.rules:
+        if not isinstance(spec, PartitionSpec):
+            raise ArgumentError(f'keep takes pairs of a regex and a PartitionSpec, got {spec!r}')
+        for key in leaves:
+            if key not in fixed and math.prod(key[1]) > 1 and re.search(pattern, key[0]):
+                fixed[key] = spec
+    names = [name for name in names if name]
+    unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
+    if unknown:
+        raise ArgumentError(f'keep names the mesh axis {unknown[0]!r} ({did_you_mean(unknown[0], names)})')
+    return fixed
+
+
+def joined(steps: Sequence[Step], keys: Sequence[Key]) -> Dimensions:
+    """What all steps do with the dimensions of their leaves; the first that has a leaf decides about it."""
+    numbers = {key: i for i, key in enumerate(keys)}
+    classes: dict[tuple[int, int], int] = {}
+    ranks = {i: len(key[1]) for i, key in enumerate(keys)}
+    stacked, multiplied, experts = set(), set(), set()
+    for step in steps:
+        own = {i: numbers[leaf.path, leaf.shape] for i, leaf in enumerate(step.leaves) if leaf is not None}
+        found = dimensions(step.jaxpr, own)
+        first = len(set(classes.values())) + len(classes)
+        seen = {place[0] for place in classes}
+        for (i, dim), number in found.classes.items():
+            if own[i] not in seen:
+                classes.setdefault((own[i], dim), first + number)
+        stacked |= {(own[i], dim) for i, dim in found.stacked}
+        experts |= {(own[i], dim) for i, dim in found.experts}
+        multiplied |= {own[i] for i in found.multiplied}
+    return Dimensions(classes, frozenset(stacked), frozenset(multiplied), frozenset(experts), ranks)
+
+
+def _meshes(
+    devices: int, slices: int, axes: Axes, sizes: Mapping[str, int | Collection[int]]
+) -> Iterator[dict[str, int]]:
+    """The sizes of the mesh axes, the smallest second axis first."""
+    unknown = [name for name in sizes if name not in (axes.batch, axes.other)]
+    if unknown:
+        raise ArgumentError(
+            f'sizes names {unknown[0]!r} ({did_you_mean(str(unknown[0]), [axes.batch, axes.other])})'
+        )
+    allowed = {name: {those} if isinstance(those, int) else {*those} for name, those in sizes.items()}
+    each = devices // slices
+    found = False
+    for other in range(1, each + 1):
+        mesh = {axes.batch: each // other, axes.other: other}
+        if each % other == 0 and all(mesh[name] in those for name, those in allowed.items()):
+            found = True
+            kept = {name: size for name, size in mesh.items() if size > 1 or name == axes.batch}
+            yield {axes.slices: slices, **kept} if slices > 1 else kept
+    if not found:
+        raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {dict(sizes)}')
+
+
+def _identity(problem: Problem, limit: int | None) -> str:
+    """What a search has in common with one whose trials it can use."""
+    parts = [
+        __version__,
+        jax.__version__,
+        *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in problem.steps),
+        *(str(key) for key in problem.leaves),
+        *(group.name for group in problem.groups),
+        f'{dict(problem.fixed)} {len(problem.devices)} {problem.devices[0].device_kind}',
+        f'{[getattr(device, "coords", None) for device in problem.devices]}',
+        f'{problem.slices} {sorted(problem.zero1)} {limit}',
+    ]
+    # Addresses of functions differ from process to process.
+    text = re.sub('0x[0-9a-f]+', '', '\n'.join(parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _progress(shown: bool | None) -> Iterator[Callable[[Trial], None]]:
+    """Shows the best so far."""
+    best: list[Trial] = []
+    count = 0
+
+    def text(trial: Trial) -> str:
+        nonlocal count
+        count += 1
+        if not best or trial.cost < best[0].cost:
+            best[:] = [trial]
+        first = best[0]
+        memory = human_bytes(first.memory)
+        at_best = milliseconds(first.seconds) if math.isfinite(first.seconds) else 'no program'
+        return f'{count} layouts; best: {axis_sizes_text(first.layout.sizes)}, {at_best}, {memory}'
+
+    if shown is None:
+        shown = sys.stderr.isatty()
+    if shown and importlib.util.find_spec('rich'):
+        from rich.console import Console
+
+        with Console(stderr=True).status('compiling') as status:
+            yield lambda trial: status.update(text(trial).replace('[', r'\['))
+        return
+
+    def log(trial: Trial) -> None:
+        line = text(trial)
+        if best[0] is trial:
+            _log.info('%s', line)
+
+    yield log

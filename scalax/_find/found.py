@@ -1,0 +1,347 @@
+"""What was found: a mesh, a rule, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from scalax._find.descent import EQUAL
+from scalax._find.layout import Layout, spec_of
+from scalax._find.readable import readable_rule, to_code
+from scalax._find.trial import Trial, Trials
+from scalax._plan.plan import Plan
+from scalax._report import saved
+from scalax._report.pages import escape, paragraphs, still_page
+from scalax._report.pages import table as html_table
+from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
+from scalax._tree.specs import axis_sizes_text
+from scalax.errors import plural
+from scalax.rules import TreePathShardingRule
+
+_GROUPS = ('group', 'spec', 'next best', 'its seconds', 'its memory', 'its bytes')
+Ended = Literal['', 'time', 'stopped']
+_MESHES = ('mesh', 'batch', 'seconds', 'at least', 'memory', 'outcome')
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundGroup:
+    """A group of leaves, and what its place saves.
+
+    Attributes:
+        name: the paths of its leaves.
+        spec: where they are.
+        next_spec: the next best place, if all others stay; None if none was tried.
+        seconds: how much longer the steps take there.
+        memory: how many more bytes a device needs there.
+        moved: how many more bytes a device exchanges there, mesh axes -> bytes.
+        fits: whether the steps fit there.
+    """
+
+    name: str
+    spec: PartitionSpec
+    next_spec: PartitionSpec | None = None
+    seconds: float = 0.0
+    memory: int = 0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fits: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMesh:
+    """The best layout of a mesh and a placement of the batch.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        batch: where the rows of the batch are.
+        bound: the seconds of the steps if all overlaps; infinite if there is no program.
+        estimate: the seconds if nothing does.
+        memory: the bytes on a device.
+        lost: why it is not the best; empty for the best.
+    """
+
+    mesh: Mapping[str, int]
+    batch: PartitionSpec
+    bound: float
+    estimate: float
+    memory: int
+    lost: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What `find` returns; ``str()`` of it is a page of text.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        rule: the rule of all arguments that are not batches.
+        batch: where the rows of the batch are.
+        plan: the quick plan of the step.
+        groups: the groups of leaves, and what their places save.
+        meshes: the meshes that were tried, the best first.
+        fits: whether it fits in the memory that may be used; None if that is unknown.
+        lower_bound: seconds that no layout is faster than: all operations of the steps, divided evenly; None
+            if the speed of the devices is unknown.
+        bound: the seconds of the steps if all overlaps.
+        estimate: the seconds if nothing does.
+        tried: how many layouts were tried.
+        seconds: how long the search took.
+        ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing got better any more.
+        topology: the hardware; None for the devices of this process.
+    """
+
+    mesh: Mapping[str, int]
+    rule: TreePathShardingRule
+    batch: PartitionSpec
+    plan: Plan
+    groups: tuple[FoundGroup, ...]
+    meshes: tuple[FoundMesh, ...]
+    fits: bool | None
+    lower_bound: float | None
+    bound: float
+    estimate: float
+    tried: int
+    seconds: float
+    ended: Ended
+    topology: str | None
+    _code: str = dataclasses.field(default='', repr=False)
+
+    def to_code(self) -> str:
+        """Python that makes the helper, the rule, and the function on the mesh."""
+        return self._code
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """The result as text.
+
+        Args:
+            width: the width in columns; that of the terminal by default.
+        """
+        width = terminal_width(width)
+        parts = [
+            '\n'.join(wrapped(self._head, width)),
+            to_code(self.rule),
+            '\n'.join(table([_GROUPS, *self._group_cells()], width, 0, 3)),
+            '\n'.join(table([_MESHES, *self._mesh_cells()], width, 5, 4)),
+        ]
+        return '\n\n'.join(part.rstrip('\n') for part in parts)
+
+    def _repr_html_(self) -> str:
+        parts = [
+            paragraphs(self._head),
+            f'<pre>{"<br/>".join(map(escape, to_code(self.rule).splitlines()))}</pre>',
+            html_table(_GROUPS, self._group_cells(), right=[3, 4]),
+            html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4]),
+        ]
+        return f'<div class="scalax-static">{"".join(parts)}</div>'
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the result, with the plan below it, as a page that loads nothing and runs no script.
+
+        Args:
+            path: the file to write.
+            title: the title of the page.
+        """
+        title = title or f'A rule for {self.plan.name}'
+        heading = f'<h1>{escape(title)}</h1>'
+        plan = f'<h2>The plan</h2>{self.plan._repr_html_()}'
+        Path(path).write_text(still_page(title, heading + self._repr_html_() + plan), encoding='utf-8')
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = saved.plain({name: value for name, value in own.items() if name not in ('rule', '_code')})
+        return {**plain, 'rule': repr(self.rule), 'code': self._code}
+
+    @property
+    def _head(self) -> list[str]:
+        where = self.topology or f'{self.plan.devices} {self.plan.platform} devices'
+        fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
+        peak = human_bytes(self.plan.memory.total)
+        lines = [
+            f'{axis_sizes_text(self.mesh)} on {where}, batch {self.batch}: {fits} ({peak} a device), '
+            f'{milliseconds(self.bound)} if all overlaps, {milliseconds(self.estimate)} if nothing does',
+        ]
+        if self.lower_bound is not None:
+            lines.append(
+                f'no layout is faster than {milliseconds(self.lower_bound)}, all operations divided evenly: '
+                f'{self.bound / self.lower_bound:.2f} of that with overlap, '
+                f'{self.estimate / self.lower_bound:.2f} without'
+            )
+        if not self.fits and self.plan.buffers:
+            first = self.plan.buffers[0]
+            lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
+        ends = {
+            '': 'until nothing got better',
+            'time': 'until the time was up; more may be found with a larger budget_s',
+            'stopped': 'until it was stopped',
+        }
+        lines.append(f'{plural(self.tried, "layout")} in {self.seconds:.0f} s, {ends[self.ended]}')
+        return lines
+
+    def _group_cells(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for group in self.groups:
+            if group.next_spec is None:
+                rows.append((group.name, str(group.spec), '', '', '', ''))
+                continue
+            near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
+            seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
+            if not group.fits:
+                seconds = 'does not fit'
+            moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
+            rows.append(
+                (group.name, str(group.spec), str(group.next_spec), seconds, _more(group.memory), moved)
+            )
+        return rows
+
+    def _mesh_cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                axis_sizes_text(row.mesh),
+                str(row.batch),
+                milliseconds(row.estimate) if math.isfinite(row.estimate) else '',
+                milliseconds(row.bound) if math.isfinite(row.bound) else '',
+                human_bytes(row.memory),
+                row.lost or 'best',
+            )
+            for row in self.meshes
+        ]
+
+
+def _more(size: int) -> str:
+    return f'{"-" if size < 0 else "+"}{human_bytes(abs(size))}'
+
+
+def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
+    """The result of a search: the best of the trials, with its plan."""
+    problem = trials.problem
+    plan = problem.plan(best.layout, problem.steps[0])
+    specs = problem.specs(best.layout)
+    rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items()})
+    batch = spec_of(best.layout.batch)
+    roofline = plan.known_roofline
+    lower = None if roofline is None else plan.flops / roofline.peak
+    return Found(
+        mesh=best.layout.sizes,
+        rule=rule,
+        batch=batch,
+        plan=plan,
+        groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
+        meshes=_meshes(trials, best),
+        fits=None if best.limit is None else best.fits,
+        lower_bound=lower,
+        bound=best.bound,
+        estimate=best.estimate,
+        tried=len(trials.known),
+        seconds=seconds,
+        ended=ended,
+        topology=topology,
+        _code=_code(trials, best.layout, topology, rule, batch),
+    )
+
+
+def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
+    group = trials.problem.groups[number]
+    spec = spec_of(best.layout.groups[number])
+    others = [
+        trial
+        for layout, trial in trials.known.items()
+        if layout != best.layout and best.layout.with_group(number, layout.groups[number]) == layout
+    ]
+    if not others:
+        return FoundGroup(group.name, spec)
+    other = min(others, key=lambda trial: trial.cost)
+    axes = dict.fromkeys([*best.moved, *other.moved])
+    moved = {name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in axes}
+    return FoundGroup(
+        group.name,
+        spec,
+        spec_of(other.layout.groups[number]),
+        other.seconds - best.seconds,
+        other.memory - best.memory,
+        moved,
+        other.fits,
+    )
+
+
+def _meshes(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
+    """The best trial of each mesh and placement of the batch."""
+    found: dict[Any, Trial] = {}
+    for layout, trial in trials.known.items():
+        key = layout.mesh, layout.batch
+        if key not in found or trial.cost < found[key].cost:
+            found[key] = trial
+    found[best.layout.mesh, best.layout.batch] = best
+    ranked = sorted(found.values(), key=lambda trial: (trial is not best, trial.cost))
+    return tuple(
+        FoundMesh(
+            trial.layout.sizes,
+            spec_of(trial.layout.batch),
+            trial.bound,
+            trial.estimate,
+            trial.memory,
+            _why(trial, best),
+        )
+        for trial in ranked
+    )
+
+
+def _why(trial: Trial, best: Trial) -> str:
+    if trial is best:
+        return ''
+    if trial.lost:
+        return trial.lost
+    if not trial.fits:
+        assert trial.limit is not None
+        return f'does not fit: {human_bytes(trial.memory)}, and {human_bytes(trial.limit)} may be used'
+    part = trial.seconds / best.seconds - 1
+    return f'{part:.1%} slower' if part >= EQUAL else 'nearly equal'
+
+
+def _code(
+    trials: Trials, layout: Layout, topology: str | None, rule: TreePathShardingRule, batch: PartitionSpec
+) -> str:
+    """The program that uses what was found."""
+    problem, step = trials.problem, trials.problem.steps[0]
+    dims, names = [*layout.sizes.values()], [*layout.sizes]
+    slices = ''
+    if problem.slices > 1:
+        dcn = [problem.slices if name == problem.axis_of_slices else 1 for name in names]
+        slices = f', num_slices={problem.slices}, dcn_axis_dims={dcn}'
+    if topology is None:
+        helper = f'MeshShardingHelper({dims}, {names}, mesh_axis_splitting=True)'
+    else:
+        helper = (
+            'MeshShardingHelper.from_topology(\n'
+            f'    {topology!r}, {dims}, {names}, mesh_axis_splitting=True{slices}\n)'
+        )
+    given = ['batch' if i in step.batch else 'rule' for i in range(len(step.args))]
+    returned = ['None' if like is None else given[like] for like in step.like]
+    results = returned[0] if step.one_result else f'({", ".join(returned)}{"," * (len(returned) == 1)})'
+    imports, _, rest = to_code(rule).partition('\n\n')
+    own = ['from scalax.sharding import MeshShardingHelper', 'from scalax.sharding import PartitionSpec as P']
+    lines = sorted({*own, *imports.splitlines()}, key=lambda line: (line.startswith('from'), line))
+    return (
+        '\n'.join(lines) + f'\n\n{rest}\n'
+        f'helper = {helper}\n'
+        f'batch = {_spec_code(batch)}\n'
+        'step = helper.sjit(\n'
+        f'    {step.name},\n'
+        f'    in_shardings=({", ".join(given)}{"," * (len(given) == 1)}),\n'
+        f'    out_shardings={results},\n'
+        f'    donate_argnums={tuple(sorted(step.donated))},\n'
+        f'    batch_argnums={tuple(sorted(step.batch)) if any(layout.batch) else ()},\n'
+        ')\n'
+    )
+
+
+def _spec_code(spec: PartitionSpec) -> str:
+    return f'P({", ".join(map(repr, spec))})'

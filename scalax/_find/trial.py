@@ -1,0 +1,264 @@
+"""A trial: the steps compiled with one layout, and what that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from scalax._find.groups import Group, Leaf
+from scalax._find.layout import Layout, Placement, fitted, spec_of
+from scalax._find.step import Key, Step
+from scalax._helper import MeshShardingHelper
+from scalax._plan.make import make_plan
+from scalax._plan.plan import Plan
+from scalax._tree.specs import entries, entry_axes, spec_axes
+from scalax.errors import IndivisibleWarning, ScalaxError
+
+# For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with links of 100 GB/s.
+_FLOPS, _LINK = 4e14, 1e11
+# What a layout costs that does not fit, times how many times the memory it takes: more than any seconds.
+_TOO_LARGE = 1e6
+# Programs that are compiled at a time, each of which takes up to some gigabytes of memory.
+_MOST_THREADS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What a layout takes.
+
+    Attributes:
+        layout: the layout.
+        bound: the seconds of the steps if all overlaps.
+        estimate: the seconds if nothing does.
+        memory: the bytes on a device.
+        limit: those that it may use; None if unknown.
+        moved: the bytes that each device exchanges, mesh axes -> bytes.
+        lost: why there is no plan; empty if there is one.
+        compiled: whether a compiler has seen it; one whose arguments alone do not fit has not been.
+    """
+
+    layout: Layout
+    bound: float = math.inf
+    estimate: float = math.inf
+    memory: int = 0
+    limit: int | None = None
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lost: str = ''
+    compiled: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs in the memory of a device."""
+        return not self.lost and (self.limit is None or self.memory <= self.limit)
+
+    @property
+    def seconds(self) -> float:
+        """Half of what the bound and the estimate are together: some of it overlaps."""
+        return (self.bound + self.estimate) / 2
+
+    @property
+    def cost(self) -> float:
+        """What a search makes small: the seconds; the memory, where it does not fit."""
+        if self.fits or self.lost or self.limit is None:
+            return self.seconds
+        return _TOO_LARGE * self.memory / self.limit
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """What is searched for.
+
+    Attributes:
+        steps: the steps, the first one being that whose plan is shown.
+        leaves: the leaves of their arguments.
+        groups: those of them that are searched.
+        fixed: the placements of others that the user has said.
+        devices: the devices.
+        slices: how many slices these are.
+        axis_of_slices: the mesh axis from slice to slice; empty for one slice.
+        zero1: mesh axes that do not shard parameters, but the states of their optimizer.
+    """
+
+    steps: tuple[Step, ...]
+    leaves: Mapping[Key, Leaf]
+    groups: tuple[Group, ...]
+    fixed: Mapping[Key, Any]
+    devices: Sequence[Any]
+    slices: int
+    axis_of_slices: str
+    zero1: frozenset[str] = frozenset()
+
+    def specs(self, layout: Layout) -> dict[Key, Any]:
+        """The spec of each leaf."""
+        keys, found = list(self.leaves), dict(self.fixed)
+        for group, placement in zip(self.groups, layout.groups, strict=True):
+            for i in group.leaves:
+                own = _without(placement, self.zero1) if i in group.parameters else placement
+                found[keys[i]] = spec_of(fitted(own, keys[i][1], layout.sizes))
+        return {key: _over(found.get(key, spec_of(())), layout.sizes) for key in keys}
+
+    def helper(self, layout: Layout) -> MeshShardingHelper:
+        """The helper of the mesh of a layout."""
+        sizes = layout.sizes
+        dcn = None
+        if self.slices > 1:
+            dcn = [self.slices if name == self.axis_of_slices else 1 for name in sizes]
+        return MeshShardingHelper(
+            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
+        )
+
+    def plan(self, layout: Layout, step: Step, *, quick: bool = True) -> Plan:
+        """The plan of a step."""
+        helper, specs = self.helper(layout), self.specs(layout)
+
+        def of_batch(shape: tuple[int, ...]) -> Any:
+            return spec_of(fitted(layout.batch, shape, layout.sizes))
+
+        given, returned = step.shardings(lambda leaf: specs[leaf.path, leaf.shape], of_batch)
+        function = helper.sjit(
+            step.function,
+            in_shardings=given,
+            out_shardings=returned,
+            donate_argnums=tuple(step.donated),
+            batch_argnums=tuple(step.batch) if any(layout.batch) else (),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', IndivisibleWarning)
+            return make_plan(helper, function, step.args, {}, quick=quick)
+
+    def stored(self, layout: Layout) -> int:
+        """The bytes of the leaves on each device."""
+        sizes, total = layout.sizes, 0
+        for key, spec in self.specs(layout).items():
+            total += self.leaves[key].bytes // math.prod(sizes[axis] for axis in spec_axes(spec))
+        return total
+
+    def attempt(self, layout: Layout, limit: int | None) -> Trial:
+        """Compiles the steps; errors of the compiler are the outcome of the trial."""
+        if limit is not None and self.stored(layout) > limit:
+            return Trial(layout, memory=self.stored(layout), limit=limit, lost='', compiled=False)
+        bound = estimate = 0.0
+        memory, moved = 0, dict[str, int]()
+        for step in self.steps:
+            try:
+                plan = self.plan(layout, step)
+            except Exception as error:  # of the compiler, or of the user's function on this mesh
+                return Trial(layout, limit=limit, lost=_short(error))
+            seconds = seconds_of(plan)
+            bound, estimate = bound + seconds[0], estimate + seconds[1]
+            memory = max(memory, plan.memory.total)
+            for axes, kinds in plan.totals.items():
+                name = '+'.join(axes)
+                moved[name] = moved.get(name, 0) + sum(kinds.values())
+        return Trial(layout, bound, estimate, memory, limit, moved)
+
+
+def seconds_of(plan: Plan) -> tuple[float, float]:
+    """The seconds of a step, if all overlaps and if nothing does; by counting where speeds are unknown."""
+    roofline = plan.known_roofline
+    if roofline is not None:
+        return roofline.step_seconds
+    parts = [plan.work.flops / _FLOPS, sum(row.count * row.bytes for row in plan.collectives) / _LINK]
+    return max(parts), sum(parts)
+
+
+def _over(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """A spec without mesh axes that a mesh does not have."""
+    kept = [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in entries(spec)]
+    return spec_of(tuple(kept))
+
+
+def _without(placement: Placement, axes: frozenset[str]) -> Placement:
+    return tuple(tuple(axis for axis in each if axis not in axes) for each in placement)
+
+
+def _short(error: Exception) -> str:
+    kind = '' if isinstance(error, ScalaxError) else f'{type(error).__name__}: '
+    return kind + ' '.join(line.strip() for line in str(error).splitlines()[:2])
+
+
+class Trials:
+    """The trials of a search, on disk as well if it has a file: it goes on from there.
+
+    Args:
+        problem: what is searched for.
+        limit: the bytes of memory that a device may use.
+        file: where the trials are written, a line for each.
+        identity: what a search has to have in common with those in the file.
+        note: called with each new trial.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        limit: int | None,
+        file: Path | None,
+        identity: str,
+        note: Callable[[Trial], None],
+    ) -> None:
+        self.problem, self._limit, self._file, self._identity = problem, limit, file, identity
+        self._note = note
+        self.known: dict[Layout, Trial] = {}
+        if file is not None and file.exists():
+            for line in file.read_text().splitlines():
+                self._read(line)
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def __call__(self, layouts: Sequence[Layout]) -> list[Trial]:
+        """The trials of some layouts: known ones, or new ones, as many at a time as there are cores."""
+        new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
+        attempts = [self._pool.submit(self.problem.attempt, layout, self._limit) for layout in new]
+        try:
+            for attempt in attempts:
+                self._add(attempt.result())
+        except BaseException:  # Ctrl-C: what has begun ends, the rest is not tried
+            for attempt in attempts:
+                attempt.cancel()
+            raise
+        return [self.known[layout] for layout in layouts]
+
+    def _add(self, trial: Trial) -> None:
+        self.known[trial.layout] = trial
+        if self._file is not None:
+            with self._file.open('a') as out:
+                out.write(json.dumps({'of': self._identity, **dataclasses.asdict(trial)}) + '\n')
+        self._note(trial)
+
+    def _read(self, line: str) -> None:
+        try:
+            values = json.loads(line)
+            if values.pop('of') != self._identity:
+                return
+            own = values.pop('layout')
+            layout = Layout(
+                tuple((name, size) for name, size in own['mesh']),
+                _placement(own['batch']),
+                tuple(map(_placement, own['groups'])),
+            )
+            self.known[layout] = Trial(layout, **values)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # a line that was cut off when a search was stopped
+            return
+
+
+def _placement(value: Any) -> Placement:
+    return tuple(tuple(axes) for axes in value)

@@ -1,0 +1,324 @@
+"""`scalax.plan.find`: what it finds, what it keeps, how it ends."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from scalax._find.trial import Problem
+from scalax.errors import ArgumentError, MeshError
+from scalax.plan import find
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+from tests.support import tpu_compiler
+
+# What it looks at is the same on all releases of JAX.
+pytestmark = pytest.mark.one_jax
+# In which the state has no room as a whole.
+MEMORY = 2_000_000
+OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
+
+
+def init(width=64, hidden=256, layers=2):
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+
+    layers = {'up': draw(layers, width, hidden), 'down': draw(layers, hidden, width)}
+    return {'embed': draw(512, width), 'layers': layers, 'scale': jnp.ones(width)}
+
+
+def loss(params, tokens):
+    def block(x, w):
+        return x + jax.nn.relu(x @ w['up']) @ w['down'], None
+
+    x, _ = jax.lax.scan(block, params['embed'][tokens] * params['scale'], params['layers'])
+    log_probs = jax.nn.log_softmax(x @ params['embed'].T)
+    return -jnp.mean(jnp.take_along_axis(log_probs, jnp.roll(tokens, 1, 1)[..., None], -1))
+
+
+def train_step(state, tokens):
+    params, opt_state = state
+    value, grads = jax.value_and_grad(loss)(params, tokens)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+
+def make_state():
+    params = init()
+    return params, OPTIMIZER.init(params)
+
+
+def arguments(rows=64, length=16):
+    return jax.eval_shape(make_state), jax.ShapeDtypeStruct((rows, length), 'int32')
+
+
+def product(params, x):
+    return x @ params['w']
+
+
+def simple(rows=64):
+    """The arguments of `product`."""
+    return {'w': jax.ShapeDtypeStruct((64, 256), 'float32')}, jax.ShapeDtypeStruct((rows, 64), 'float32')
+
+
+def options(**others):
+    return {'batch_argnums': 1, 'show_progress': False, 'sizes': {'tp': 1}, **others}
+
+
+@pytest.fixture(scope='module')
+def found():
+    return find(train_step, arguments(), **options(donate_argnums=0, memory=MEMORY))
+
+
+def losses(step, state, tokens, count=10):
+    values = []
+    for _ in range(count):
+        state, value = step(state, tokens)
+        values.append(float(value))
+    return values
+
+
+def test_ten_steps_are_those_of_one_device(found):
+    tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
+    helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
+    step = helper.sjit(
+        train_step, in_shardings=(found.rule, found.batch), out_shardings=(found.rule, None), batch_argnums=1
+    )
+    state = helper.shard(make_state(), found.rule)
+    one = losses(jax.jit(train_step), make_state(), tokens)
+    np.testing.assert_allclose(losses(step, state, tokens), one, rtol=1e-4)
+    assert one[-1] < one[0]
+
+
+def test_its_code_makes_the_program_of_the_plan(found):
+    scope = {'train_step': train_step}
+    exec(found.to_code(), scope)
+    assert scope['rule'] == found.rule and dict(scope['helper'].mesh.shape) == dict(found.mesh)
+    assert scope['helper'].plan(scope['step'], *arguments()).totals == found.plan.totals
+    assert eval(repr(found.rule), {'TreePathShardingRule': TreePathShardingRule, 'P': P}) == found.rule
+    assert len(found.rule.rules) <= 4
+
+
+def test_what_it_says(found):
+    text = found.to_text(120)
+    assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
+    assert 'until nothing got better' in text and found.ended == ''
+    assert found.fits is True and found.lower_bound is None
+    assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
+    assert any(len(group.spec) for group in found.groups)
+    assert all(group.next_spec is not None and group.next_spec != group.spec for group in found.groups)
+    assert found.meshes[0].lost == '' and all(row.lost for row in found.meshes[1:])
+    assert found.meshes[0].mesh == found.mesh == {'fsdp': 8}
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain['tried'] == found.tried and plain['rule'] == repr(found.rule)
+
+
+def test_no_neighbour_costs_less(found):
+    least = 0.002 * (found.bound + found.estimate) / 2
+    assert all(group.seconds >= -least or not group.fits for group in found.groups)
+
+
+def test_it_is_deterministic():
+    one, other = (find(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
+    assert {len(row.mesh) for row in one.meshes} == {1, 2}
+    assert one.to_code() == other.to_code()
+    assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
+
+
+def test_pages_show_names_as_text(tmp_path):
+    names = ['<script>alert(1)</script>', '</pre>"\'&']
+
+    def step(params, x):
+        for name in names:
+            x = x @ params[name]
+        return x
+
+    shape = jax.ShapeDtypeStruct((64, 64), 'float32')
+    find(step, (dict.fromkeys(names, shape), shape), **options()).to_html(tmp_path / 'page.html')
+    page = (tmp_path / 'page.html').read_text()
+    assert '<script>alert' not in page and '&lt;script&gt;alert' in page
+    assert page.count('<pre>') == page.count('</pre>')
+
+
+def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / 'trials.jsonl'
+    first = find(product, simple(), **options(file=file))
+    lines = file.read_text().splitlines()
+    assert len(lines) == first.tried
+    # As if the machine went down while it wrote the last line.
+    file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', lines[-1], lines[0][:40]]) + '\n')
+    attempts, attempt = [], Problem.attempt
+    monkeypatch.setattr(Problem, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
+    again = find(product, simple(), **options(file=file))
+    assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
+    other = find(product, simple(rows=128), **options(file=file))
+    assert len(attempts) == other.tried > 0
+
+
+def test_ctrl_c_gives_the_best_so_far(monkeypatch):
+    attempt, attempts = Problem.attempt, []
+
+    def stopped(*each):
+        attempts.append(each)
+        if len(attempts) > least:
+            raise KeyboardInterrupt
+        return attempt(*each)
+
+    monkeypatch.setattr(Problem, 'attempt', stopped)
+    least = 1
+    result = find(product, simple(), **options())
+    assert (result.ended, result.tried) == ('stopped', 1) and 'until it was stopped' in str(result)
+    least = 0
+    with pytest.raises(KeyboardInterrupt):
+        find(product, simple(), **options())
+
+
+def test_a_budget_that_is_too_small_gives_an_answer():
+    result = find(product, simple(), **options(budget_s=1e-6))
+    assert result.ended == 'time' and 'larger budget_s' in str(result)
+    assert result.tried >= 1
+
+
+def test_leaves_that_are_kept():
+    keep = [('w', P('tp', 'fsdp'))]
+    params = {'w': jnp.ones((64, 256)), 'v': jnp.ones((256, 64))}
+
+    def step(params, x):
+        return x @ params['w'] @ params['v']
+
+    args = params, simple()[1]
+    result = find(step, args, **options(keep=keep, sizes={'tp': 2}))
+    assert result.rule.apply(params)['w'] == P('tp', 'fsdp')
+    assert [group.name for group in result.groups] == ['v']
+    without = find(step, args, **options(keep=keep))  # its mesh has no tp
+    assert without.rule.apply(params)['w'] == P(None, 'fsdp')
+
+
+def test_zero1():
+    result = find(train_step, arguments(), **options(optimizer_state='zero1', memory=MEMORY))
+    params, opt_state = result.rule.apply(arguments()[0])
+
+    def axes(tree):
+        specs = jax.tree.leaves(tree, is_leaf=lambda each: isinstance(each, P))
+        return {axis for spec in specs for axis in spec if axis}
+
+    assert axes(params) == set()
+    assert axes(opt_state) == {'fsdp'}
+
+
+def test_two_steps_with_one_rule():
+    params, x = simple()
+
+    def transposed(params, y):
+        return y @ params['w'].T
+
+    y = jax.ShapeDtypeStruct((64, 256), 'float32')
+    both = find(product, (params, x), **options(also=[(transposed, (params, y), 1)]))
+    alone = find(product, (params, x), **options())
+    assert both.estimate > alone.estimate
+    helper = MeshShardingHelper([*both.mesh.values()], [*both.mesh])
+    helper.sjit(transposed, in_shardings=(both.rule, both.batch), batch_argnums=1).lower(params, y)
+
+
+def test_names_of_axes():
+    result = find(product, simple(), **options(axis_names=['data', 'model'], sizes={'model': 2}))
+    assert result.mesh == {'data': 4, 'model': 2} and result.batch == P('data')
+
+
+def test_rows_in_another_dimension():
+    def step(params, x):
+        return jnp.einsum('tbd,dh->tbh', x, params['w'])
+
+    args = simple()[0], jax.ShapeDtypeStruct((3, 64, 64), 'float32')
+    assert find(step, args, **options(batch_dim=1)).batch == P(None, 'fsdp')
+
+
+def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_them():
+    result = find(product, simple(rows=3), **options(sizes={'tp': 8}))
+    assert result.mesh == {'fsdp': 1, 'tp': 8} and result.batch == P()
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'step': 3}, 'find takes a function of one device first, and its arguments, got int'),
+        ({'args': 3}, 'the arguments of the step are a tuple, got int'),
+        ({'args': (1, 2, 3)}, 'product cannot be traced for one device with these arguments: TypeError: '),
+        ({'batch_argnums': 2}, 'batch_argnums=2: the step has 2 arguments'),
+        ({'batch_argnums': None}, 'batch_argnums is the number of an argument, or several, got None'),
+        ({'batch_argnums': ()}, 'batch_argnums says which arguments hold rows of a batch'),
+        ({'donate_argnums': 'a'}, "donate_argnums='a': the step has 2 arguments"),
+        ({'batch_argnums': (0, 1)}, 'product has nothing to find a rule for: its arguments are batches'),
+        ({'keep': [('.*', P())]}, 'or what keep has placed'),
+        ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (known: 'fsdp', 'tp')"),
+        ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
+        ({'memory': 0}, 'memory is a number of bytes, got 0'),
+        ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
+        ({'budget_s': 0}, 'budget_s is a positive number of seconds, got 0'),
+        ({'optimizer_state': 'zero'}, "optimizer_state is 'as parameters' or 'zero1', got 'zero'"),
+        ({'batch_dim': -1}, 'batch_dim is the number of a dimension, got -1'),
+        ({'batch_dim': 2}, 'divides the rows of the batch: dimension 2 of (64, 64)'),
+        ({'axis_names': ['a']}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
+        ({'axis_names': 'ab'}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
+        ({'sizes': {'pt': 2}}, "sizes names 'pt' (known: 'fsdp', 'tp')"),
+        ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
+        ({'num_slices': 0}, 'num_slices is a positive integer, got 0'),
+        ({'num_slices': 2}, 'several slices need a topology'),
+        ({'also': [product]}, 'also takes further steps, each (function, arguments, batch_argnums)'),
+    ],
+)
+def test_bad_input(changes, message):
+    own = options(**changes)
+    step, args = own.pop('step', product), own.pop('args', simple())
+    with pytest.raises(ArgumentError) as raised:
+        find(step, args, **own)
+    assert message in str(raised.value)
+
+
+def test_a_mistake_of_the_step_is_the_cause():
+    def wrong(params, x):
+        return params['no such key']
+
+    with pytest.raises(ArgumentError, match='wrong cannot be traced for one device') as raised:
+        find(wrong, simple(), **options())
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+@tpu_compiler.needed
+def test_a_topology_that_does_not_exist():
+    with pytest.raises(MeshError):
+        find(product, simple(), 'v5q:2x4', **options())
+
+
+def block_gradient(params, x):
+    return jax.grad(lambda params: jnp.sum(jnp.tanh(x @ params['up']) @ params['down']))(params)
+
+
+def block(width, hidden, rows):
+    """The arguments of `block_gradient`."""
+    up, down = (jax.ShapeDtypeStruct(shape, 'bfloat16') for shape in ((width, hidden), (hidden, width)))
+    return {'up': up, 'down': down}, jax.ShapeDtypeStruct((rows, width), 'bfloat16')
+
+
+@tpu_compiler.needed
+def test_what_does_not_fit_says_so():
+    result = find(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
+    assert result.fits is False
+    text = str(result)
+    assert 'does not fit' in text and 'nothing that was tried fits' in text
+
+
+@tpu_compiler.needed
+def test_tensor_parallelism_comes_out_where_rows_are_few():
+    """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""
+    args = block(4096, 16384, 32)
+    result = find(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))
+    specs = result.rule.apply(args[0])
+    [axis] = [name for name, size in result.mesh.items() if size == 8]
+    assert (specs['up'], specs['down']) == (P(None, axis), P(axis))
+    assert result.fits and result.lower_bound <= result.bound

@@ -1,0 +1,80 @@
+"""`scalax._find.groups`: which leaves are sharded alike."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scalax._find.find_rule import joined
+from scalax._find.groups import make_groups
+from scalax._find.step import leaves_of, make_step
+from scalax.errors import ArgumentError
+
+
+def groups_of(function, *args, fixed=()):
+    step = make_step(function, args, 1)
+    leaves = leaves_of([step])
+    return make_groups(list(leaves.values()), joined([step], list(leaves)), fixed), list(leaves)
+
+
+def layers(count):
+    return [{'up': jnp.ones((64, 256)), 'down': jnp.ones((256, 64))} for _ in range(count)]
+
+
+def forward(params, x):
+    for w in params:
+        x = x + jnp.tanh(x @ w['up']) @ w['down']
+    return x
+
+
+def test_layers_are_one_group_and_their_dimensions_one():
+    groups, _ = groups_of(forward, layers(4), jnp.ones((8, 64)))
+    assert {group.name for group in groups} == {'{0..3}/up', '{0..3}/down'}
+    down, up = sorted(groups, key=lambda group: group.name)
+    assert up.classes == down.classes[::-1] and len(set(up.classes)) == 2
+    assert up.bytes == 4 * 64 * 256 * 4
+
+
+def test_statistics_belong_to_their_parameter():
+    state = {'params': layers(2), 'mu': layers(2), 'count': jnp.zeros(())}
+
+    def step(state, x):
+        gradient = jax.grad(lambda p: jnp.sum(forward(p, x)))(state['params'])
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state['mu'], gradient)
+        return {**state, 'params': jax.tree.map(jnp.subtract, state['params'], mu), 'mu': mu}
+
+    groups, keys = groups_of(step, state, jnp.ones((8, 64)))
+    assert {group.name for group in groups} == {'params/{0,1}/up', 'params/{0,1}/down'}
+    for group in groups:
+        assert len(group.leaves) == 4 and len(group.parameters) == 2
+        assert {keys[i][0].split('/')[0] for i in {*group.leaves} - group.parameters} == {'mu'}
+
+
+def test_a_stack_in_which_columns_are_the_next_rows_is_not_folded():
+    def model(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    groups, _ = groups_of(model, [jnp.ones((64, 64)) for _ in range(3)], jnp.ones((8, 64)))
+    first, second, _ = sorted(groups, key=lambda group: group.name)
+    assert [first.name, second.name] == ['0', '1']
+    assert second.classes[0] == first.classes[1] != first.classes[0]
+
+
+def test_many_parameters_are_grouped_by_their_last_keys():
+    params = {f'block{letter}': layers(1)[0] for letter in 'abcdefghijklmnopqrst'}
+    groups, _ = groups_of(lambda p, x: forward([*p.values()], x), params, jnp.ones((8, 64)))
+    assert {group.name for group in groups} == {'.../down of rank 2', '.../up of rank 2'}
+
+
+def test_what_is_small_or_placed_is_in_no_group():
+    params = {'bias': jnp.ones(8), 'v': jnp.ones((512, 512)), 'w': jnp.ones((512, 512))}
+    x = jnp.ones((8, 512))
+    groups, keys = groups_of(lambda p, x: (x @ p['w']) @ p['v'] + p['bias'][0], params, x, fixed=[2])
+    assert [keys[i][0] for group in groups for i in group.leaves] == ['v']
+
+
+def test_one_path_and_two_shapes():
+    args = {'w': jnp.ones((4, 4))}, jnp.ones(2), {'w': jnp.ones((4,))}
+    with pytest.raises(ArgumentError, match="two arguments have a leaf 'w'"):
+        leaves_of([make_step(lambda a, x, b: x, args, 1)])
