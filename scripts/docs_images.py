@@ -2,7 +2,7 @@
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
-and of the page of a plan, where the TPU compiler is installed. It needs Chromium. The pictures depend on its
+and of the pages of a plan and of a found rule, where the TPU compiler is installed. It needs Chromium. The pictures depend on its
 version and on the fonts at hand, so no test compares them.
 """
 
@@ -27,6 +27,10 @@ PLAN = (
     *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_8b', '--quick'),
     *('--topology', 'v5p:4x4x4', '--mesh', 'fsdp=-1,tp=4'),
 )
+FOUND = (
+    *(sys.executable, '-m', 'scalax', 'find', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
+    *('--batch', '1', '--donate', '0'),
+)
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
 COLORS = 128
@@ -49,6 +53,10 @@ def main() -> int:
             photograph(chromium, scratch / 'llama-405b.html', picture, scratch, dark)
         if importlib.util.find_spec('libtpu'):
             subprocess.run([*PLAN, '--html', scratch / 'plan.html'], cwd=ROOT, check=True, timeout=SECONDS)
+            subprocess.run([*FOUND, '--html', scratch / 'found.html'], cwd=ROOT, check=True, timeout=SECONDS)
+            for dark in (False, True):
+                picture = IMAGES / f'found-mixer{"-dark" if dark else ""}.png'
+                photograph(chromium, scratch / 'found.html', picture, scratch, dark, height=1100)
             for dark in (False, True):
                 picture = IMAGES / f'plan-llama-8b{"-dark" if dark else ""}.png'
                 photograph(chromium, scratch / 'plan.html', picture, scratch, dark, height=1480)

@@ -24,8 +24,10 @@ from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
 
-_GROUPS = ('group', 'spec', 'next best', 'its seconds', 'its memory', 'its bytes')
+_GROUPS = ('group', 'spec', 'next best', 'seconds', 'memory', 'bytes')
 Ended = Literal['', 'time', 'stopped']
+_SAVED = 'What the next best place of each group takes more'
+_TRIED = 'The best layout of each mesh'
 _MESHES = ('mesh', 'batch', 'seconds', 'at least', 'memory', 'outcome')
 
 
@@ -128,7 +130,9 @@ class Found:
         parts = [
             '\n'.join(wrapped(self._head, width)),
             to_code(self.rule),
+            f'{_SAVED}:',
             '\n'.join(table([_GROUPS, *self._group_cells()], width, 0, 3)),
+            f'{_TRIED}:',
             '\n'.join(table([_MESHES, *self._mesh_cells()], width, 5, 4)),
         ]
         return '\n\n'.join(part.rstrip('\n') for part in parts)
@@ -137,7 +141,9 @@ class Found:
         parts = [
             paragraphs(self._head),
             f'<pre>{"<br/>".join(map(escape, to_code(self.rule).splitlines()))}</pre>',
+            f'<h2>{_SAVED}</h2>',
             html_table(_GROUPS, self._group_cells(), right=[3, 4]),
+            f'<h2>{_TRIED}</h2>',
             html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4]),
         ]
         return f'<div class="scalax-static">{"".join(parts)}</div>'
@@ -166,8 +172,8 @@ class Found:
         fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
         peak = human_bytes(self.plan.memory.total)
         lines = [
-            f'{axis_sizes_text(self.mesh)} on {where}, batch {self.batch}: {fits} ({peak} a device), '
-            f'{milliseconds(self.bound)} if all overlaps, {milliseconds(self.estimate)} if nothing does',
+            f'{axis_sizes_text(self.mesh)} on {where}, batch {_spec_code(self.batch)}: {fits} ({peak} a '
+            f'device), {milliseconds(self.bound)} if all overlaps, {milliseconds(self.estimate)} if nothing does',
         ]
         if self.lower_bound is not None:
             lines.append(
@@ -190,7 +196,7 @@ class Found:
         rows: list[tuple[str, ...]] = []
         for group in self.groups:
             if group.next_spec is None:
-                rows.append((group.name, str(group.spec), '', '', '', ''))
+                rows.append((group.name, _spec_code(group.spec), '', '', '', ''))
                 continue
             near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
             seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
@@ -198,7 +204,14 @@ class Found:
                 seconds = 'does not fit'
             moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
             rows.append(
-                (group.name, str(group.spec), str(group.next_spec), seconds, _more(group.memory), moved)
+                (
+                    group.name,
+                    _spec_code(group.spec),
+                    _spec_code(group.next_spec),
+                    seconds,
+                    _more(group.memory),
+                    moved,
+                )
             )
         return rows
 
@@ -206,7 +219,7 @@ class Found:
         return [
             (
                 axis_sizes_text(row.mesh),
-                str(row.batch),
+                _spec_code(row.batch),
                 milliseconds(row.estimate) if math.isfinite(row.estimate) else '',
                 milliseconds(row.bound) if math.isfinite(row.bound) else '',
                 human_bytes(row.memory),

@@ -1,0 +1,60 @@
+"""An MLP-Mixer, written for one device: a model that no table of sharding rules knows (docs/found.md).
+
+Usage: ``python -m scalax find examples/mixer.py:make_step --topology v5e:2x4 --batch 1 --donate 0``.
+
+Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision", NeurIPS 2021 (arXiv:2105.01601).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def init(key: jax.Array, layers: int, patches: int, channels: int, classes: int = 1024) -> Any:
+    """Weights of blocks, each with a pair of matrices over patches, and a pair over channels."""
+    keys = iter(jax.random.split(key, 4))
+
+    def pair(width: int) -> dict[str, jax.Array]:
+        shapes = {'up': (layers, width, 4 * width), 'down': (layers, 4 * width, width)}
+        return {
+            name: jax.random.normal(next(keys), shape) / shape[1] ** 0.5 for name, shape in shapes.items()
+        }
+
+    blocks = {'patches': pair(patches), 'channels': pair(channels)}
+    return {'blocks': blocks, 'head': jnp.zeros((channels, classes))}
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    """The mean loss of images that are cut into patches, (rows, patches, channels), with labels, (rows,)."""
+
+    def mix(x: jax.Array, weights: Any) -> jax.Array:
+        return x + jax.nn.gelu(x @ weights['up']) @ weights['down']
+
+    def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        x = mix(x.swapaxes(1, 2), weights['patches']).swapaxes(1, 2)
+        return mix(x, weights['channels']), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(block), batch['images'], params['blocks'])
+    log_probs = jax.nn.log_softmax(x.mean(1) @ params['head'])
+    return -jnp.mean(jnp.take_along_axis(log_probs, batch['labels'][:, None], -1))
+
+
+def train_step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
+    """A step of gradient descent: the new weights, and the loss."""
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def shapes(rows: int, layers: int, patches: int, channels: int) -> tuple[Any, Any]:
+    """The shapes of the arguments of `train_step`."""
+    params = jax.eval_shape(lambda key: init(key, layers, patches, channels), jax.random.key(0))
+    images = jax.ShapeDtypeStruct((rows, patches, channels), 'float32')
+    return params, {'images': images, 'labels': jax.ShapeDtypeStruct((rows,), 'int32')}
+
+
+def make_step() -> tuple[Any, tuple[Any, Any]]:
+    """The step and its arguments, for ``python -m scalax find``: 24 layers, 816 million weights."""
+    return train_step, shapes(rows=256, layers=24, patches=256, channels=2048)
