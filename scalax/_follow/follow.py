@@ -15,6 +15,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -320,7 +321,7 @@ class _Edit:
         self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
         inputs = [atom if isinstance(atom, Literal) else self._input(atom) for atom in equation.invars]
-        if any(new is not old for new, old in zip(inputs, equation.invars, strict=True)):
+        if not all(map(operator.is_, inputs, equation.invars)):
             changed['invars'] = inputs
         self._equations.append(equation.replace(**changed) if changed else equation)
         for var, trail in zip(equation.outvars, results, strict=False):

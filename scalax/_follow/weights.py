@@ -198,8 +198,9 @@ class Weights:
         """A weight that is computed of another one of its size: scaled, masked, with an adapter added."""
         [result] = equation.outvars
         for atom in equation.invars:
-            same = _size(atom) == _size(result) and atom.aval.dtype == result.aval.dtype  # unlike a mask
-            if same and self._number(atom) is not None:
+            if self._number(atom) is None or atom.aval.dtype != result.aval.dtype:  # such as a mask
+                continue
+            if _size(atom) == _size(result):
                 self._note_same(atom, equation.outvars, part=False)
                 return
 
