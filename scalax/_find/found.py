@@ -172,8 +172,9 @@ class Found:
         fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
         peak = human_bytes(self.plan.memory.total)
         lines = [
-            f'{axis_sizes_text(self.mesh)} on {where}, batch {_spec_code(self.batch)}: {fits} ({peak} a '
-            f'device), {milliseconds(self.bound)} if all overlaps, {milliseconds(self.estimate)} if nothing does',
+            f'{axis_sizes_text(self.mesh)} on {where}, batch {_spec_code(self.batch)}: {fits} '
+            f'({peak} a device), {milliseconds(self.bound)} if all overlaps, '
+            f'{milliseconds(self.estimate)} if nothing does',
         ]
         if self.lower_bound is not None:
             lines.append(
