@@ -2,8 +2,8 @@
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
-and of the pages of a plan and of a found rule, where the TPU compiler is installed. It needs Chromium. The pictures depend on its
-version and on the fonts at hand, so no test compares them.
+and of the pages of a plan and of a found rule, where the TPU compiler is installed. It needs Chromium. The
+pictures depend on its version and on the fonts at hand, so no test compares them.
 """
 
 import contextlib
