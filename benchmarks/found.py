@@ -35,7 +35,7 @@ TITLES = (
     *('model', 'best known', 'its seconds', 'bound', 'estimate', 'peak'),
     *('found mesh', 'seconds', 'bound', 'estimate', 'peak', 'tried', 'search'),
 )
-WIDTHS = (28, 42, 11, 9, 9, 9, 24, 8, 8, 8, 9, 5, 6)
+WIDTHS = (28, 50, 11, 9, 9, 9, 24, 8, 8, 8, 9, 5, 6)
 
 
 @dataclasses.dataclass(frozen=True)
