@@ -1,6 +1,7 @@
 """``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md.
 
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/unchanged.md.
+``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import jax
 from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
-# A table of its own, which takes minutes: it is printed only if its whole name is given.
-UNCHANGED = 'unchanged'
+# Tables of their own, which take minutes: they are printed only if their whole name is given.
+UNCHANGED, FOUND = 'unchanged', 'found'
 
 
 def main() -> None:
@@ -27,9 +28,11 @@ def main() -> None:
         '--against', choices=['0.2.5'], help='compare with that release of scalax, in its environment'
     )
     parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
-    parser.add_argument('--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged)')
-    parser.add_argument('--model', default='', help='models whose name holds this (--only unchanged)')
+    parser.add_argument('--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged, found)')
+    parser.add_argument('--model', default='', help='models whose name holds this (--only unchanged, found)')
     parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
+    parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only found)')
+    parser.add_argument('--budget', type=float, default=90.0, help='seconds of a search (--only found)')
     options = parser.parse_args()
     if options.against:
         from benchmarks import against
@@ -42,6 +45,12 @@ def main() -> None:
         quiet_libtpu()
         show(options.topology, options.model, options.strategy)
         return
+    if options.only == FOUND:
+        from benchmarks import found
+
+        quiet_libtpu()
+        found.show(options.topology, options.model, options.slices, options.budget)
+        return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
 
@@ -50,7 +59,7 @@ def main() -> None:
 
     groups = all_groups(options.rounds)
     if not any(options.only in name for name in groups):
-        names = ', '.join([*groups, UNCHANGED])
+        names = ', '.join([*groups, UNCHANGED, FOUND])
         parser.error(f'no group holds {options.only!r} in its name: {names}')
     quiet_libtpu()
     device = jax.devices()[0]

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from benchmarks.unchanged.model import Model, Strategy
+from benchmarks.unchanged.model import Loss, Model, Strategy
 from scalax.plan import Collective, Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 VARIANTS = ('plain', 'followed', 'hand')
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def arguments(model: Model, rows: int) -> tuple[Any, ...]:
+    """Those of a training step: (params, optimizer state), batch, key."""
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    state = params, jax.eval_shape(OPTIMIZER.init, params)
+    return state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
+
+
+def training_step(model: Model, loss: Loss) -> Callable[..., Any]:
+    """A step with AdamW, for one device."""
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss, has_aux=model.has_aux)(params, batch, key)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
 
 
 def make_step(
     model: Model, strategy: Strategy, helper: MeshShardingHelper, variant: str, rows: int
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A training step with AdamW, and its arguments: (params, optimizer state), batch, key."""
-    optimizer = optax.adamw(1e-3)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    state = params, jax.eval_shape(optimizer.init, params)
+    """A training step on a mesh, and its arguments."""
     rule, batch = strategy.rule(model), strategy.batch(model)
     by_hand = model.hand_loss if variant == 'hand' else None
 
@@ -30,22 +48,16 @@ def make_step(
             return by_hand(params, batch, key, strategy.batch_axes)
         return model.loss(params, batch, key)
 
-    def step(state: Any, batch: Any, key: Any) -> Any:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss, has_aux=model.has_aux)(params, batch, key)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
     named = {name: strategy.bound(spec) for name, spec in model.hand.items()} if variant == 'hand' else {}
     fun = helper.sjit(
-        step,
+        training_step(model, loss),
         in_shardings=(rule, batch, P()),
         out_shardings=(rule, P()),
         annotation_shardings=named,
         donate_argnums=0,
         batch_argnums=1 if variant == 'followed' else (),
     )
-    return fun, (state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    return fun, arguments(model, rows)
 
 
 def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:

@@ -5,6 +5,7 @@ The steps are planned for TPUs that are not here, and not run. A cell takes some
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -82,7 +83,7 @@ def show(topology: str, model: str, strategy: str) -> None:
     if not strategies:
         names = '; '.join(each.name for each in STRATEGIES)
         raise SystemExit(f'no strategy is called {strategy!r}: {names}')
-    try:
+    with user_errors('unchanged'):
         from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
 
         models = [each for each in all_models('large') if model in each.name]
@@ -91,9 +92,16 @@ def show(topology: str, model: str, strategy: str) -> None:
             raise SystemExit(f'no model holds {model!r} in its name: {names}')
         for line in lines(models, strategies, topology):
             print(line, flush=True)
+
+
+@contextlib.contextmanager
+def user_errors(table: str) -> Iterator[None]:
+    """Ends the program with what a user can mend: something is not installed, or the topology is unknown."""
+    try:
+        yield
     except (MissingDependencyError, ModuleNotFoundError) as error:
         raise SystemExit(
-            f'{error}\n`make bench ARGS="--only unchanged"` installs all that the table needs'
+            f'{error}\n`make bench ARGS="--only {table}"` installs all that the table needs'
         ) from None
     except MeshError as error:  # of a topology that the compiler does not know
         raise SystemExit(str(error)) from None

@@ -1,0 +1,191 @@
+"""``--only found``: the rule that `scalax.plan.find` finds for each model, beside the best one that is known.
+
+The known ones are those of the table of docs/unchanged.md, by hand and followed, with several sizes of tp;
+the best of them has the least mean of the roofline's seconds with overlap and without it. None of the steps
+is run: they are planned for TPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.unchanged.measure import arguments, figures, plan, training_step
+from benchmarks.unchanged.model import STRATEGIES, Model, Strategy
+from benchmarks.unchanged.table import user_errors
+from scalax.errors import ScalaxError
+from scalax.plan import Found, Plan, find
+
+FSDP, _, HSDP = STRATEGIES
+SIZES_OF_TP = (2, 4, 8)
+# The part of a device's memory that stays free, for the known rules as well as for the search.
+HEADROOM = 0.1
+# One model for each kind of architecture, in the order of the table.
+NAMES = (
+    *('LLaMA-3 8B', 'decoder, many heads', 'experts, one-hot dispatch', 'experts, over the batch axis'),
+    *('encoder-decoder', 'vision transformer', 'UNet with attention', 'recommender', 'dual encoder'),
+    *('low-rank adapters', 'BERT', 'diffusion transformer', 'state-space model', 'recurrent cell'),
+    *('flax.nnx modules', 'LLaMA-3 70B'),
+)
+TITLES = (
+    *('model', 'best known', 'its seconds', 'bound', 'estimate', 'peak'),
+    *('found mesh', 'seconds', 'bound', 'estimate', 'peak', 'tried', 'search'),
+)
+WIDTHS = (28, 50, 11, 9, 9, 9, 24, 8, 8, 8, 9, 5, 6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a rule takes: seconds with overlap and without it, GiB at the peak; and whether it fits."""
+
+    name: str
+    bound: float
+    estimate: float
+    peak: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """What the search makes small."""
+        return (self.bound + self.estimate) / 2
+
+    @classmethod
+    def of(cls, name: str, plan: Plan) -> Result:
+        """That of a plan."""
+        its, limit = figures(plan), plan.memory.limit
+        fits = limit is None or plan.memory.total <= limit * (1 - HEADROOM)
+        return cls(name, its['bound'], its['estimate'], its['peak'], fits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked of both: a step on a topology, and the seconds of the search."""
+
+    topology: str
+    slices: int = 1
+    budget: float = 90.0
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """Without tp and with several sizes of it; between slices there is the data axis."""
+        plain = FSDP
+        if self.slices > 1:
+            name, mesh = f'HSDP, {self.slices} slices', {**HSDP.mesh, 'data': self.slices}
+            plain = Strategy(name, mesh, HSDP.batch_axes, self.slices)
+        each = plain.helper(self.topology).mesh.size // self.slices
+        with_tp = [
+            dataclasses.replace(plain, name=f'{plain.name} x TP {size}', mesh={**plain.mesh, 'tp': size})
+            for size in SIZES_OF_TP
+            if each % size == 0
+        ]
+        return [plain, *with_tp]
+
+
+Known = Callable[[Sequence[Model], Task], Sequence[Result]]
+Search = Callable[[Model, Task], Found]
+
+
+def known(models: Sequence[Model], task: Task) -> list[Result]:
+    """What all known rules of a model take; its tables are those of *models*."""
+
+    def one(cell: tuple[Model, Strategy, str]) -> Result | None:
+        model, strategy, variant = cell
+        own = model.name.removeprefix(models[0].name).removeprefix(', ')
+        name = ', '.join(filter(None, [strategy.name, own, variant]))
+        try:
+            return Result.of(name, plan(model, strategy, task.topology, variant))
+        except (NotImplementedError, ScalaxError) as error:  # as JAX and the compiler refuse programs
+            print(f'{models[0].name}, {name}: {error}', file=sys.stderr)
+            return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cells = itertools.product(models, task.strategies, ('hand', 'followed'))
+        return [each for each in pool.map(one, cells) if each is not None]
+
+
+def search(model: Model, task: Task) -> Found:
+    """What is found for a model."""
+    devices = task.strategies[0].helper(task.topology).mesh.size
+    return find(
+        training_step(model, model.loss),
+        arguments(model, model.rows * devices),
+        task.topology,
+        batch_argnums=1,
+        donate_argnums=0,
+        batch_dim=model.batch_dim,
+        num_slices=task.slices,
+        headroom=HEADROOM,
+        budget_s=task.budget,
+        show_progress=False,
+    )
+
+
+def lines(
+    models: Sequence[Sequence[Model]], task: Task, known: Known = known, search: Search = search
+) -> Iterator[str]:
+    """The table in Markdown, line by line, each as soon as it is known.
+
+    Args:
+        models: for each row a model, once with each of its tables.
+        task: what is asked.
+        known: measures the known rules.
+        search: finds a rule.
+    """
+    yield _line(TITLES)
+    yield '|' + '|'.join('-' * (width + 2) for width in WIDTHS) + '|'
+    for each in models:
+        fitting = [result for result in known(each, task) if result.fits]
+        best = min(fitting, key=lambda result: result.seconds, default=None)
+        yield _line([each[0].name, *_cells(best, search(each[0], task))])
+
+
+def _cells(best: Result | None, found: Found) -> Iterator[str]:
+    mesh = ' x '.join(f'{name} {size}' for name, size in found.mesh.items())
+    own = Result.of(mesh, found.plan)
+    if best is None:
+        yield from ['none fits', '', '', '', '']
+    else:
+        yield best.name
+        yield from (f'{value:.4g}' for value in (best.seconds, best.bound, best.estimate))
+        yield f'{best.peak:.3g} GiB'
+    yield own.name if own.fits else f'{own.name}: too large'
+    for figure in ('seconds', 'bound', 'estimate'):
+        value = getattr(own, figure)
+        yield f'{value:.3g} s' if best is None else f'{value / getattr(best, figure):.3f}'
+    yield f'{own.peak:.3g} GiB'
+    yield str(found.tried)
+    yield f'{found.seconds:.0f} s'
+
+
+def _line(cells: Sequence[str]) -> str:
+    return '| ' + ' | '.join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)) + ' |'
+
+
+def show(topology: str, model: str, slices: int, budget: float) -> None:
+    """Prints the table.
+
+    Raises:
+        SystemExit: something is not installed, or nothing has such a name.
+    """
+    with user_errors('found'):
+        models = chosen(model)
+        if not models:
+            raise SystemExit(f'no model holds {model!r} in its name: {"; ".join(NAMES)}')
+        for line in lines(models, Task(topology, slices, budget)):
+            print(line, flush=True)
+
+
+def chosen(name: str) -> list[list[Model]]:
+    """The models of the table whose names hold *name*, each with all its tables."""
+    from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
+
+    models = all_models('large')
+    return [
+        [model for model in models if model.name == each or model.name.startswith(f'{each}, by ')]
+        for each in NAMES
+        if name in each
+    ]

@@ -1,0 +1,117 @@
+"""The table of found rules beside known ones: its lines, and what is said where it cannot be made."""
+
+import sys
+import types
+
+import pytest
+
+import benchmarks.__main__
+from benchmarks import found
+from benchmarks.found import Result, Task
+from benchmarks.unchanged import decoders
+from scalax.errors import MissingDependencyError, PlanError
+from tests.support import tpu_compiler
+
+MODELS = [[model] for model in decoders.models('large')[:2]]
+GIB = 2**30
+
+
+def plan_of(bound, estimate, gib):
+    seconds = types.SimpleNamespace(bound=bound, estimate=estimate)
+    memory = types.SimpleNamespace(peak=gib * GIB, total=gib * GIB, limit=16 * GIB)
+    return types.SimpleNamespace(
+        memory=memory, collectives=[], roofline=lambda: types.SimpleNamespace(step_seconds=seconds)
+    )
+
+
+def known(models, task):
+    """The fastest does not fit with the headroom of the search; of the others the least mean counts."""
+    if models is MODELS[1]:
+        return [Result.of('FSDP', plan_of(0.1, 0.1, 15))]
+    return [
+        Result.of('FSDP', plan_of(0.1, 0.1, 15)),
+        Result.of('FSDP x TP 2', plan_of(0.2, 0.6, 4)),
+        Result.of('FSDP x TP 4', plan_of(0.1, 0.8, 4)),
+    ]
+
+
+def search(model, task):
+    plan = plan_of(0.25, 0.45, 15 if model is MODELS[1][0] else 2)
+    return types.SimpleNamespace(mesh={'fsdp': 4, 'tp': 2}, plan=plan, tried=9, seconds=88.8)
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split('|')[1:-1]]
+
+
+def test_lines():
+    head, rule, *rows = found.lines(MODELS, Task('v5e:2x4'), known, search)
+    assert {len(line) for line in (head, rule, *rows)} == {len(head)}
+    assert cells(head) == list(found.TITLES)
+    assert cells(rows[0]) == [
+        *(MODELS[0][0].name, 'FSDP x TP 2', '0.4', '0.2', '0.6', '4 GiB'),
+        *('fsdp 4 x tp 2', '0.875', '1.250', '0.750', '2 GiB', '9', '89 s'),
+    ]
+    assert cells(rows[1]) == [
+        *(MODELS[1][0].name, 'none fits', '', '', '', ''),
+        *('fsdp 4 x tp 2: too large', '0.35 s', '0.25 s', '0.45 s', '15 GiB', '9', '89 s'),
+    ]
+
+
+def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, capsys):
+    model, task = MODELS[0][0], types.SimpleNamespace(topology='', strategies=[found.FSDP])
+
+    def plan(model, strategy, topology, variant):
+        if variant == 'hand':
+            raise PlanError('too odd')
+        return plan_of(0.1, 0.2, 3)
+
+    monkeypatch.setattr(found, 'plan', plan)
+    by_other = types.SimpleNamespace(name=f'{model.name}, by MaxText')
+    results = found.known([model, by_other], task)
+    assert [result.name for result in results] == ['FSDP, followed', 'FSDP, by MaxText, followed']
+    assert f'{model.name}, FSDP, hand: too odd' in capsys.readouterr().err
+
+
+def test_every_row_is_a_model_with_all_its_tables():
+    rows = found.chosen('')
+    assert [row[0].name for row in rows] == list(found.NAMES)
+    assert [model.name for model in found.chosen('LLaMA-3 8B')[0]] == [
+        *('LLaMA-3 8B', 'LLaMA-3 8B, by MaxText', 'LLaMA-3 8B, by MaxText, width over tp'),
+    ]
+
+
+@tpu_compiler.needed
+def test_strategies():
+    one, two = Task('v5e:2x2').strategies, Task('v5e:2x2', slices=2).strategies
+    assert [(each.name, each.mesh) for each in one] == [
+        ('FSDP', {'fsdp': -1}),
+        ('FSDP x TP 2', {'fsdp': -1, 'tp': 2}),
+        ('FSDP x TP 4', {'fsdp': -1, 'tp': 4}),
+    ]
+    assert [(each.name, each.mesh) for each in two] == [
+        ('HSDP, 2 slices', {'data': 2, 'fsdp': -1}),
+        ('HSDP, 2 slices x TP 2', {'data': 2, 'fsdp': -1, 'tp': 2}),
+        ('HSDP, 2 slices x TP 4', {'data': 2, 'fsdp': -1, 'tp': 4}),
+    ]
+    assert two[1].helper('v5e:2x2').mesh.shape == {'data': 2, 'fsdp': 2, 'tp': 2}
+
+
+def ended(monkeypatch, *arguments):
+    """What the program says last."""
+    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'found', *arguments])
+    with pytest.raises(SystemExit) as end:
+        benchmarks.__main__.main()
+    return str(end.value)
+
+
+def test_a_name_that_nothing_has(monkeypatch):
+    assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--model', 'nothing')
+
+
+def test_without_the_tpu_compiler(monkeypatch):
+    def lines(*_):
+        raise MissingDependencyError('TPU topologies need the TPU compiler')
+
+    monkeypatch.setattr(found, 'lines', lines)
+    assert ended(monkeypatch).endswith('`make bench ARGS="--only found"` installs all that the table needs')
