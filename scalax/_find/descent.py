@@ -1,16 +1,15 @@
-"""The search: meshes first, with whole dimensions of the model over their axes; then one group at a time."""
+"""The search: all meshes first; on the best ones, classes of dimensions, and then one group at a time."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from scalax._find.layout import Axes, Layout, Placement, elsewhere, usual
-from scalax._find.trial import Trial, Trials
+from scalax._find.trial import OutOfTime, Trial, Trials
 
 # Costs within this part of one another are equal: then the one that was there first stays.
 EQUAL = 0.002
@@ -18,10 +17,8 @@ EQUAL = 0.002
 _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
 _NEAR = 1.1
-
-
-class OutOfTime(Exception):
-    """The budget has been used up."""
+# Groups of less than this part of the bytes of all groups are tried whole together.
+_SMALL = 0.01
 
 
 @dataclasses.dataclass
@@ -51,21 +48,21 @@ class Search:
     def run(self) -> bool:
         """Searches until nothing gets better; returns False if there was no time for that."""
         try:
-            starts = [found for sizes in self._sizes() if (found := self._best_of_mesh(sizes)) is not None]
-            starts.sort(key=lambda each: each.cost)
-            for trial in starts:
-                if trial.cost <= _NEAR * starts[0].cost:
-                    self._group_by_group(trial)
+            meshes = [found for sizes in self._sizes() if (found := self._start(sizes)) is not None]
+            for search in (self._class_by_class, self._group_by_group):
+                meshes.sort(key=lambda each: each.cost)
+                least = meshes[0].cost if meshes else 0.0
+                meshes = [search(trial) for trial in meshes if trial.cost <= _NEAR * least]
         except OutOfTime:
+            known = self.trials.known.values()
+            self.best = min([*filter(None, [self.best]), *known], key=lambda each: each.cost)
             return False
         return True
 
     def _best_of(self, layouts: Sequence[Layout], best: Trial | None = None) -> Trial:
         """The layout that costs least; the one before them, unless another is better by more than nothing."""
-        new = [layout for layout in layouts if layout not in self.trials.known]
-        if new and self.trials.known and time.monotonic() > self.ends:
-            raise OutOfTime
-        cheapest = min(self.trials(layouts), key=lambda each: each.cost, default=best)
+        found = self.trials(layouts, self.ends)
+        cheapest = min(found, key=lambda each: each.cost, default=best)
         if cheapest is None or (best is not None and cheapest.cost >= best.cost * (1 - EQUAL)):
             cheapest = best
         assert cheapest is not None
@@ -87,34 +84,50 @@ class Search:
             if without >= _WITHOUT_GAIN:
                 return
 
-    def _best_of_mesh(self, sizes: dict[str, int]) -> Trial | None:
-        """The best layout of a mesh whose other axis splits whole dimensions of the model."""
-        found = []
+    def _start(self, sizes: dict[str, int]) -> Trial | None:
+        """The best of some layouts of a mesh: its other axis splits classes of which no group has two."""
+        layouts = []
         for batch in self._batches(sizes):
-            over_rows = self.axes.other in {axis for axes in batch for axis in axes}
-            classes = self._classes(sizes) if sizes.get(self.axes.other, 1) > 1 else []
-            split = self.experts.intersection(classes) if over_rows else frozenset(self._apart(classes))
-            starts = {split: self._layout(sizes, batch, split)}
-            if not over_rows:
-                starts.update(
-                    (split ^ {number}, self._layout(sizes, batch, split ^ {number})) for number in classes
-                )
-            best = self._best_of([*starts.values()])
-            while not over_rows and classes:
-                [split] = [each for each, layout in starts.items() if layout == best.layout][:1]
-                more = {split ^ {number}: self._layout(sizes, batch, split ^ {number}) for number in classes}
-                after = self._best_of([*more.values()], best)
-                if after is best:
-                    break
-                best, starts = after, more
-            if self.experts:
-                best = self._best_of([self._layout(sizes, batch, split, self.experts)], best)
-            found.append(best)
-        return min(found, key=lambda trial: trial.cost, default=None)
+            classes = self._classes(sizes)
+            if self._over_rows(batch):
+                layouts.append(self._layout(sizes, batch, self.experts.intersection(classes)))
+                continue
+            # The width of the model, which most groups have, comes last.
+            orders = [classes[::-1], [*classes[1:], *classes[:1]]] if classes else [[]]
+            for split in dict.fromkeys(frozenset(self._apart(order)) for order in orders):
+                layouts.append(self._layout(sizes, batch, split))
+                layouts.append(self._layout(sizes, batch, split, together=True))
+                if self.experts:
+                    layouts.append(self._layout(sizes, batch, split, self.experts))
+        return self._best_of(layouts) if layouts else None
+
+    def _class_by_class(self, best: Trial) -> Trial:
+        """Splits one class more, or one less, over the other axis, until that does not pay."""
+        groups, axes = self.trials.problem.groups, self.axes
+        classes = [] if self._over_rows(best.layout.batch) else self._classes(best.layout.sizes)
+        while classes:
+            sizes, placed = best.layout.sizes, best.layout.groups
+            moves = []
+            for number in classes:
+                for together in (False, True):
+                    layout = best.layout
+                    for i, group in enumerate(groups):
+                        if number in group.classes:
+                            dim = group.classes.index(number)
+                            split = set() if axes.other in placed[i][dim] else {number}
+                            place = usual(group, axes, sizes, split, together=together)
+                            layout = layout.with_group(i, place)
+                    moves.append(layout)
+            after = self._best_of(list(dict.fromkeys(moves)), best)
+            if after is best:
+                break
+            best = after
+        return best
 
     def _group_by_group(self, best: Trial) -> Trial:
         """Moves groups of one shape together, and then one group at a time, until no move pays."""
         groups = self.trials.problem.groups
+        best = self._best_of([self._small_whole(best.layout)], best)
         alike: dict[Any, list[int]] = collections.defaultdict(list)
         for number, group in enumerate(groups):
             alike[group.shape, best.layout.groups[number]].append(number)
@@ -139,12 +152,34 @@ class Search:
             moves.append(moved)
         return self._best_of(moves, best)
 
+    def _small_whole(self, layout: Layout) -> Layout:
+        """The same with small groups whole along the axis of the batch: to gather them takes time, too."""
+        groups = self.trials.problem.groups
+        every = sum(group.bytes for group in groups)
+        for i, group in enumerate(groups):
+            if group.bytes < _SMALL * every:
+                place = tuple(
+                    tuple(axis for axis in each if axis != self.axes.batch) for each in layout.groups[i]
+                )
+                layout = layout.with_group(i, place)
+        return layout
+
     def _layout(
-        self, sizes: dict[str, int], batch: Placement, split: Collection[int], experts: Collection[int] = ()
+        self,
+        sizes: dict[str, int],
+        batch: Placement,
+        split: Collection[int],
+        experts: Collection[int] = (),
+        *,
+        together: bool = False,
     ) -> Layout:
         groups = self.trials.problem.groups
-        placed = tuple(usual(group, self.axes, sizes, split, experts) for group in groups)
+        placed = tuple(usual(group, self.axes, sizes, split, experts, together=together) for group in groups)
         return Layout(tuple(sizes.items()), batch, placed)
+
+    def _over_rows(self, batch: Placement) -> bool:
+        """Whether the other axis shards the batch."""
+        return any(self.axes.other in axes for axes in batch)
 
     def _batches(self, sizes: dict[str, int]) -> Iterator[Placement]:
         """Where the rows may be: over the axes of the batch, over all; or with the next dimension split."""
@@ -166,7 +201,9 @@ class Search:
     def _classes(self, sizes: dict[str, int]) -> list[int]:
         """The classes of dimensions that divide, the ones in most bytes first."""
         counts: dict[int, int] = collections.Counter()
-        width = sizes[self.axes.other]
+        width = sizes.get(self.axes.other, 1)
+        if width == 1:
+            return []
         for group in self.trials.problem.groups:
             for number, size in zip(group.classes, group.shape, strict=True):
                 if number is not None and size % width == 0:
@@ -174,9 +211,9 @@ class Search:
         return sorted(counts, key=lambda number: (-counts[number], number))
 
     def _apart(self, classes: Sequence[int]) -> set[int]:
-        """Classes of which no group has two: all but the width of the model, which most groups have."""
+        """Classes of which no group has two; the first ones come first."""
         chosen: set[int] = set()
-        for number in reversed(classes):
+        for number in classes:
             others = [group.classes for group in self.trials.problem.groups if number in group.classes]
             if not any(chosen.intersection(each) for each in others):
                 chosen.add(number)

@@ -64,7 +64,6 @@ class Group:
 def groups_of(asked: Mapping[str, PartitionSpec]) -> list[Group]:
     """The leaves that are asked for, in groups."""
 
-    @functools.cache
     def parsed(key: str) -> tuple[str | Numbered, int | None]:
         found = _NUMBER.fullmatch(key)
         return (Numbered(found[1], found[3] or ''), int(found[2])) if found else (key, None)

@@ -78,11 +78,17 @@ def spec_of(placement: Placement) -> PartitionSpec:
 
 
 def usual(
-    group: Group, axes: Axes, sizes: Mapping[str, int], split: Collection[int], experts: Collection[int] = ()
+    group: Group,
+    axes: Axes,
+    sizes: Mapping[str, int],
+    split: Collection[int],
+    experts: Collection[int] = (),
+    *,
+    together: bool = False,
 ) -> Placement:
     """Where a group is if its dimensions of some classes are split over the other axis.
 
-    What is left is over the axis of the batch: its dimension of experts, or else the largest one.
+    The axis of the batch shards its dimension of experts, or else the largest one that is left.
 
     Args:
         group: the group.
@@ -90,6 +96,7 @@ def usual(
         sizes: their sizes.
         split: the classes that are over `Axes.other`.
         experts: classes that are over `Axes.batch`, if a group has one.
+        together: whether that axis shards the dimension that is split as well, if both divide it.
     """
     own = [i for i, number in enumerate(group.classes) if number is not None]
     width = sizes.get(axes.other, 1)
@@ -101,7 +108,8 @@ def usual(
     chosen = next((i for i in rest if group.classes[i] in experts), None)
     if chosen is None:
         chosen = max(rest, key=lambda i: group.shape[i], default=None)
-    if chosen is None and over_other is not None and group.shape[over_other] % (rows * width) == 0:
+    divides = over_other is not None and group.shape[over_other] % (rows * width) == 0
+    if divides and (chosen is None or together):
         chosen = over_other
     return _placed(group, axes, over_other, chosen)
 

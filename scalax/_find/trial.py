@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +187,10 @@ def _short(error: Exception) -> str:
     return kind + ' '.join(line.strip() for line in str(error).splitlines()[:2])
 
 
+class OutOfTime(Exception):
+    """The budget has been used up."""
+
+
 class Trials:
     """The trials of a search, on disk as well if it has a file: it goes on from there.
 
@@ -219,14 +224,20 @@ class Trials:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def __call__(self, layouts: Sequence[Layout]) -> list[Trial]:
-        """The trials of some layouts: known ones, or new ones, as many at a time as there are cores."""
+    def __call__(self, layouts: Sequence[Layout], ends: float) -> list[Trial]:
+        """The trials of some layouts: known ones, or new ones, as many at a time as there are cores.
+
+        Raises:
+            OutOfTime: it is later than *ends*, by `time.monotonic`. At least one is made all the same.
+        """
         new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
         attempts = [self._pool.submit(self.problem.attempt, layout, self._limit) for layout in new]
         try:
             for attempt in attempts:
+                if self.known and time.monotonic() > ends:
+                    raise OutOfTime
                 self._add(attempt.result())
-        except BaseException:  # Ctrl-C: what has begun ends, the rest is not tried
+        except BaseException:  # also Ctrl-C: what has begun ends, the rest is not tried
             for attempt in attempts:
                 attempt.cancel()
             raise
