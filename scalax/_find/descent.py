@@ -54,10 +54,13 @@ class Search:
                 least = meshes[0].cost if meshes else 0.0
                 meshes = [search(trial) for trial in meshes if trial.cost <= _NEAR * least]
         except OutOfTime:
-            known = self.trials.known.values()
-            self.best = min([*filter(None, [self.best]), *known], key=lambda each: each.cost)
             return False
         return True
+
+    def stopped(self) -> Trial | None:
+        """The best of a search that was stopped: of a set of layouts some may have been tried."""
+        known = [*filter(None, [self.best]), *self.trials.known.values()]
+        return min(known, key=lambda each: each.cost, default=None)
 
     def _best_of(self, layouts: Sequence[Layout], best: Trial | None = None) -> Trial:
         """The layout that costs least; the one before them, unless another is better by more than nothing."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
 from scalax._follow.primitives import ELEMENTWISE, RULES
 from scalax._follow.trail import LOST, Trail, merged, of_dims
@@ -54,13 +55,14 @@ def dimensions(jaxpr: Any, arguments: Iterable[int]) -> Dimensions:
         arguments: the numbers of the arguments, not those of batches.
     """
     chosen = set(arguments)
-    follower = _Follower()
+    variables = opened(jaxpr).invars
+    follower = _Follower(Dependence(jaxpr, [i not in chosen for i in range(len(variables))]))
     values = [
         _Value(tuple((_name(i, dim),) for dim in range(len(shape_of(var)))), i) if i in chosen else _UNKNOWN
-        for i, var in enumerate(opened(jaxpr).invars)
+        for i, var in enumerate(variables)
     ]
     follower.results(jaxpr, values)
-    ranks = {i: len(shape_of(opened(jaxpr).invars[i])) for i in sorted(chosen)}
+    ranks = {i: len(shape_of(variables[i])) for i in sorted(chosen)}
     places = [(i, dim) for i, rank in ranks.items() for dim in range(rank)]
     roots = [follower.root(_name(*place)) for place in places]
     numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
@@ -79,7 +81,10 @@ def _name(argument: int, dim: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value: for each dimension that of the argument that it comes from, and the argument that it is."""
+    """A value: for each dimension that of the argument that it comes from, and the argument that it is.
+
+    It is also one that is computed of an argument without the batch, such as a scaled one.
+    """
 
     trail: Trail = LOST
     argument: int | None = None
@@ -91,13 +96,17 @@ _UNKNOWN = _Value()
 class _Follower:
     """Follows values, and unites dimensions that meet.
 
+    Args:
+        from_batch: the variables that depend on the batch.
+
     Attributes:
         stacked: the dimensions that loops run over.
         multiplied: the arguments in products.
         experts: the dimensions of arguments that products have in common with rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, from_batch: Dependence) -> None:
+        self._from_batch = from_batch
         self.stacked: set[str] = set()
         self.multiplied: set[int] = set()
         self.experts: set[str] = set()
@@ -152,6 +161,8 @@ class _Follower:
         if name in _SLICES:
             results = [self._sliced(equation, trails[0], out) for out in equation.outvars]
         argument = operands[0].argument if name in SAME else None
+        if name in ELEMENTWISE and equation.outvars[0] not in self._from_batch:
+            argument = next((each.argument for each in operands if each.argument is not None), None)
         return [_Value(trail, argument) for trail in results]
 
     def _note(self, equation: Any, operands: Sequence[_Value]) -> None:

@@ -30,7 +30,7 @@ from scalax._plan.hardware import hardware_of
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text, spec_axes
 from scalax._version import __version__
-from scalax.errors import ArgumentError, checked_flag, did_you_mean
+from scalax.errors import ArgumentError, PlanError, checked_flag, did_you_mean
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -79,7 +79,8 @@ def find(
         batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
         also: further steps with the same rule, each a function, its arguments, and its batch_argnums: such as
-            the evaluation. Seconds are those of all steps together.
+            the evaluation. Seconds are those of all steps together. Leaves of one path in their arguments are
+            one.
         keep: pairs of a regex and a PartitionSpec, for leaves that are not to be searched.
         optimizer_state: ``'as parameters'``: statistics are sharded as their parameter; ``'zero1'``: only
             they are over the axes of the batch, and parameters are whole there.
@@ -102,6 +103,7 @@ def find(
     Raises:
         ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
             invalid.
+        PlanError: the compiler makes no program of any layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
 
@@ -111,9 +113,9 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
+    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress, file)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
-    steps += [make_step(*_further(each)) for each in also]
+    steps += [make_step(*_further(each)) for each in also or ()]
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
@@ -162,15 +164,18 @@ def find(
         try:
             ended = '' if search.run() else 'time'
         except KeyboardInterrupt:
+            if not trials.known:
+                raise
             ended = 'stopped'
-    if search.best is None:
-        if ended == 'stopped':
-            raise KeyboardInterrupt
+    best = search.stopped() if ended else search.best
+    if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
-            f'{", ".join(map(str, shapes[:3]))}'
+            f'{", ".join(map(str, dict.fromkeys(shapes)))}'
         )
-    return make_found(trials, search.best, topology, ended, time.monotonic() - started)
+    if best.lost:
+        raise PlanError(f'no layout of {steps[0].name} could be compiled: {best.lost}')
+    return make_found(trials, best, topology, ended, time.monotonic() - started)
 
 
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
@@ -179,7 +184,7 @@ def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]
     count = 2 if num_slices == 1 else 3
     if names is None:
         return ('' if num_slices == 1 else 'data', 'fsdp', 'tp')
-    given = tuple(names)
+    given = tuple(names) if isinstance(names, Sequence) else ()
     if isinstance(names, str) or len({*given}) != count or not all(isinstance(name, str) for name in given):
         raise ArgumentError(f'axis_names are {count} names of mesh axes, such as fsdp and tp, got {names!r}')
     return ('', *given) if count == 2 else given  # type: ignore[return-value]
@@ -192,6 +197,7 @@ def _check(
     optimizer_state: str,
     batch_dim: int,
     show_progress: bool | None,
+    file: str | os.PathLike[str] | None,
 ) -> None:
     if memory is not None and (not isinstance(memory, int) or memory < 1):
         raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
@@ -207,6 +213,10 @@ def _check(
         raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
+    if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+        raise ArgumentError(
+            f'{os.fspath(file)!r} cannot be written: it is a folder, or its parent does not exist'
+        )
 
 
 def _further(each: Any) -> tuple[Any, Any, Any]:
@@ -220,14 +230,19 @@ def _further(each: Any) -> tuple[Any, Any, Any]:
 
 def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key, PartitionSpec]:
     """The leaves that the user has placed."""
-    rule = keep if isinstance(keep, TreePathShardingRule) else TreePathShardingRule(*keep)
+    rule = keep if isinstance(keep, TreePathShardingRule) else TreePathShardingRule(*(keep or ()))
     fixed: dict[Key, PartitionSpec] = {}
     for pattern, spec in rule.rules:
         if not isinstance(spec, PartitionSpec):
             raise ArgumentError(f'keep takes pairs of a regex and a PartitionSpec, got {spec!r}')
+        before = len(fixed)
         for key in leaves:
             if key not in fixed and math.prod(key[1]) > 1 and re.search(pattern, key[0]):
                 fixed[key] = spec
+        if len(fixed) == before:
+            raise ArgumentError(
+                f'keep has {pattern!r}, which is found in no path that no pair before it matches'
+            )
     names = [name for name in names if name]
     unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
     if unknown:
@@ -259,6 +274,11 @@ def _meshes(
     devices: int, slices: int, axes: Axes, sizes: Mapping[str, int | Collection[int]]
 ) -> Iterator[dict[str, int]]:
     """The sizes of the mesh axes, the smallest second axis first."""
+    if not isinstance(sizes, Mapping):
+        raise ArgumentError(f"sizes are those of mesh axes, such as {{'tp': [1, 2]}}, got {sizes!r}")
+    wrong = [those for those in sizes.values() if not isinstance(those, int | Collection)]
+    if wrong:
+        raise ArgumentError(f'the sizes of a mesh axis are a number, or several, got {wrong[0]!r}')
     unknown = [name for name in sizes if name not in (axes.batch, axes.other)]
     if unknown:
         raise ArgumentError(

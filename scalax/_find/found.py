@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.descent import EQUAL
@@ -20,15 +21,16 @@ from scalax._report import saved
 from scalax._report.pages import escape, paragraphs, still_page
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
+from scalax._tree.paths import leaf_shape
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
 
 _GROUPS = ('group', 'spec', 'next best', 'seconds', 'memory', 'bytes')
 Ended = Literal['', 'time', 'stopped']
-_SAVED = 'What the next best place of each group takes more'
-_TRIED = 'The best layout of each mesh'
-_MESHES = ('mesh', 'batch', 'seconds', 'at least', 'memory', 'outcome')
+_SAVED = 'What moving one group to its next best place costs'
+_TRIED = 'The best layout of each mesh and placement of the batch'
+_MESHES = ('mesh', 'batch', 'seconds', 'at least', 'at most', 'memory', 'outcome')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +63,23 @@ class FoundMesh:
     Attributes:
         mesh: mesh axis -> size.
         batch: where the rows of the batch are.
-        bound: the seconds of the steps if all overlaps; infinite if there is no program.
-        estimate: the seconds if nothing does.
+        bound: the seconds of the steps if all overlaps; None if there is no program.
+        estimate: the seconds if nothing does; None likewise.
         memory: the bytes on a device.
         lost: why it is not the best; empty for the best.
     """
 
     mesh: Mapping[str, int]
     batch: PartitionSpec
-    bound: float
-    estimate: float
+    bound: float | None
+    estimate: float | None
     memory: int
     lost: str
+
+    @property
+    def mean(self) -> float | None:
+        """Half of what the bound and the estimate are together, which the search makes small."""
+        return None if self.bound is None or self.estimate is None else (self.bound + self.estimate) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +94,11 @@ class Found:
         groups: the groups of leaves, and what their places save.
         meshes: the meshes that were tried, the best first.
         fits: whether it fits in the memory that may be used; None if that is unknown.
-        lower_bound: seconds that no layout is faster than: all operations of the steps, divided evenly; None
-            if the speed of the devices is unknown.
+        lower_bound: seconds that no layout is faster than: all operations of the steps, divided evenly, at
+            the peak for bfloat16; None if the speed of the devices is unknown.
         bound: the seconds of the steps if all overlaps.
         estimate: the seconds if nothing does.
+        memory: the bytes on a device, of the step that needs most.
         tried: how many layouts were tried.
         seconds: how long the search took.
         ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing got better any more.
@@ -107,6 +115,7 @@ class Found:
     lower_bound: float | None
     bound: float
     estimate: float
+    memory: int
     tried: int
     seconds: float
     ended: Ended
@@ -133,7 +142,7 @@ class Found:
             f'{_SAVED}:',
             '\n'.join(table([_GROUPS, *self._group_cells()], width, 0, 3)),
             f'{_TRIED}:',
-            '\n'.join(table([_MESHES, *self._mesh_cells()], width, 5, 4)),
+            '\n'.join(table([_MESHES, *self._mesh_cells()], width, 6, 5)),
         ]
         return '\n\n'.join(part.rstrip('\n') for part in parts)
 
@@ -144,7 +153,7 @@ class Found:
             f'<h2>{_SAVED}</h2>',
             html_table(_GROUPS, self._group_cells(), right=[3, 4]),
             f'<h2>{_TRIED}</h2>',
-            html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4]),
+            html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4, 5]),
         ]
         return f'<div class="scalax-static">{"".join(parts)}</div>'
 
@@ -170,7 +179,7 @@ class Found:
     def _head(self) -> list[str]:
         where = self.topology or f'{self.plan.devices} {self.plan.platform} devices'
         fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
-        peak = human_bytes(self.plan.memory.total)
+        peak = human_bytes(self.memory)
         lines = [
             f'{axis_sizes_text(self.mesh)} on {where}, batch {_spec_code(self.batch)}: {fits} '
             f'({peak} a device), {milliseconds(self.bound)} if all overlaps, '
@@ -178,9 +187,9 @@ class Found:
         ]
         if self.lower_bound is not None:
             lines.append(
-                f'no layout is faster than {milliseconds(self.lower_bound)}, all operations divided evenly: '
-                f'{self.bound / self.lower_bound:.2f} of that with overlap, '
-                f'{self.estimate / self.lower_bound:.2f} without'
+                f'all operations take {milliseconds(self.lower_bound)} if they are divided evenly: no layout '
+                f'is faster; this one takes {self.bound / self.lower_bound:.2f} times that if all overlaps, '
+                f'{self.estimate / self.lower_bound:.2f} times if nothing does'
             )
         if not self.fits and self.plan.buffers:
             first = self.plan.buffers[0]
@@ -221,8 +230,7 @@ class Found:
             (
                 axis_sizes_text(row.mesh),
                 _spec_code(row.batch),
-                milliseconds(row.estimate) if math.isfinite(row.estimate) else '',
-                milliseconds(row.bound) if math.isfinite(row.bound) else '',
+                *('' if each is None else milliseconds(each) for each in (row.mean, row.bound, row.estimate)),
                 human_bytes(row.memory),
                 row.lost or 'best',
             )
@@ -236,13 +244,17 @@ def _more(size: int) -> str:
 
 def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
     """The result of a search: the best of the trials, with its plan."""
-    problem = trials.problem
-    plan = problem.plan(best.layout, problem.steps[0])
+    problem, limit = trials.problem, best.limit
+    plans = [problem.plan(best.layout, step) for step in problem.steps]
+    plan = plans[0]
+    if not best.compiled:
+        best = problem.attempt(best.layout, None)
     specs = problem.specs(best.layout)
-    rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items()})
+    # Arrays of one element are replicated by any rule, and may have the path of another leaf.
+    rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items() if math.prod(key[1]) > 1})
     batch = spec_of(best.layout.batch)
     roofline = plan.known_roofline
-    lower = None if roofline is None else plan.flops / roofline.peak
+    lower = None if roofline is None else sum(each.flops for each in plans) / roofline.peak
     return Found(
         mesh=best.layout.sizes,
         rule=rule,
@@ -250,10 +262,11 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_meshes(trials, best),
-        fits=None if best.limit is None else best.fits,
+        fits=None if limit is None else best.memory <= limit,
         lower_bound=lower,
         bound=best.bound,
         estimate=best.estimate,
+        memory=best.memory,
         tried=len(trials.known),
         seconds=seconds,
         ended=ended,
@@ -299,8 +312,8 @@ def _meshes(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
         FoundMesh(
             trial.layout.sizes,
             spec_of(trial.layout.batch),
-            trial.bound,
-            trial.estimate,
+            trial.bound if math.isfinite(trial.bound) else None,
+            trial.estimate if math.isfinite(trial.estimate) else None,
             trial.memory,
             _why(trial, best),
         )
@@ -337,9 +350,21 @@ def _code(
             'MeshShardingHelper.from_topology(\n'
             f'    {topology!r}, {dims}, {names}, mesh_axis_splitting=True{slices}\n)'
         )
-    given = ['batch' if i in step.batch else 'rule' for i in range(len(step.args))]
+    of_batch = problem.of_batch(layout)
+    given = [
+        _batch_code(argument, batch, of_batch) if i in step.batch else 'rule'
+        for i, argument in enumerate(step.args)
+    ]
     returned = ['None' if like is None else given[like] for like in step.like]
-    results = returned[0] if step.one_result else f'({", ".join(returned)}{"," * (len(returned) == 1)})'
+    if step.one_result:
+        results = returned[0]
+    elif isinstance(step.out, dict):
+        pairs = zip(step.out, returned, strict=True)
+        results = '{' + ', '.join(f'{name!r}: {each}' for name, each in pairs) + '}'
+    else:
+        kind = type(step.out).__name__ if hasattr(step.out, '_fields') else ''
+        results = f'{kind}({", ".join(returned)}{"," * (len(returned) == 1)})'
+    name = step.name if step.name.isidentifier() else 'your_step'
     imports, _, rest = to_code(rule).partition('\n\n')
     own = ['from scalax.sharding import MeshShardingHelper', 'from scalax.sharding import PartitionSpec as P']
     lines = sorted({*own, *imports.splitlines()}, key=lambda line: (line.startswith('from'), line))
@@ -348,13 +373,20 @@ def _code(
         f'helper = {helper}\n'
         f'batch = {_spec_code(batch)}\n'
         'step = helper.sjit(\n'
-        f'    {step.name},\n'
+        f'    {name},\n'
         f'    in_shardings=({", ".join(given)}{"," * (len(given) == 1)}),\n'
         f'    out_shardings={results},\n'
         f'    donate_argnums={tuple(sorted(step.donated))},\n'
         f'    batch_argnums={tuple(sorted(step.batch)) if any(layout.batch) else ()},\n'
         ')\n'
     )
+
+
+def _batch_code(argument: Any, batch: PartitionSpec, of_batch: Callable[[tuple[int, ...]], Any]) -> str:
+    """The specs of a batch: one for all arrays, or a tree if some have fewer dimensions."""
+    specs = jax.tree.map(lambda leaf: of_batch(leaf_shape(leaf) or ()), argument)
+    each = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return 'batch' if all(spec == batch for spec in each) else repr(specs)
 
 
 def _spec_code(spec: PartitionSpec) -> str:

@@ -108,7 +108,7 @@ def usual(
     chosen = next((i for i in rest if group.classes[i] in experts), None)
     if chosen is None:
         chosen = max(rest, key=lambda i: group.shape[i], default=None)
-    divides = over_other is not None and group.shape[over_other] % (rows * width) == 0
+    divides = rows > 1 and over_other is not None and group.shape[over_other] % (rows * width) == 0
     if divides and (chosen is None or together):
         chosen = over_other
     return _placed(group, axes, over_other, chosen)

@@ -76,18 +76,28 @@ class Step:
             return of_batch(leaf_shape(leaf) or ()) if own is None else of_leaf(own)
 
         arguments = tuple(jax.tree.map(spec, argument) for argument in self.args)
-        results = tuple(None if like is None else arguments[like] for like in self.like)
-        return arguments, results[0] if self.one_result else results
+        results = [None if like is None else arguments[like] for like in self.like]
+        return arguments, self.returned(results)
+
+    def returned(self, results: Sequence[Any]) -> Any:
+        """Something for each of `results`, in the form in which the function returns these."""
+        if self.one_result:
+            return results[0]
+        if isinstance(self.out, dict):
+            return dict(zip(self.out, results, strict=True))
+        return type(self.out)(*results) if hasattr(self.out, '_fields') else tuple(results)
 
     @property
     def one_result(self) -> bool:
-        """Whether it returns one tree: no tuple, or a tuple that is like an argument."""
-        return not isinstance(self.out, tuple) or _kind(self.out) in map(_kind, self.args)
+        """Whether it returns one tree: no tuple or dict, or one that is like an argument."""
+        return not isinstance(self.out, tuple | dict) or _kind(self.out) in map(_kind, self.args)
 
     @property
     def results(self) -> tuple[Any, ...]:
         """What it returns."""
-        return (self.out,) if self.one_result else self.out
+        if self.one_result:
+            return (self.out,)
+        return tuple(self.out.values()) if isinstance(self.out, dict) else tuple(self.out)
 
     @property
     def like(self) -> tuple[int | None, ...]:
@@ -128,7 +138,8 @@ def make_step(
     except Exception as error:
         name = getattr(function, '__name__', type(function).__name__)
         raise ArgumentError(
-            f'{name} cannot be traced for one device with these arguments: {type(error).__name__}: {error}'
+            f'{name} cannot be traced for one device with these arguments: {type(error).__name__}: {error}\n'
+            'Arguments are trees of arrays: bind others with functools.partial'
         ) from error
     return Step(function, tuple(args), batch, donated, jaxpr, out)
 

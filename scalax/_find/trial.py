@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -21,13 +22,15 @@ from scalax._find.step import Key, Step
 from scalax._helper import MeshShardingHelper
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
+from scalax._trace.threads import ThreadState
 from scalax._tree.specs import entries, entry_axes, spec_axes
 from scalax.errors import IndivisibleWarning, ScalaxError
 
 # For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with links of 100 GB/s.
 _FLOPS, _LINK = 4e14, 1e11
-# What a layout costs that does not fit, times how many times the memory it takes: more than any seconds.
-_TOO_LARGE = 1e6
+# What a layout costs that does not fit, times how many times the memory it takes: more than any seconds. Of
+# one that was not compiled only its arguments are known.
+_TOO_LARGE, _NOT_COMPILED = 1e6, 1e9
 # Programs that are compiled at a time, each of which takes up to some gigabytes of memory.
 _MOST_THREADS = 8
 
@@ -71,7 +74,7 @@ class Trial:
         """What a search makes small: the seconds; the memory, where it does not fit."""
         if self.fits or self.lost or self.limit is None:
             return self.seconds
-        return _TOO_LARGE * self.memory / self.limit
+        return (_TOO_LARGE if self.compiled else _NOT_COMPILED) * self.memory / self.limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,14 +120,14 @@ class Problem:
             list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
         )
 
+    def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], Any]:
+        """Gives the spec of an array of a batch, from its shape."""
+        return lambda shape: spec_of(fitted(layout.batch, shape, layout.sizes))
+
     def plan(self, layout: Layout, step: Step, *, quick: bool = True) -> Plan:
         """The plan of a step."""
         helper, specs = self.helper(layout), self.specs(layout)
-
-        def of_batch(shape: tuple[int, ...]) -> Any:
-            return spec_of(fitted(layout.batch, shape, layout.sizes))
-
-        given, returned = step.shardings(lambda leaf: specs[leaf.path, leaf.shape], of_batch)
+        given, returned = step.shardings(lambda leaf: specs[leaf.path, leaf.shape], self.of_batch(layout))
         function = helper.sjit(
             step.function,
             in_shardings=given,
@@ -137,11 +140,14 @@ class Problem:
             return make_plan(helper, function, step.args, {}, quick=quick)
 
     def stored(self, layout: Layout) -> int:
-        """The bytes of the leaves on each device."""
-        sizes, total = layout.sizes, 0
-        for key, spec in self.specs(layout).items():
-            total += self.leaves[key].bytes // math.prod(sizes[axis] for axis in spec_axes(spec))
-        return total
+        """The bytes of the leaves on each device, those of the step that has most."""
+        sizes, specs = layout.sizes, self.specs(layout)
+
+        def size(leaf: Leaf) -> int:
+            axes = spec_axes(specs[leaf.path, leaf.shape])
+            return leaf.bytes // math.prod(sizes[axis] for axis in axes)
+
+        return max(sum(map(size, filter(None, step.leaves))) for step in self.steps)
 
     def attempt(self, layout: Layout, limit: int | None) -> Trial:
         """Compiles the steps; errors of the compiler are the outcome of the trial."""
@@ -213,6 +219,7 @@ class Trials:
         self.problem, self._limit, self._file, self._identity = problem, limit, file, identity
         self._note = note
         self.known: dict[Layout, Trial] = {}
+        self._saved: dict[Layout, Trial] = {}
         if file is not None and file.exists():
             for line in file.read_text().splitlines():
                 self._read(line)
@@ -230,16 +237,23 @@ class Trials:
         Raises:
             OutOfTime: it is later than *ends*, by `time.monotonic`. At least one is made all the same.
         """
+        for layout in layouts:
+            if layout in self._saved:
+                self.known.setdefault(layout, self._saved[layout])
         new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
-        attempts = [self._pool.submit(self.problem.attempt, layout, self._limit) for layout in new]
+        attempt = self.problem.attempt
+        attempts = [
+            self._pool.submit(ThreadState().run, functools.partial(attempt, layout, self._limit))
+            for layout in new
+        ]
         try:
-            for attempt in attempts:
+            for done in attempts:
                 if self.known and time.monotonic() > ends:
                     raise OutOfTime
-                self._add(attempt.result())
+                self._add(done.result())
         except BaseException:  # also Ctrl-C: what has begun ends, the rest is not tried
-            for attempt in attempts:
-                attempt.cancel()
+            for other in attempts:
+                other.cancel()
             raise
         return [self.known[layout] for layout in layouts]
 
@@ -261,7 +275,7 @@ class Trials:
                 _placement(own['batch']),
                 tuple(map(_placement, own['groups'])),
             )
-            self.known[layout] = Trial(layout, **values)
+            self._saved[layout] = Trial(layout, **values)
         except (
             ValueError,
             KeyError,

@@ -1,6 +1,7 @@
 """`scalax.plan.find`: what it finds, what it keeps, how it ends."""
 
 import json
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,9 @@ def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', lines[-1], lines[0][:40]]) + '\n')
     attempts, attempt = [], Problem.attempt
     monkeypatch.setattr(Problem, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
+    few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
+    assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
+    attempts.clear()
     again = find(product, simple(), **options(file=file))
     assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
     other = find(product, simple(rows=128), **options(file=file))
@@ -256,6 +260,11 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'batch_argnums': (0, 1)}, 'product has nothing to find a rule for: its arguments are batches'),
         ({'keep': [('.*', P())]}, 'or what keep has placed'),
         ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (known: 'fsdp', 'tp')"),
+        ({'keep': [('v', P('tp'))]}, "keep has 'v', which is found in no path"),
+        ({'sizes': ['tp']}, "sizes are those of mesh axes, such as {'tp': [1, 2]}, got ['tp']"),
+        ({'sizes': {'tp': None}}, 'the sizes of a mesh axis are a number, or several, got None'),
+        ({'axis_names': 5}, 'axis_names are 2 names of mesh axes, such as fsdp and tp, got 5'),
+        ({'file': '/'}, "'/' cannot be written"),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
         ({'memory': 0}, 'memory is a number of bytes, got 0'),
         ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
@@ -278,6 +287,74 @@ def test_bad_input(changes, message):
     with pytest.raises(ArgumentError) as raised:
         find(step, args, **own)
     assert message in str(raised.value)
+
+
+def test_a_scalar_that_has_the_path_of_a_matrix():
+    def step(w, x, rate):
+        return x @ w * rate
+
+    args = simple()[0]['w'], simple()[1], jax.ShapeDtypeStruct((), 'float32')
+    result = find(step, args, **options(memory=50_000))
+    assert result.fits and result.rule.apply(args[0]) == result.groups[0].spec != P()
+
+
+def test_weights_that_are_computed_first():
+    def step(state, x):
+        params, momentum = state
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ (p['w'] * 2.0))))(params)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return jax.tree.map(jnp.subtract, params, momentum), momentum
+
+    params, x = simple()
+    state = params, params
+    result = find(step, (state, x), **options(optimizer_state='zero1', memory=100_000))
+    assert [group.name for group in result.groups] == ['0/w']
+    ours, statistics = result.rule.apply(state)
+    assert ours['w'] == P() != statistics['w']
+
+
+class Out(NamedTuple):
+    params: Any
+    loss: Any
+
+
+@pytest.mark.parametrize('kind', [Out, lambda params, loss: {'params': params, 'loss': loss}])
+def test_results_in_a_named_tuple_or_a_dict(kind):
+    def step(params, batch):
+        out = batch['x'] @ params['w'] * batch['scale'] + batch['bias'][:, None]
+        return kind({'w': params['w'] * 2}, out.sum())
+
+    params, x = simple()
+    batch = {
+        'x': x,
+        'bias': jax.ShapeDtypeStruct((64,), 'float32'),
+        'scale': jax.ShapeDtypeStruct((), 'float32'),
+    }
+    result = find(step, (params, batch), **options(memory=80_000))
+    scope = {'step': step, 'Out': Out}
+    exec(result.to_code(), scope)
+    assert scope['helper'].plan(scope['step'], params, batch).totals == result.plan.totals
+    [spec] = [row.spec for row in result.plan.outputs.rows if row.path.endswith('w')]
+    assert spec == result.rule.apply(params)['w'] != P()
+
+
+def test_a_lambda_gets_a_name_in_the_code():
+    result = find(lambda params, x: x @ params['w'], simple(), **options())
+    compile(result.to_code(), 'code', 'exec')
+    assert 'your_step' in result.to_code()
+
+
+def test_settings_of_jax_hold_in_trials():
+    params, x = ({'w': jax.ShapeDtypeStruct((64, 256), 'float64')}, jax.ShapeDtypeStruct((64, 64), 'float64'))
+    with jax.enable_x64(True):
+        result = find(product, (params, x), **options())
+    assert result.memory == result.plan.memory.total
+
+
+def test_of_layouts_that_do_not_fit_a_compiled_one_wins():
+    result = find(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
+    assert result.fits is False and result.bound < 1
+    assert json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_a_mistake_of_the_step_is_the_cause():
