@@ -37,6 +37,12 @@ def make_nothing(helper):
 def make_trouble(helper):
     raise ValueError('no such model')
 
+def make_one_device(size=64):
+    return lambda w, x: x @ w, (jax.ShapeDtypeStruct((size, size), 'bfloat16'),) * 2
+
+def make_too_much():
+    return make_one_device(1 << 19)
+
 def make_one(helper):
     return make_step, 3
 """
@@ -166,6 +172,37 @@ def test_search(job, tmp_path):
     assert (done.returncode, done.stderr) == (3, '')
     found = json.loads(done.stdout)
     assert all(row['lost'].startswith('does not fit') for row in found['candidates'])
+
+
+@tpu_compiler.needed
+def test_find(job, tmp_path, capsys):
+    page, trials = tmp_path / 'found.html', tmp_path / 'trials.jsonl'
+    on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2', '--file', trials)
+    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--html', page)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert ' on v5e:2x2, batch ' in done.stdout.splitlines()[0] and 'rule = TreePath' in done.stdout
+    assert '<title>A rule for &lt;lambda&gt;</title>' in page.read_text()
+    tried = len(trials.read_text().splitlines())
+    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--json')
+    assert json.loads(done.stdout)['tried'] == tried == len(trials.read_text().splitlines())
+    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--code')
+    assert done.stdout.startswith('from scalax.sharding import MeshShardingHelper')
+    done = here(capsys, 'find', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)
+    assert done.returncode == 3 and 'does not fit' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
+        (('--batch', 1, '--sizes', 'tq=1'), "sizes names 'tq'"),
+        (('--batch', 1, '--sizes', 'tp=1', '--sizes', 'tp=2'), '--sizes names an axis twice'),
+    ],
+)
+@tpu_compiler.needed
+def test_invalid_commands_of_find(job, capsys, arguments, said):
+    done = here(capsys, 'find', f'{job}:make_one_device', '--topology', 'v5e:2x2', *arguments)
+    assert done.returncode == 2 and said in done.stderr
 
 
 @tpu_compiler.needed
