@@ -41,6 +41,13 @@ def test_weights_of_few_rows_are_gathered_before_the_loop():
     assert specs(outside(followed)) == [WHOLE, ROWS]
 
 
+def test_so_are_those_of_a_loop_of_unknown_length():
+    def fun(x, w):
+        return lax.while_loop(lambda c: jnp.max(jnp.abs(c)) < 9, lambda c: jnp.tanh(c @ w) + c, x)
+
+    assert specs(outside(following(fun, (X, W), [0, None]))) == [WHOLE, ROWS]
+
+
 def test_weights_of_many_rows_are_not():
     many = like(9, 8 * 1024, 24)
 
