@@ -203,18 +203,6 @@ def test_leaves_that_are_kept():
     assert without.rule.apply(params)['w'] == P(None, 'fsdp')
 
 
-def test_zero1():
-    result = find(train_step, arguments(), **options(optimizer_state='zero1', memory=MEMORY))
-    params, opt_state = result.rule.apply(arguments()[0])
-
-    def axes(tree):
-        specs = jax.tree.leaves(tree, is_leaf=lambda each: isinstance(each, P))
-        return {axis for spec in specs for axis in spec if axis}
-
-    assert axes(params) == set()
-    assert axes(opt_state) == {'fsdp'}
-
-
 def test_two_steps_with_one_rule():
     params, x = simple()
 
@@ -298,7 +286,7 @@ def test_a_scalar_that_has_the_path_of_a_matrix():
     assert result.fits and result.rule.apply(args[0]) == result.groups[0].spec != P()
 
 
-def test_weights_that_are_computed_first():
+def test_zero1_and_weights_that_are_computed_first():
     def step(state, x):
         params, momentum = state
         grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ (p['w'] * 2.0))))(params)
