@@ -187,7 +187,8 @@ def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]
     given = tuple(names) if isinstance(names, Sequence) else ()
     if isinstance(names, str) or len({*given}) != count or not all(isinstance(name, str) for name in given):
         raise ArgumentError(f'axis_names are {count} names of mesh axes, such as fsdp and tp, got {names!r}')
-    return ('', *given) if count == 2 else given  # type: ignore[return-value]
+    *slices, batch, other = given
+    return (slices[0] if slices else ''), batch, other
 
 
 def _check(
