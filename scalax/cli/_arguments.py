@@ -95,14 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
     search.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
-    search.add_argument(
-        '--sizes',
-        action='append',
-        default=[],
-        type=_choice,
-        metavar='NAME=N,N,...',
-        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
-    )
+    _add_sizes(search)
     search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
     search.add_argument(
@@ -127,14 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument(
         '--donate', type=_positions, default=(), metavar='N,...', help='the arguments that may be overwritten'
     )
-    find.add_argument(
-        '--sizes',
-        action='append',
-        default=[],
-        type=_choice,
-        metavar='NAME=N,N,...',
-        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
-    )
+    _add_sizes(find)
     find.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     find.add_argument(
         '--budget', type=_positive, default=600, metavar='SECONDS', help='when to stop trying more (600)'
@@ -173,6 +159,17 @@ def _command(commands: Any, name: str, summary: str, text: str) -> argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--sizes',
+        action='append',
+        default=[],
+        type=_choice,
+        metavar='NAME=N,N,...',
+        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
+    )
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
