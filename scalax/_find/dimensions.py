@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jax.extend.core import Literal
 
@@ -22,9 +22,28 @@ from scalax._follow.weights import SAME
 Place = tuple[int, int]
 """A dimension of an argument: the number of the argument, and that of the dimension."""
 
+T = TypeVar('T', int, str)
 _PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather'})
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
 _MOST_ROUNDS = 3  # of following what a loop carries
+
+
+class Classes(Generic[T]):
+    """Things of which some are one; of each class the least stands for all."""
+
+    def __init__(self) -> None:
+        self._parents: dict[T, T] = {}
+
+    def root(self, thing: T) -> T:
+        """What stands for the class of a thing."""
+        while (parent := self._parents.get(thing, thing)) != thing:
+            thing = parent
+        return thing
+
+    def unite(self, one: T, other: T) -> None:
+        """Makes one class of two."""
+        a, b = self.root(one), self.root(other)
+        self._parents[max(a, b)] = min(a, b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +83,7 @@ def dimensions(jaxpr: Any, arguments: Iterable[int]) -> Dimensions:
     follower.results(jaxpr, values)
     ranks = {i: len(shape_of(variables[i])) for i in sorted(chosen)}
     places = [(i, dim) for i, rank in ranks.items() for dim in range(rank)]
-    roots = [follower.root(_name(*place)) for place in places]
+    roots = [follower.classes.root(_name(*place)) for place in places]
     numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
     return Dimensions(
         {place: numbers[root] for place, root in zip(places, roots, strict=True)},
@@ -103,6 +122,7 @@ class _Follower:
         stacked: the dimensions that loops run over.
         multiplied: the arguments in products.
         experts: the dimensions of arguments that products have in common with rows.
+        classes: dimensions by their names, those that meet being one.
     """
 
     def __init__(self, from_batch: Dependence) -> None:
@@ -110,14 +130,8 @@ class _Follower:
         self.stacked: set[str] = set()
         self.multiplied: set[int] = set()
         self.experts: set[str] = set()
-        self._parents: dict[str, str] = {}
+        self.classes = Classes[str]()
         self._known: dict[Any, tuple[Any, list[_Value]]] = {}
-
-    def root(self, name: str) -> str:
-        """The dimension that stands for the class of one."""
-        while (parent := self._parents.get(name, name)) != name:
-            name = parent
-        return name
 
     def results(self, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
         """The results of a jaxpr. It is kept as well, so that no other object gets its id."""
@@ -230,5 +244,4 @@ class _Follower:
     def _unite(self, one: Sequence[str], other: Sequence[str]) -> None:
         for name in one[:1]:
             for another in other[:1]:
-                a, b = self.root(name), self.root(another)
-                self._parents[max(a, b)] = min(a, b)
+                self.classes.unite(name, another)

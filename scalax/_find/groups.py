@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scalax._find.dimensions import Dimensions
+from scalax._find.dimensions import Classes, Dimensions
 from scalax._util.folding import fold
 
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
@@ -160,18 +160,11 @@ def _fewer(folds: dict[str, list[int]], leaves: Sequence[Leaf]) -> dict[str, lis
 
 def _united(groups: Iterable[Sequence[int]], found: Dimensions) -> Mapping[int, int]:
     """Classes, of which those that dimensions of one group have are one."""
-    parent: dict[int, int] = {}
-
-    def root(number: int) -> int:
-        while parent.get(number, number) != number:
-            number = parent[number]
-        return number
-
+    known = Classes[int]()
     for members in groups:
         firsts: dict[int, int] = {}
         for i in members:
             for dim in range(found.ranks[i]):
                 if (i, dim) not in found.stacked:
-                    a, b = root(firsts.setdefault(dim, found.classes[i, dim])), root(found.classes[i, dim])
-                    parent[max(a, b)] = min(a, b)
-    return {number: root(number) for number in set(found.classes.values())}
+                    known.unite(firsts.setdefault(dim, found.classes[i, dim]), found.classes[i, dim])
+    return {number: known.root(number) for number in set(found.classes.values())}
