@@ -1,16 +1,13 @@
 """The table of found rules beside known ones: its lines, and what is said where it cannot be made."""
 
-import sys
 import types
 
-import pytest
-
-import benchmarks.__main__
 from benchmarks import found
 from benchmarks.found import Result, Task
 from benchmarks.unchanged import decoders
 from scalax.errors import MissingDependencyError, PlanError
 from tests.support import tpu_compiler
+from tests.support.benchmark_program import ended
 
 MODELS = [[model] for model in decoders.models('large')[:2]]
 GIB = 2**30
@@ -97,16 +94,8 @@ def test_strategies():
     assert two[1].helper('v5e:2x2').mesh.shape == {'data': 2, 'fsdp': 2, 'tp': 2}
 
 
-def ended(monkeypatch, *arguments):
-    """What the program says last."""
-    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'found', *arguments])
-    with pytest.raises(SystemExit) as end:
-        benchmarks.__main__.main()
-    return str(end.value)
-
-
 def test_a_name_that_nothing_has(monkeypatch):
-    assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--model', 'nothing')
+    assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--only', 'found', '--model', 'nothing')
 
 
 def test_without_the_tpu_compiler(monkeypatch):
@@ -114,4 +103,6 @@ def test_without_the_tpu_compiler(monkeypatch):
         raise MissingDependencyError('TPU topologies need the TPU compiler')
 
     monkeypatch.setattr(found, 'lines', lines)
-    assert ended(monkeypatch).endswith('`make bench ARGS="--only found"` installs all that the table needs')
+    assert ended(monkeypatch, '--only', 'found').endswith(
+        '`make bench ARGS="--only found"` installs all that the table needs'
+    )

@@ -11,6 +11,7 @@ from benchmarks.unchanged import decoders, measure, table
 from benchmarks.unchanged.model import STRATEGIES
 from scalax.errors import MissingDependencyError, PlanError
 from tests.support import tpu_compiler
+from tests.support.benchmark_program import ended
 
 MODELS = decoders.models('large')
 
@@ -53,17 +54,11 @@ def test_bytes_that_a_device_sends(kind, sent):
     assert measure.sent(row) == sent
 
 
-def ended(monkeypatch, *arguments):
-    """What the program says last."""
-    monkeypatch.setattr(sys, 'argv', ['program', '--only', 'unchanged', *arguments])
-    with pytest.raises(SystemExit) as end:
-        benchmarks.__main__.main()
-    return str(end.value)
-
-
 def test_names_that_nothing_has(monkeypatch):
-    assert 'decoder, many heads; ' in ended(monkeypatch, '--model', 'nothing')
-    assert ended(monkeypatch, '--strategy', 'DP').endswith(': FSDP; FSDP x TP; HSDP, 2 slices')
+    assert 'decoder, many heads; ' in ended(monkeypatch, '--only', 'unchanged', '--model', 'nothing')
+    assert ended(monkeypatch, '--only', 'unchanged', '--strategy', 'DP').endswith(
+        ': FSDP; FSDP x TP; HSDP, 2 slices'
+    )
 
 
 def test_without_the_tpu_compiler(monkeypatch):
@@ -71,7 +66,7 @@ def test_without_the_tpu_compiler(monkeypatch):
         raise MissingDependencyError('TPU topologies need the TPU compiler')
 
     monkeypatch.setattr(table, 'lines', lines)
-    assert ended(monkeypatch) == (
+    assert ended(monkeypatch, '--only', 'unchanged') == (
         'TPU topologies need the TPU compiler\n'
         '`make bench ARGS="--only unchanged"` installs all that the table needs'
     )
@@ -86,12 +81,12 @@ def test_without_a_library_of_a_model(monkeypatch):
         return import_(name, *rest)
 
     monkeypatch.setattr(builtins, '__import__', without)
-    assert ended(monkeypatch).startswith("No module named 'equinox'\n`make bench")
+    assert ended(monkeypatch, '--only', 'unchanged').startswith("No module named 'equinox'\n`make bench")
 
 
 @tpu_compiler.needed
 def test_an_unknown_topology(monkeypatch):
-    assert "'v5p:0x0x0'" in ended(monkeypatch, '--topology', 'v5p:0x0x0')
+    assert "'v5p:0x0x0'" in ended(monkeypatch, '--only', 'unchanged', '--topology', 'v5p:0x0x0')
 
 
 @pytest.mark.slow
