@@ -104,11 +104,13 @@ def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> list[int]:
     for i in sorted(multiplied):
         for end in _endings(leaves[i]):
             ending.setdefault(end, i)
-    owners = []
-    for i, leaf in enumerate(leaves):
-        ends = (ending[end] for end in _endings(leaf) if end in ending)
-        owners.append(i if i in multiplied else next(ends, i))
-    return owners
+    owners = {}
+    for i in sorted(range(len(leaves)), key=lambda i: (i not in multiplied, leaves[i].path.count('/'))):
+        ends = _endings(leaves[i])
+        owners[i] = i if i in multiplied else next((ending[end] for end in ends if end in ending), i)
+        if owners[i] == i and i not in multiplied:  # such as positions, which are added: paths are in a tree
+            ending.update(dict.fromkeys(ends[:2], i))
+    return [owners[i] for i in range(len(leaves))]
 
 
 def _endings(leaf: Leaf) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:

@@ -49,6 +49,20 @@ def test_statistics_belong_to_their_parameter():
         assert {keys[i][0].split('/')[0] for i in {*group.leaves} - group.parameters} == {'mu'}
 
 
+def test_statistics_belong_to_a_parameter_that_is_only_added():
+    params = {'positions': jnp.ones((64, 256)), 'up': jnp.ones((256, 256))}
+
+    def step(params, x, mu):
+        gradient = jax.grad(lambda p: jnp.sum(jnp.tanh((x + p['positions']) @ p['up'])))(params)
+        return jax.tree.map(lambda m, g: 0.9 * m + g, mu['0'], gradient)
+
+    groups, keys = groups_of(step, params, jnp.ones((8, 64, 256)), {'0': params})
+    assert [{keys[i][0] for i in group.leaves} for group in groups] == [
+        {'up', '0/up'},
+        {'positions', '0/positions'},
+    ]
+
+
 def test_a_stack_in_which_columns_are_the_next_rows_is_not_folded():
     def model(params, x):
         for w in params:
