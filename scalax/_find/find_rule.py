@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import logging
 import math
@@ -12,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -28,8 +26,8 @@ from scalax._find.trial import Problem, Trial, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of
 from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.trial_file import TrialFile, identity
 from scalax._tree.specs import axis_sizes_text, spec_axes
-from scalax._version import __version__
 from scalax.errors import ArgumentError, PlanError, checked_flag, did_you_mean
 from scalax.rules import TreePathShardingRule
 
@@ -106,6 +104,7 @@ def find(
         PlanError: the compiler makes no program of any layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
+        DataError: *file* holds something other than trials.
 
     Example:
         >>> from scalax.plan import find
@@ -113,7 +112,8 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress, file)
+    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
+    kept = TrialFile(file)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
     steps += [make_step(*_further(each)) for each in also or ()]
     if topology is None and num_slices > 1:
@@ -145,13 +145,11 @@ def find(
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_meshes(len(devices), num_slices, axes, sizes or {})]
-    identity = _identity(problem, usable)
+    of = _identity(problem, usable)
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         note = stack.enter_context(_progress(show_progress))
-        trials = stack.enter_context(
-            Trials(problem, usable, None if file is None else Path(file), identity, note)
-        )
+        trials = stack.enter_context(Trials(problem, usable, kept, of, note))
         experts = frozenset(
             number
             for group in groups
@@ -198,7 +196,6 @@ def _check(
     optimizer_state: str,
     batch_dim: int,
     show_progress: bool | None,
-    file: str | os.PathLike[str] | None,
 ) -> None:
     if memory is not None and (not isinstance(memory, int) or memory < 1):
         raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
@@ -214,10 +211,6 @@ def _check(
         raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
-    if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-        raise ArgumentError(
-            f'{os.fspath(file)!r} cannot be written: it is a folder, or its parent does not exist'
-        )
 
 
 def _further(each: Any) -> tuple[Any, Any, Any]:
@@ -301,8 +294,6 @@ def _meshes(
 def _identity(problem: Problem, limit: int | None) -> str:
     """What a search has in common with one whose trials it can use."""
     parts = [
-        __version__,
-        jax.__version__,
         *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in problem.steps),
         *(str(key) for key in problem.leaves),
         *(group.name for group in problem.groups),
@@ -310,9 +301,7 @@ def _identity(problem: Problem, limit: int | None) -> str:
         f'{[getattr(device, "coords", None) for device in problem.devices]}',
         f'{problem.slices} {sorted(problem.zero1)} {limit}',
     ]
-    # Addresses of functions differ from process to process.
-    text = re.sub('0x[0-9a-f]+', '', '\n'.join(parts))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return identity(parts)
 
 
 @contextlib.contextmanager
