@@ -27,12 +27,19 @@ class Candidate:
         rules: the name of the set of rules; empty if the search was given none.
         plan: the plan of the step on it; None if it could not be planned.
         lost: why it is not the best; empty for the best.
+        ruled_out: whether it lost before it was compiled, by what any program of the step needs.
+        least_memory: bytes of a device that any program needs: those of the arguments.
+        least_seconds: seconds that any program takes: those of reading the arguments from memory, and of
+            writing the results.
     """
 
     mesh: Mapping[str, int]
     rules: str = ''
     plan: Plan | None = None
     lost: str = ''
+    ruled_out: bool = False
+    least_memory: int = 0
+    least_seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -44,8 +51,11 @@ class Candidate:
     def cells(self) -> tuple[str, ...]:
         """Its row of a table: its name, seconds, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
-        time = '' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.1f} ms'
+        seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
+        time = f'{1e3 * seconds:,.1f} ms' if roofline or self.ruled_out else ''
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
+        if self.ruled_out:
+            peak = f'>{human_bytes(self.least_memory)}'
         how = '' if self.plan is None or self.plan.quick else ' (in full)'
         return self.name, time, peak, f'{self.lost or "best"}{how}'
 
@@ -57,12 +67,22 @@ class Search:
     Attributes:
         candidates: the best first; after those that fit, those that do not, or could not be planned.
         topology: the hardware.
-        interrupted: whether it was stopped before all candidates were planned.
+        interrupted: whether it was stopped before its end.
+        not_tried: how many candidates were not reached.
+        compiled: how many quick plans were compiled.
+        compiled_in_full: how many full plans were.
+        read: how many plans were read from the file of an earlier search.
+        seconds: how long the search took.
     """
 
     candidates: tuple[Candidate, ...]
     topology: str
     interrupted: bool = False
+    not_tried: int = 0
+    compiled: int = 0
+    compiled_in_full: int = 0
+    read: int = 0
+    seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -79,6 +99,8 @@ class Search:
         first = self.candidates[0] if self.fits else None
         if first is None or first.plan is None:
             reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
+            if not self.candidates:
+                raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
             raise PlanError(f'no mesh was found on {self.topology} that the step fits on{reasons}')
         return first.plan
 
@@ -100,10 +122,17 @@ class Search:
 
     @property
     def _head(self) -> str:
-        planned = sum(candidate.plan is not None for candidate in self.candidates)
-        stopped = '; stopped before its end' if self.interrupted else ''
         meshes = plural(len(self.candidates), 'mesh', 'meshes')
-        return f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
+        ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
+        how = {
+            'planned quickly': self.compiled,
+            'in full': self.compiled_in_full,
+            'read from the file': self.read,
+            'ruled out by a bound': ruled_out,
+        }
+        counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
+        stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
+        return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]
@@ -113,5 +142,10 @@ class Search:
         return {
             'topology': self.topology,
             'interrupted': self.interrupted,
+            'not_tried': self.not_tried,
+            'compiled': self.compiled,
+            'compiled_in_full': self.compiled_in_full,
+            'read': self.read,
+            'seconds': self.seconds,
             'candidates': saved.plain(self.candidates),
         }
