@@ -6,6 +6,7 @@ little room for the other columns, every path has one, and the rest of its row i
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,8 @@ Piece = tuple[int, str]
 
 GAP = '  '
 _INDENT = 4
+_PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
+_SMALLEST = -4  # the exponent of the smallest number that is written without one
 _LEAST = 20  # characters of a line for the parts of a path
 
 
@@ -39,14 +42,42 @@ def human_bytes(count: int) -> str:
     return f'{size:.1f} TiB'
 
 
+def three_figures(value: float) -> str:
+    """A number with as many figures as a plan knows: measured steps differ in the third one.
+
+    Example:
+        >>> [three_figures(value) for value in (1959.974, 56.93, 3.1, 0.01234, 0)]
+        ['1,960', '56.9', '3.10', '0.0123', '0']
+    """
+    if not value:
+        return '0'
+    rounded = float(f'{value:.2e}')
+    exponent = math.floor(math.log10(abs(rounded)))
+    return f'{rounded:.3g}' if exponent < _SMALLEST else f'{rounded:,.{max(0, 2 - exponent)}f}'
+
+
 def milliseconds(seconds: float) -> str:
     """A time as tables show it.
 
     Example:
-        >>> milliseconds(1.5)
-        '1,500.000 ms'
+        >>> milliseconds(1.5), milliseconds(0.0123456)
+        ('1,500 ms', '12.3 ms')
     """
-    return f'{1e3 * seconds:,.3f} ms'
+    return f'{three_figures(1e3 * seconds)} ms'
+
+
+def human_flops(count: float) -> str:
+    """A number of floating-point operations.
+
+    Example:
+        >>> human_flops(1.673e16), human_flops(999_600), human_flops(12)
+        ('16.7 PFLOPs', '1.00 MFLOPs', '12 FLOPs')
+    """
+    rounded = float(f'{count:.2e}')
+    for prefix, size in _PREFIXES:
+        if rounded >= size:
+            return f'{three_figures(rounded / size)} {prefix}FLOPs'
+    return f'{count:,.0f} FLOPs'
 
 
 def distinct_texts(one: float, other: float, text: Callable[[Any], str], unit: str) -> tuple[str, str]:

@@ -338,12 +338,12 @@ def test_text():
         counted=Counted.AT_LEAST,
     )
     assert str(roofline).splitlines() == [
-        'one call on 64 devices of v5p (at least): 750.000 ms if all overlaps, 1,501.000 ms if nothing does',
+        'one call on 64 devices of v5p (at least): 750 ms if all overlaps, 1,500 ms if nothing does',
         'bound by ici:fsdp+tp; MFU at most 40.0%',
-        '  compute      500.000 ms',
-        '  hbm          250.000 ms',
-        '  ici:fsdp+tp  750.000 ms  ring of 4 (axis 0) x line of 2 (axis 1, 2 links apart)',
-        '  dcn:data       1.000 ms',
+        '  compute       500 ms',
+        '  hbm           250 ms',
+        '  ici:fsdp+tp   750 ms  ring of 4 (axis 0) x line of 2 (axis 1, 2 links apart)',
+        '  dcn:data     1.00 ms',
     ]
 
 
