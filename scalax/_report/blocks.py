@@ -3,7 +3,7 @@
 Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
 trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
 tables sort by each column. Where styles are dropped, as in a notebook that is not trusted, text and tables
-remain. No block has an id, so that a page may hold several plans.
+remain. No block but `target` has an id, so that a page may hold several plans.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class Point(NamedTuple):
         label: what it is, shown beside it, or where the pointer rests.
         tone: its colour.
         is_named: whether the label is written beside it.
+        least: where a line that goes down from it ends, if it is the top of a range.
+        target: the name of the `target` that it is a link to; empty for none.
     """
 
     x: float
@@ -117,6 +119,8 @@ class Point(NamedTuple):
     label: str
     tone: Tone = ''
     is_named: bool = False
+    least: float | None = None
+    target: str = ''
 
 
 class Scale(NamedTuple):
@@ -153,7 +157,7 @@ def page(title: str, body: str) -> str:
         title,
         f'<main class="blocks">\n{body}\n</main>',
         _style(),
-        f'{_asset("blocks.js")}\nenliven(document);',
+        f'{_asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
     )
 
 
@@ -238,6 +242,21 @@ def fold(summary: str, body: str, is_open: bool = False) -> str:
         is_open: whether it is shown at first.
     """
     return f'<details class="fold"{_open(is_open)}><summary>{escape(summary)}</summary>{body}</details>'
+
+
+def target(name: str, body: str) -> str:
+    """A part of a page that `link` leads to; where scripts run, a fold at its start opens then.
+
+    Args:
+        name: its name, which no other part of the page has.
+        body: HTML.
+    """
+    return f'<div id="{escape(name)}" class="target">{body}</div>'
+
+
+def link(text: str, name: str) -> str:
+    """A link to a `target` of the page, by its name."""
+    return f'<a href="#{escape(name)}">{escape(text)}</a>'
 
 
 def cards(bodies: Iterable[str]) -> str:
@@ -400,10 +419,15 @@ def scatter(points: Sequence[Point], x: Scale, y: Scale, label: str) -> str:
             body.append(f'<line class="limit" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>')
     for point in points:
         x_at, y_at = at(point.x, point.y)
-        body.append(
-            f'<circle{_class("point", point.tone)} cx="{x_at}" cy="{y_at}" r="5">'
+        stem = ''
+        if point.least is not None:
+            _, end = at(point.x, point.least)
+            stem = f'<line{_class("range", point.tone)} x1="{x_at}" x2="{x_at}" y1="{y_at}" y2="{end}"/>'
+        drawn_point = (
+            f'{stem}<circle{_class("point", point.tone)} cx="{x_at}" cy="{y_at}" r="5">'
             f'<title>{escape(point.label)}</title></circle>'
         )
+        body.append(f'<a href="#{escape(point.target)}">{drawn_point}</a>' if point.target else drawn_point)
         if point.is_named:
             side = 'dx="9"' if point.x < most_x / 2 else 'dx="-9" text-anchor="end"'
             body.append(f'<text x="{x_at}" y="{y_at}" {side} dy="4">{escape(point.label)}</text>')

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scalax._plan.plan import Plan
 from scalax._report import saved
-from scalax._report.pages import paragraphs
-from scalax._report.pages import table as html_table
-from scalax._report.tables import human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
 
@@ -52,7 +52,7 @@ class Candidate:
         """Its row of a table: its name, seconds, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
         seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
-        time = f'{1e3 * seconds:,.1f} ms' if roofline or self.ruled_out else ''
+        time = milliseconds(seconds) if roofline or self.ruled_out else ''
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
         if self.ruled_out:
             peak = f'>{human_bytes(self.least_memory)}'
@@ -115,13 +115,27 @@ class Search:
         """
         width = terminal_width(width)
         rows = table([_HEADS, *self._cells()], width, _OUTCOME, 3)
-        return '\n'.join([*wrapped([self._head], width), '', *rows])
+        return '\n'.join([*wrapped([self.head], width), '', *rows])
 
     def _repr_html_(self) -> str:
-        return f'{paragraphs([self._head])}{html_table(_HEADS, self._cells(), right=[0, 2, 3])}'
+        from scalax._search.page import render_fragment  # here, because few programs show pages
+
+        return render_fragment(self)
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the search as a page of its own, which loads nothing: all meshes, and the plan of each.
+
+        Args:
+            path: the file to write.
+            title: the title of the page.
+        """
+        from scalax._search.page import render_page
+
+        Path(path).write_bytes(render_page(self, title).encode())
 
     @property
-    def _head(self) -> str:
+    def head(self) -> str:
+        """How many meshes there are, and how they were planned."""
         meshes = plural(len(self.candidates), 'mesh', 'meshes')
         ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
         how = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from scalax._search.outcome import Candidate
+if TYPE_CHECKING:
+    from scalax._search.outcome import Candidate
 
 NEAR = 1.08
 """How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""

@@ -164,7 +164,7 @@ def test_the_table(found):
 @tpu_compiler.needed
 def test_what_does_not_fit_or_divide_has_lost():
     def too_large(helper):
-        return make_step(helper, width=61440, tokens=1024)
+        return make_step(helper, width=32768, tokens=65536)
 
     lost = search(too_large, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
     assert not lost.fits and [candidate.plan.fits for candidate in lost.candidates] == [False, False]

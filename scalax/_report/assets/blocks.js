@@ -58,6 +58,21 @@ function enliven(blocks) {
   blocks.querySelectorAll('.tree').forEach(addTools);
 }
 
+function reveal(link) {
+  const fold = link.length > 1 && document.getElementById(link.slice(1))?.querySelector('details');
+  if (fold) fold.open = true;
+}
+
+// A link to a part that is folded opens it, before the browser goes there; so does the address of the page.
+function followLinks(page) {
+  page.addEventListener('click', (event) => {
+    const link = event.target.closest('a')?.getAttribute('href');
+    if (link?.startsWith('#')) reveal(link);
+  });
+  reveal(location.hash);
+  if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
+}
+
 // In a notebook the blocks move into the shadow root, where their styles are; a page has both already.
 function start(root) {
   const blocks = root.querySelector('.blocks');
