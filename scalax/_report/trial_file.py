@@ -38,18 +38,18 @@ class TrialFile:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         if not isinstance(path, str | os.PathLike | None):
             raise ArgumentError(f'a file of trials is given by its path, got {path!r}')
-        self._path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path)
         self._known: dict[str, list[dict[str, Any]]] = {}
         self._cut_off = False
-        if self._path is None:
+        if self.path is None:
             return
-        if self._path.exists() and not self._path.is_dir():
-            self._read(self._path)
+        if self.path.exists() and not self.path.is_dir():
+            self._read(self.path)
         try:
-            self._path.open('ab').close()  # minutes of compiling come before the first line
+            self.path.open('ab').close()  # minutes of compiling come before the first line
         except OSError as error:
             raise ArgumentError(
-                f'{os.fspath(self._path)!r} cannot be written: {strict_json.reason(error)}'
+                f'{os.fspath(self.path)!r} cannot be written: {strict_json.reason(error)}'
             ) from error
 
     def known(self, identity: str) -> list[dict[str, Any]]:
@@ -58,10 +58,10 @@ class TrialFile:
 
     def add(self, identity: str, values: Mapping[str, Any]) -> None:
         """Writes a trial; its values are ready for ``json.dumps``."""
-        if self._path is None:
+        if self.path is None:
             return
         line = json.dumps({'of': identity, **values}, allow_nan=False)
-        with self._path.open('a', encoding='ascii') as out:
+        with self.path.open('a', encoding='ascii') as out:
             out.write('\n' * self._cut_off + line + '\n')
         self._cut_off = False
 

@@ -69,7 +69,8 @@ class Attempts:
             self.read += 1
         else:
             self.quick, self.full = self.quick + quick, self.full + (not quick)
-            self.file.add(step.identity, {'quick': quick, 'plan': json.loads(plan.to_json())})
+            if self.file.path:
+                self.file.add(step.identity, {'quick': quick, 'plan': json.loads(plan.to_json())})
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
         made = dataclasses.replace(candidate, plan=plan, lost=lost)
         if surely_fits(made) and (self.best is None or order(made) < order(self.best)):
@@ -102,7 +103,7 @@ class Attempts:
 
     def _known(self, step: LoweredStep, quick: bool) -> Plan | None:
         """The plan of a step in the file."""
-        for values in self.file.known(step.identity):
+        for values in self.file.known(step.identity) if self.file.path else ():
             if values.get('quick') is quick:
                 with contextlib.suppress(DataError):  # damaged
                     return Plan.load(json.dumps(values.get('plan')))
