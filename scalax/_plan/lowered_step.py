@@ -19,8 +19,9 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, options_of, sjit
 from scalax.errors import ArgumentError
 
-# Where in a file an operation is, and the references to that. In notebooks these differ from run to run.
-_FILE_LOCATIONS = re.compile(r'^#loc\d* = loc\((?:"[^"\n]*":\d|callsite).*\n|\(?#loc\d*\)?', re.MULTILINE)
+_LINE_OF_FILE = re.compile(r'^(#loc\d*) = loc\("[^"\n]*":\d', re.MULTILINE)
+_NAMED = re.compile(r'^#loc\d* = loc\("(.*)"\((#loc\d*)\)\)$', re.MULTILINE)
+_LOCATIONS = re.compile(r'^#loc.*\n|#loc\d*', re.MULTILINE)
 _LARGEST_CONSTANT = 16  # elements; what is in a larger one does not change a plan
 
 
@@ -64,18 +65,27 @@ class LoweredStep:
 
         Compiler options of a function that ``jax.jit`` has made are not known, and not part of it.
         """
-        # The text of all constants may be far larger than the program.
-        text = self.lowered.compiler_ir().operation.get_asm(
-            large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
-        )
         devices = [
             f'{device.device_kind} {getattr(device, "coords", device.id)} {getattr(device, "slice_index", 0)}'
             for device in self.mesh.devices.flat
         ]
         options = sorted(options_of(self.function).items())
-        return identity(
-            [self.name, str(self.mesh.shape), *devices, repr(options), _FILE_LOCATIONS.sub('', text)]
-        )
+        program = _program_text(self.lowered)
+        return identity([self.name, str(self.mesh.shape), *devices, repr(options), program])
+
+
+def _program_text(lowered: Any) -> str:
+    """A lowered program with the names of its operations, and without the lines of files that they are on.
+
+    Which functions called the one that was traced is not in it either.
+    """
+    # The text of all constants may be far larger than the program.
+    text = lowered.compiler_ir().operation.get_asm(
+        large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
+    )
+    lines = {*_LINE_OF_FILE.findall(text)}
+    names = {name for name, place in _NAMED.findall(text) if place not in lines}
+    return '\n'.join([_LOCATIONS.sub('', text), *sorted(names)])
 
 
 def lower_step(

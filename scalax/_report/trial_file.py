@@ -30,6 +30,9 @@ class TrialFile:
     Args:
         path: the file, which is made if there is none. None keeps nothing.
 
+    Attributes:
+        path: the file; None if nothing is kept.
+
     Raises:
         ArgumentError: there cannot be a file at this path.
         DataError: the file holds something else, or cannot be read.

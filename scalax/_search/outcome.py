@@ -14,8 +14,8 @@ from scalax._report.tables import human_bytes, milliseconds, table, terminal_wid
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
 
-_HEADS = ('', 'mesh', 'at least', 'memory', 'outcome')
-_OUTCOME = 4
+_HEADS = ('', 'mesh', 'at least', 'bound by', 'memory', 'outcome')
+_MEMORY, _OUTCOME = 4, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row of a table: its name, seconds, memory, and the outcome."""
+        """Its row of a table: its name, seconds, what bounds them, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
         seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
         time = milliseconds(seconds) if roofline or self.ruled_out else ''
@@ -57,7 +57,8 @@ class Candidate:
         if self.ruled_out:
             peak = f'>{human_bytes(self.least_memory)}'
         how = '' if self.plan is None or self.plan.quick else ' (in full)'
-        return self.name, time, peak, f'{self.lost or "best"}{how}'
+        bound = roofline.bound if roofline else ''
+        return self.name, time, bound, peak, f'{self.lost or "best"}{how}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Search:
             width: the width in columns; that of the terminal by default.
         """
         width = terminal_width(width)
-        rows = table([_HEADS, *self._cells()], width, _OUTCOME, 3)
+        rows = table([_HEADS, *self._cells()], width, _OUTCOME, _MEMORY)
         return '\n'.join([*wrapped([self.head], width), '', *rows])
 
     def _repr_html_(self) -> str:

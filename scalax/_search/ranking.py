@@ -58,7 +58,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
         mine / theirs - 1 for mine, theirs in zip(own.step_seconds, other.step_seconds, strict=True)
     )
     if bound >= 0.005:
-        return f'{bound:.0%} slower, bound by {own.bound}'
+        return f'{bound:.0%} slower'
     if estimate >= 0.005:
-        return f'as fast if all overlaps, {estimate:.0%} slower if nothing does; bound by {own.bound}'
-    return f'as fast; bound by {own.bound}'
+        return f'as fast if all overlaps, {estimate:.0%} slower if nothing does'
+    return 'as fast'

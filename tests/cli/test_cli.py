@@ -159,19 +159,30 @@ def test_ctrl_c_leaves_the_compiler(job):
 
 
 @tpu_compiler.needed
-def test_search(job, tmp_path):
-    page = tmp_path / 'best.html'
-    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--full', 0)
-    done = run('search', f'{job}:make_step', *on, '--html', page)
+def test_search(job, tmp_path, capsys):
+    page, trials = tmp_path / 'search.html', tmp_path / 'trials.jsonl'
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
+    done = run('search', f'{job}:make_step', *on, '--quick', '--html', page, '--file', trials)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
-    assert lines[0] == '2 meshes on v5e:2x2, 2 of them planned'
+    assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
     assert {line.split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
-    assert '<title>Plan of step</title>' in page.read_text()
-    done = run('search', f'{job}:make_large', *on, '--json')
+    assert '<title>Meshes for step on v5e:2x2</title>' in page.read_text()
+    # From there another process goes on.
+    done = run('search', f'{job}:make_step', *on, '--file', trials, '--full', 1)
+    assert done.stdout.splitlines()[0] == '2 meshes on v5e:2x2: 1 in full, 2 read from the file'
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--file', job)
+    assert done.returncode == 2 and f"error: '{job}' is not a file of trials: it begins with" in done.stderr
+
+
+@tpu_compiler.needed
+def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--html', tmp_path / 'page.html')
+    done = here(capsys, 'search', f'{job}:make_large', *on, '--json')
     assert (done.returncode, done.stderr) == (3, '')
     found = json.loads(done.stdout)
-    assert all(row['lost'].startswith('does not fit') for row in found['candidates'])
+    assert found['candidates'] and all(' fit: ' in row['lost'] for row in found['candidates'])
+    assert 'no mesh fits' in (tmp_path / 'page.html').read_text()
 
 
 @tpu_compiler.needed
@@ -258,6 +269,7 @@ def test_explain_needs_no_devices(job, capsys):
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
         (['--sizes', 'tp=0,2'], "'0' is not a number of at least 1"),
         (['--full', '-1'], "'-1' is not a number of at least 0"),
+        (['--full', '1', '--quick'], 'argument --quick: not allowed with argument --full'),
     ],
 )
 def test_usage_of_search(job, capsys, arguments, said):
@@ -278,7 +290,7 @@ def test_sizes_of_one_axis_are_given_once(job, capsys):
 def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys):
     done = here(capsys, 'search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')
     assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
-    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2, 0 of them planned'
+    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (
         *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
     )
