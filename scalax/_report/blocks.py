@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 
 from scalax._report import pages
 from scalax._report.pages import escape
-from scalax._report.svg import Drawn, document, number
+from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
-AXIS_COLORS = 6  # in palette.css
 NO_BREAK = '\u00a0'
 
 
@@ -352,6 +351,11 @@ def legend(parts: Iterable[Part]) -> str:
         )
         + '</ul>'
     )
+
+
+def swatch(kind: str) -> str:
+    """The colour of a part of a bar, in front of its name elsewhere."""
+    return f'<i{_class("swatch", kind)}></i>'
 
 
 def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) -> str:
