@@ -39,6 +39,7 @@ from scalax._report.blocks import Cell, Column, Figure, Node, Part
 from scalax._report.pages import escape
 from scalax._report.tables import human_bytes, human_flops, milliseconds
 from scalax._transforms.followed_batch import kept_cells, lost_cells
+from scalax.errors import plural
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan
@@ -79,7 +80,9 @@ def plan_blocks(plan: Plan, title: str) -> str:
 
 def _headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
     said, tone = shown_fits(plan)
-    yield Figure(said, 'in the memory of a device', tone, is_badge=True)
+    yield Figure(
+        said, 'of the memory of a device' if plan.fits is None else 'the memory of a device', tone, True
+    )
     memory = plan.memory
     of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
     part = '' if not memory.limit else f', {memory.peak / memory.limit:.1%}'
@@ -266,11 +269,11 @@ def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
             cells.append(Cell(row.phase, html=f'{blocks.swatch(row.phase)}{row.phase}'))
         rows.append([*cells, Cell(because(row))])
     notes = [
-        'Bytes are those of the whole array of one group, each time; the total is that of all times.',
+        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, each time; the total is that of all times.',
         *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
         *notes_on_collectives(plan, MOST_ROWS),
     ]
-    return blocks.table(columns, rows) + blocks.notes(notes)
+    return blocks.scrolled(blocks.table(columns, rows)) + blocks.notes(notes)
 
 
 def _batch(plan: Plan) -> str:

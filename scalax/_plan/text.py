@@ -112,7 +112,7 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
         axes = {name: size for name, size in plan.mesh.items() if size > 1}
         torus = dict(list(axes.items())[:_TORUS_AXES])
         line = (
-            f'no seconds: the numbers of {plan.device_kind or plan.platform!r} devices are not known. Plan '
+            f'No seconds: the numbers of {plan.device_kind or plan.platform!r} devices are not known. Plan '
             'on a mesh of MeshShardingHelper.from_topology, for TPUs that are not here; or time this program '
             'on chips that you name:'
         )
@@ -120,7 +120,7 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
     try:
         plan.roofline()
     except PlanError as error:
-        return [f'no roofline: {error}'], []
+        return [f'No seconds: {error}'], []
     return [], []
 
 

@@ -262,6 +262,11 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int |
     return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
+def scrolled(body: str) -> str:
+    """A long table (HTML) in a box that scrolls, where there is room for one beside the rest of the page."""
+    return f'<div class="scroll">{body}</div>'
+
+
 def _cell(column: Column, cell: Cell) -> str:
     key = '' if cell.key is None and column.kind != 'number' else f' data-key="{_key(cell.key)}"'
     return (
