@@ -169,13 +169,13 @@ class Scope:
 def scopes(plan: Plan, roofline: Roofline | None) -> Scope:
     """All scopes of a plan in one without a name; numbered ones that compute alike are one."""
     found: dict[str, Sums] = {}
-    alike: dict[str, dict[Part, int]] = {}
+    # The first of many layers needs no gradient of its input, so backward passes may differ.
+    forward: collections.Counter[str] = collections.Counter()
     for scope, part, more in sums(plan, roofline):
         found.setdefault(scope, Sums()).add(more)
-        by_part = alike.setdefault(scope, {})
-        by_part[part] = by_part.get(part, 0) + more.flops
+        forward[scope] += more.flops if part in ('forward', 'other') else 0
     top = Scope('')
-    for item in fold((scope, tuple(sorted(alike[scope].items()))) for scope in found):
+    for item in fold((scope, forward[scope]) for scope in found):
         total = Sums()
         for path in item.paths:
             total.add(found[path])

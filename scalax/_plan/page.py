@@ -269,7 +269,8 @@ def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
             cells.append(Cell(row.phase, html=f'{blocks.swatch(row.phase)}{row.phase}'))
         rows.append([*cells, Cell(because(row))])
     notes = [
-        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, each time; the total is that of all times.',
+        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
+        'each time; the total is that of all times.',
         *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
         *notes_on_collectives(plan, MOST_ROWS),
     ]
