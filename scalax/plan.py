@@ -15,6 +15,7 @@ from scalax._plan.plan import Plan
 from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Roofline, Seconds
+from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
 
@@ -38,6 +39,8 @@ __all__ = [
     'Plan',
     'PlanDiff',
     'Roofline',
+    'ScopeRuns',
+    'ScopeWork',
     'Search',
     'Seconds',
     'Source',

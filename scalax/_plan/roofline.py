@@ -18,7 +18,7 @@ from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
-from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
+from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
 from scalax._report.tables import milliseconds
 from scalax.errors import PlanError
 
@@ -139,7 +139,7 @@ class Roofline:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
-            (name, milliseconds(seconds), ' x '.join(map(_line_text, lines.get(name, ()))))
+            (name, milliseconds(seconds), ' x '.join(map(line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
@@ -156,11 +156,6 @@ class Roofline:
                 ),
             ]
         )
-
-
-def _line_text(line: Line) -> str:
-    apart = f', {line.stride} links apart' if line.stride > 1 else ''
-    return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
 class Timed(NamedTuple):

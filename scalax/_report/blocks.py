@@ -15,10 +15,9 @@ from typing import Literal, NamedTuple
 
 from scalax._report import pages
 from scalax._report.pages import escape
-from scalax._report.svg import Drawn, document, number
+from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
-AXIS_COLORS = 6  # in palette.css
 NO_BREAK = '\u00a0'
 
 
@@ -282,6 +281,11 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int |
     return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
+def scrolled(body: str) -> str:
+    """A long table (HTML) in a box that scrolls, where there is room for one beside the rest of the page."""
+    return f'<div class="scroll">{body}</div>'
+
+
 def _cell(column: Column, cell: Cell) -> str:
     key = '' if cell.key is None and column.kind != 'number' else f' data-key="{_key(cell.key)}"'
     return (
@@ -371,6 +375,11 @@ def legend(parts: Iterable[Part]) -> str:
         )
         + '</ul>'
     )
+
+
+def swatch(kind: str) -> str:
+    """The colour of a part of a bar, in front of its name elsewhere."""
+    return f'<i{_class("swatch", kind)}></i>'
 
 
 def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) -> str:
