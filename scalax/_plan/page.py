@@ -65,7 +65,7 @@ def plan_blocks(plan: Plan, title: str) -> str:
     return ''.join(
         [
             blocks.heading(title, plan.mesh, runs_on(plan)),
-            blocks.figures(_headline(plan, roofline)),
+            blocks.figures(headline(plan, roofline)),
             *_callouts(plan),
             blocks.section('Memory of each device', _memory(plan)),
             blocks.section('Seconds of one call', _times(plan, roofline)),
@@ -78,7 +78,8 @@ def plan_blocks(plan: Plan, title: str) -> str:
     )
 
 
-def _headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
+def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
+    """The headline figures of a plan."""
     said, tone = shown_fits(plan)
     yield Figure(
         said, 'of the memory of a device' if plan.fits is None else 'the memory of a device', tone, True

@@ -6,7 +6,8 @@ import collections
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from scalax._plan import page as plan_page
+from scalax._plan.page import headline, plan_blocks
+from scalax._plan.text import shown_fits
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Point, Scale, Tone
 from scalax._report.tables import human_bytes, milliseconds, three_figures
@@ -65,20 +66,9 @@ def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
     if plan is None:
         planned = any(each.plan or each.ruled_out for each in search.candidates)
         verdict = 'no mesh fits' if planned else 'nothing planned'
-        yield Figure(verdict, 'memory of a device', 'bad', is_badge=True)
+        yield Figure(verdict, 'the memory of a device', 'bad', is_badge=True)
         return
-    verdict, tone = _verdict(best)
-    yield Figure(verdict, 'memory of a device', tone, is_badge=True)
-    limit = f' of {human_bytes(plan.memory.limit)}' if plan.memory.limit else ''
-    yield Figure(f'{human_bytes(plan.memory.peak)}{limit}', 'peak')
-    roofline = plan.known_roofline
-    if roofline is None:
-        return
-    yield Figure(milliseconds(roofline.step_seconds.bound), 'a step, at least')
-    yield Figure(milliseconds(roofline.step_seconds.estimate), 'if nothing overlaps')
-    yield Figure(roofline.bound, 'bound by')
-    if roofline.mfu is not None:
-        yield Figure(f'{roofline.mfu:.0%}', 'MFU, at most')
+    yield from headline(plan, plan.known_roofline)
 
 
 def _callouts(search: Search, best: Candidate | None) -> Iterable[str]:
@@ -100,15 +90,12 @@ def _callouts(search: Search, best: Candidate | None) -> Iterable[str]:
         yield blocks.callout(['The step fits on none of these meshes. The table says why of each.'], 'bad')
 
 
-def _verdict(candidate: Candidate | None) -> tuple[str, Tone]:
+def _verdict(candidate: Candidate) -> tuple[str, Tone]:
     """Whether a candidate fits, in two words and a colour."""
-    plan = candidate.plan if candidate else None
-    if candidate is None or plan is None:
-        too_large = candidate and candidate.ruled_out and candidate.lost.startswith('cannot fit')
-        return ('does not fit', 'bad') if too_large else ('not compiled', '')
-    if plan.fits is None:
-        return 'limit unknown', 'warn'
-    return ('fits', 'good') if plan.fits else ('does not fit', 'bad')
+    if candidate.plan is not None:
+        return shown_fits(candidate.plan)
+    too_large = candidate.ruled_out and candidate.lost.startswith('cannot fit')
+    return ('does not fit', 'bad') if too_large else ('not compiled', '')
 
 
 def _section_of_meshes(search: Search, shown: Iterable[int], note: str = '') -> str:
@@ -229,7 +216,7 @@ def _plan(place: int, candidate: Candidate) -> str:
     back = f'<p>{blocks.link("Back to all meshes", _MESHES)}</p>'
     summary = f'{place}. {candidate.name}: {candidate.lost or "the best"}'
     return blocks.target(
-        _name(place), blocks.fold(summary, f'{back}{plan_page.render_fragment(candidate.plan)}{back}')
+        _name(place), blocks.fold(summary, f'{back}{plan_blocks(candidate.plan, candidate.name)}{back}')
     )
 
 
