@@ -18,6 +18,7 @@ from scalax._report.pages import escape
 from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
+ColumnKind = Literal['', 'number', 'code', 'lead', 'wide']
 NO_BREAK = '\u00a0'
 
 
@@ -64,7 +65,7 @@ class Column(NamedTuple):
     """
 
     head: str
-    kind: Literal['', 'number', 'code', 'lead', 'wide'] = ''
+    kind: ColumnKind = ''
 
 
 class Part(NamedTuple):
@@ -210,8 +211,13 @@ def badge(text: str, tone: Tone = '') -> str:
 
 def callout(lines: Iterable[str], tone: Tone = '', code: str = '') -> str:
     """Lines that the reader should not miss, and perhaps code to copy."""
-    below = f'<pre>{"<br/>".join(map(escape, code.splitlines()))}</pre>' if code else ''
+    below = code_block(code) if code else ''
     return f'<div{_class("callout", tone)}>{pages.paragraphs(lines)}{below}</div>'
+
+
+def code_block(text: str) -> str:
+    """Code to copy."""
+    return f'<pre>{"<br/>".join(map(escape, text.splitlines()))}</pre>'
 
 
 def section(title: str, body: str, note: str = '') -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from scalax._plan.page import headline, plan_blocks
 from scalax._plan.text import shown_fits
 from scalax._report import blocks
-from scalax._report.blocks import Cell, Column, Figure, Point, Scale, Tone
+from scalax._report.blocks import Cell, Column, Figure, Tone
+from scalax._report.memory_seconds import Alternative, memory_against_seconds
 from scalax._report.tables import human_bytes, milliseconds, three_figures
 from scalax._search.ranking import surely_fits
 from scalax.errors import plural
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 MOST_PLANS = 50
 _MOST_AXES = 4  # columns of bytes
-_GIB = 2**30
 _MESHES = 'meshes'
 
 
@@ -98,7 +98,7 @@ def _verdict(candidate: Candidate) -> tuple[str, Tone]:
     return ('does not fit', 'bad') if too_large else ('not compiled', '')
 
 
-def _section_of_meshes(search: Search, shown: Iterable[int], note: str = '') -> str:
+def _section_of_meshes(search: Search, shown: Container[int], note: str = '') -> str:
     """The table of all candidates."""
     if not search.candidates:
         return blocks.section('Meshes', blocks.callout(['There are none.'], 'warn'))
@@ -178,36 +178,22 @@ def _bytes(size: int, is_known: bool) -> Cell:
     return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
 
 
-def _scatter(search: Search, shown: Iterable[int]) -> str:
-    """Memory against seconds: a line from the seconds if all overlaps up to those if nothing does."""
-    points, limit = [], None
-    for place, each in enumerate(search.candidates, 1):
-        roofline = each.plan.known_roofline if each.plan else None
-        if each.plan is None or roofline is None:
-            continue
-        limit = each.plan.memory.limit
-        bound, estimate = roofline.step_seconds
-        tone: Tone = 'bad' if each.plan.fits is False else '' if each.lost else 'good'
-        label = f'{each.name}: {human_bytes(each.plan.memory.peak)}, {three_figures(1e3 * bound)} to '
-        point = Point(
+def _scatter(search: Search, shown: Container[int]) -> str:
+    """Memory against seconds of all that were planned."""
+    planned = [
+        Alternative(
+            each.name,
             each.plan.memory.peak,
-            estimate,
-            f'{label}{milliseconds(estimate)}',
-            tone,
-            least=bound,
-            target=_name(place) if place in shown else '',
+            *roofline.step_seconds,
+            each.plan.fits,
+            not each.lost,
+            _name(place) if place in shown else '',
         )
-        points.append(point)
-    near = limit is not None and max((point.x for point in points), default=0) > limit / 3
-    beyond = f'; the limit is {human_bytes(limit)}' if limit and not near else ''
-    drawn = blocks.scatter(
-        points,
-        Scale(f'memory of a device, GiB{beyond}', _GIB, limit if near else None),
-        Scale('milliseconds of a step', 1e-3),
-        'Memory and seconds of each mesh',
-    )
-    about = 'Each mesh: from the time if all overlaps up to that if nothing does. Green is the best.'
-    return blocks.section('Memory against seconds', drawn, about)
+        for place, each in enumerate(search.candidates, 1)
+        if each.plan and (roofline := each.plan.known_roofline)
+    ]
+    limits = (each.plan.memory.limit for each in search.candidates if each.plan)
+    return memory_against_seconds(planned, next(limits, None))
 
 
 def _plan(place: int, candidate: Candidate) -> str:
