@@ -16,7 +16,7 @@ from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.torus import Place, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
-from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
+from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, ScopeWork, Work
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.torus_seconds import seconds
