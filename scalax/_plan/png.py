@@ -108,7 +108,7 @@ def _draw_times(part: Any, times: dict[str, list[Part]], bound: str) -> None:
             known[each.kind] = _bar(axes, row, 1e3 * each.value, left, each, '')
             left += 1e3 * each.value
         axes.text(left, row, f' {milliseconds(left / 1e3)}', fontsize=8, va='center')
-    names = [_plain(f'{name} (bounds)' if name == bound else name) for name in times]
+    names = [_plain(_short(name, 30)) + (' (bounds)' if name == bound else '') for name in times]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)

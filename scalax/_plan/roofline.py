@@ -139,7 +139,7 @@ class Roofline:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
-            (name, milliseconds(seconds), ' x '.join(map(line_text, lines.get(name, ()))))
+            (name, milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]

@@ -179,4 +179,4 @@ def _route_text(route: Route) -> str:
         parts.insert(0, f'the {route.devices // route.chips} devices of a chip')
     if route.slices > 1:
         parts.append(f'{route.slices} slices')
-    return ' x '.join(parts)
+    return ' and '.join(parts)

@@ -226,7 +226,7 @@ def test_the_largest_buffers_have_names():
 def test_the_text_says_what_fits_and_what_bounds():
     lines = str(refused()).splitlines()
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
-    assert lines[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert lines[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
     assert lines[2] == (f'memory of each device: {peak} of 15.8 GiB: it does NOT fit')
     assert lines[6] == f'  held at the peak: {peak}, 99 % of it with a source:'
     assert lines[7].startswith('      12.0 GiB  bf16[48,')
@@ -320,7 +320,7 @@ def test_slices_talk_over_the_data_centres_network():
     assert Plan.load(plan.to_json()) == plan
     assert 'along fsdp (ici): ' in str(plan)
     assert re.search(r'\n\S+ +fsdp \(ici\) +1  ', plan.to_text(120))
-    assert '>fsdp (ici)<' in plan._repr_html_()
+    assert '>fsdp</span> (ici)<' in plan._repr_html_()
 
 
 def test_a_line_of_the_table_of_llama():
