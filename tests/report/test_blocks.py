@@ -94,6 +94,29 @@ def test_scatter():
     assert parsed(one).find('.//*[@class="limit"]') is not None
 
 
+def test_points_may_be_ranges_and_links():
+    scale = Scale('x')
+    point = Point(1, 4, 'best', 'good', least=2, target=HOSTILE)
+    plain, drawn = (
+        parsed(blocks.scatter([each], scale, scale, 's')) for each in (Point(1, 4, 'best'), point)
+    )
+    assert plain.find('.//{*}a') is plain.find('.//*[@class="range"]') is None
+    line = drawn.find('.//{*}a/{*}line')
+    assert line.get('class') == 'range good' and line.get('x1') == line.get('x2')
+    # Of 4 at the top, 2 is halfway down to the axis.
+    top, end = float(line.get('y1')), float(line.get('y2'))
+    zero = float(drawn.find('.//{*}line[@class="grid"]').get('y1'))
+    assert end - top == pytest.approx((zero - top) / 2, abs=0.2)
+    assert f'#{HOSTILE}'.startswith(drawn.find('.//{*}a').get('href')[:10])
+
+
+def test_links_lead_to_targets():
+    page = parsed(blocks.link('to', 'plan-1') + blocks.target('plan-1', blocks.fold('plan', 'text')))
+    assert page.find('a').get('href') == f'#{page.find("div").get("id")}' == '#plan-1'
+    hostile = parsed(blocks.link(HOSTILE, HOSTILE) + blocks.target(HOSTILE, ''))
+    assert [each.tag for each in hostile] == ['a', 'div']
+
+
 def test_an_axis_has_its_color_wherever_it_is_named():
     assert blocks.axis_name('tp', MESH) == '<span class="axis axis-1">tp</span>'
     assert blocks.axis_name('other', MESH) == 'other'
