@@ -43,7 +43,16 @@ def surely_fits(candidate: Candidate) -> bool:
 
 def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Those that fit, then those that do not, then those without a plan; those in full before quick ones."""
-    every = sorted(candidates, key=lambda c: (c.plan is None, c.plan is not None and c.plan.quick, order(c)))
+    every = sorted(
+        candidates,
+        key=lambda c: (
+            c.plan is None,
+            c.plan is not None and c.plan.quick,
+            order(c),
+            not c.ruled_out,
+            c.least_memory,
+        ),
+    )
     fitting, rest = ([c for c in every if bool(c.lost) is lost] for lost in (False, True))
     first = fitting[:1]
     slower = [dataclasses.replace(c, lost=_slower(c, first[0])) for c in fitting[1:]]
