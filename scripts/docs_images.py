@@ -33,7 +33,7 @@ FOUND = (
 )
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
-COLORS = 128
+COLORS = 256
 MOST_BYTES = 200_000
 SECONDS = 120
 

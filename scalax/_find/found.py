@@ -16,9 +16,10 @@ from scalax._find.descent import EQUAL
 from scalax._find.layout import Layout, spec_of
 from scalax._find.readable import readable_rule, to_code
 from scalax._find.trial import Trial, Trials
+from scalax._plan.page import plan_blocks
 from scalax._plan.plan import Plan
-from scalax._report import saved
-from scalax._report.pages import escape, paragraphs, still_page
+from scalax._report import blocks, saved
+from scalax._report.pages import escape, paragraphs
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.paths import leaf_shape
@@ -158,7 +159,7 @@ class Found:
         return f'<div class="scalax-static">{"".join(parts)}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the result, with the plan below it, as a page that loads nothing and runs no script.
+        """Writes the result, with the plan below it, as a page that loads nothing.
 
         Args:
             path: the file to write.
@@ -166,8 +167,8 @@ class Found:
         """
         title = title or f'A rule for {self.plan.name}'
         heading = f'<h1>{escape(title)}</h1>'
-        plan = f'<h2>The plan</h2>{self.plan._repr_html_()}'
-        Path(path).write_text(still_page(title, heading + self._repr_html_() + plan), encoding='utf-8')
+        body = heading + self._repr_html_() + plan_blocks(self.plan, 'The plan', level=2)
+        Path(path).write_text(blocks.page(title, body), encoding='utf-8')
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""

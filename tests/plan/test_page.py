@@ -137,7 +137,7 @@ def test_words_of_a_page():
     figures = dict(zip(said[6:18:2], said[7:18:2], strict=True))
     assert figures == {
         'the memory of a device': 'fits',
-        'peak of memory of 15.8 GiB, 76.2%': '12.0 GiB',
+        'peak of memory of 15.8 GiB, 76.2 %': '12.0 GiB',
         f'one call if all overlaps; {1e3 * roofline.step_seconds.estimate:.2f} ms if nothing does': (
             f'{1e3 * roofline.step_seconds.bound:.2f} ms'
         ),
