@@ -210,7 +210,7 @@ class Found:
                 rows.append((group.name, _spec_code(group.spec), '', '', '', ''))
                 continue
             near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
-            seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
+            seconds = 'nearly equal' if near else _signed(milliseconds(abs(group.seconds)), group.seconds)
             if not group.fits:
                 seconds = 'does not fit'
             moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
@@ -240,7 +240,11 @@ class Found:
 
 
 def _more(size: int) -> str:
-    return f'{"-" if size < 0 else "+"}{human_bytes(abs(size))}'
+    return _signed(human_bytes(abs(size)), size)
+
+
+def _signed(text: str, value: float) -> str:
+    return f'{"-" if value < 0 else "+"}{text}'
 
 
 def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
