@@ -39,7 +39,7 @@ SEARCH = (
 PAGES = {'plan-llama-8b': (PLAN, 1480), 'found-mixer': (FOUND, 1100), 'search-llama-8b': (SEARCH, 1060)}
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
-COLORS = 128
+COLORS = 256
 MOST_BYTES = 200_000
 SECONDS = 120
 

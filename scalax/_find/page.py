@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def render_page(found: Found, title: str) -> str:
     """The page, with the plan at its end."""
-    return blocks.page(title, _blocks(found, title) + plan_blocks(found.plan, f'Plan of {found.plan.name}'))
+    return blocks.page(title, _blocks(found, title) + plan_blocks(found.plan, 'The plan', level=2))
 
 
 def render_fragment(found: Found) -> str:

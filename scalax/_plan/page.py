@@ -16,6 +16,7 @@ from scalax._plan.figure_data import (
     sums_by_part,
     time_parts,
 )
+from scalax._plan.formulas import Counted
 from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
     SIGNS,
@@ -32,12 +33,13 @@ from scalax._plan.text import (
     sums_heads,
     sums_texts,
 )
+from scalax._plan.torus import line_text
 from scalax._plan.torus_figures import axes_on_torus
 from scalax._plan.torus_svg import layers
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Node, Part
 from scalax._report.pages import escape
-from scalax._report.tables import human_bytes, human_flops, milliseconds
+from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._transforms.followed_batch import kept_cells, lost_cells
 from scalax.errors import plural
 
@@ -59,12 +61,12 @@ def render_page(plan: Plan, title: str) -> str:
     return blocks.page(title, plan_blocks(plan, title))
 
 
-def plan_blocks(plan: Plan, title: str) -> str:
-    """A plan as blocks, for a page that shows more beside it."""
+def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
+    """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
     roofline = plan.known_roofline
     return ''.join(
         [
-            blocks.heading(title, plan.mesh, runs_on(plan)),
+            blocks.heading(title, plan.mesh, runs_on(plan), level),
             blocks.figures(headline(plan, roofline)),
             *_callouts(plan),
             blocks.section('Memory of each device', _memory(plan)),
@@ -86,7 +88,7 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
     )
     memory = plan.memory
     of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
-    part = '' if not memory.limit else f', {memory.peak / memory.limit:.1%}'
+    part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
     yield Figure(human_bytes(memory.peak), f'peak of memory{of}{part}')
     if roofline is not None:
         for label, value in bound_texts(roofline).items():
@@ -135,10 +137,22 @@ def _times(plan: Plan, roofline: Roofline | None) -> str:
         (_unit(name, plan, roofline), parts, milliseconds(roofline.parts[name]), name == roofline.bound)
         for name, parts in shown.items()
     ]
-    kinds = {part.kind: part for parts in shown.values() for part in parts}
-    legend = blocks.legend(Part(kind, 0, '', kind) for kind in kinds)
-    summary = str(roofline).splitlines()[:1]
-    return blocks.notes(summary) + legend + blocks.bars(rows, max(roofline.parts.values(), default=0) or 1)
+    kinds = {part.kind for parts in shown.values() for part in parts}
+    legend = (
+        blocks.legend(Part(kind, 0, '', kind) for kind in STEP if kind in kinds) if kinds - {'other'} else ''
+    )
+    ways = [
+        f'{row.name}: {" and ".join(map(line_text, row.lines))}'
+        for row in roofline.communication
+        if row.lines
+    ]
+    known = '' if roofline.counted is Counted.EXACTLY else f'Seconds are {roofline.counted.value} these. '
+    note = f'{known}If all overlaps, the longest is the time of a call; if nothing does, their sum.'
+    return (
+        legend
+        + blocks.bars(rows, max(roofline.parts.values(), default=0) or 1)
+        + blocks.notes([note, *(['; '.join(ways)] if ways else [])])
+    )
 
 
 def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
@@ -159,7 +173,7 @@ def _sums_cells(each: Sums, plan: Plan, roofline: Roofline | None) -> list[Cell]
 
 def _parts(plan: Plan, roofline: Roofline | None) -> str:
     found = sums_by_part(plan, roofline)
-    if not found:
+    if set(found) <= {'other'}:
         return ''
     total = Sums()
     for each in found.values():

@@ -73,8 +73,8 @@ def _draw_head(part: Any, plan: Plan) -> None:
     if roofline is not None:
         figures = [f'{value}\n{label.partition(";")[0]}' for label, value in bound_texts(roofline).items()]
     else:
-        lines, _ = no_seconds(plan)
-        figures = [_short(line.partition('. ')[0], 100) for line in lines]
+        lines, code = no_seconds(plan)
+        figures = ['\n'.join(_short(line.partition('. ')[0], 90) for line in (*lines, *code))]
     for place, text in enumerate(figures):
         part.text(0.24 + 0.26 * place, 0.27, _plain_lines(text), fontsize=10, va='center')
 
@@ -112,6 +112,7 @@ def _draw_times(part: Any, times: dict[str, list[Part]], bound: str) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
+    axes.set_xlim(left=0)
     axes.set_title('milliseconds of one call', fontsize=10, loc='left')
     part.legend(known.values(), known, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
 

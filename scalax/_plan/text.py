@@ -112,9 +112,8 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
         axes = {name: size for name, size in plan.mesh.items() if size > 1}
         torus = dict(list(axes.items())[:_TORUS_AXES])
         line = (
-            f'No seconds: the numbers of {plan.device_kind or plan.platform!r} devices are not known. Plan '
-            'on a mesh of MeshShardingHelper.from_topology, for TPUs that are not here; or time this program '
-            'on chips that you name:'
+            f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
+            'MeshShardingHelper.from_topology, or time this program on chips that you name:'
         )
         return [line], [f"plan.roofline('v5p', torus={torus})"]
     try:

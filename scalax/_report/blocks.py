@@ -174,11 +174,11 @@ def _asset(name: str) -> str:
     return pages.asset('scalax._report', name)
 
 
-def heading(title: str, mesh: Mapping[str, int], note: str = '') -> str:
-    """The title of a page, with the axes of a mesh in their colours."""
+def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1) -> str:
+    """The title of a page, or of a part of it, with the axes of a mesh in their colours."""
     chips = ''.join(f'<li>{axis_name(name, mesh)} {size:,}</li>' for name, size in mesh.items())
     more = f'<li class="product">{escape(note)}</li>' if note else ''
-    return f'<header><h1>{escape(title)}</h1><ul class="mesh">{chips}{more}</ul></header>'
+    return f'<header><h{level}>{escape(title)}</h{level}><ul class="mesh">{chips}{more}</ul></header>'
 
 
 def axis_name(name: str, mesh: Mapping[str, int]) -> str:

@@ -202,7 +202,8 @@ def _plan(place: int, candidate: Candidate) -> str:
     back = f'<p>{blocks.link("Back to all meshes", _MESHES)}</p>'
     summary = f'{place}. {candidate.name}: {candidate.lost or "the best"}'
     return blocks.target(
-        _name(place), blocks.fold(summary, f'{back}{plan_blocks(candidate.plan, candidate.name)}{back}')
+        _name(place),
+        blocks.fold(summary, f'{back}{plan_blocks(candidate.plan, candidate.name, level=2)}{back}'),
     )
 
 

@@ -221,7 +221,7 @@ def test_plan_for_several_slices(job, capsys):
     where = ('--topology', 'v5e:2x2', '--mesh', 'fsdp=-1,tp=2', '--slices', 2, '--dcn', 'fsdp=2')
     done = here(capsys, 'plan', f'{job}:make_step', *where, '--quick')
     assert (done.returncode, done.stderr) == (0, '')
-    assert done.stdout.splitlines()[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert done.stdout.splitlines()[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
     assert 'dcn:fsdp' in done.stdout
 
 
