@@ -51,7 +51,8 @@ def memory_against_seconds(every: Sequence[Alternative], limit: int | None) -> s
         Scale('milliseconds of a step', 1e-3),
         _TITLE,
     )
-    about = 'Each: from the time if all overlaps up to that if nothing does. Green is the best.'
+    dashed = ' Dashed: the limit.' if is_near else ''
+    about = f'Each: from the time if all overlaps up to that if nothing does. Green is the best.{dashed}'
     return blocks.section(_TITLE, drawn, about)
 
 

@@ -37,4 +37,5 @@ def test_the_limit_is_a_line_where_it_leaves_room():
     far = drawn(EVERY, 95 * GIB)
     assert far.find('.//*[@class="limit"]') is None
     assert 'memory of a device, GiB; the limit is 95.0 GiB' in ''.join(far.itertext())
-    assert 'the limit' not in ''.join(drawn(EVERY, None).itertext())
+    assert 'limit' not in ''.join(drawn(EVERY, None).itertext())
+    assert 'Dashed: the limit.' in ''.join(drawn(EVERY, 16 * GIB).itertext())
