@@ -228,7 +228,8 @@ def _node(
         parts = [
             Part(part, compute[part], milliseconds(compute[part]), part) for part in STEP if compute[part]
         ]
-        cells.append(Cell(html=blocks.bar(parts, whole) if parts else ''))
+        share = f'<span class="plain">{three_figures(100 * compute.total() / whole)} %</span>'
+        cells.append(Cell(html=f'{share}{blocks.bar(parts, whole)}' if parts else ''))
     children = [_node(each, plan, roofline, whole, depth - 1, left) for each in scope.inside.values()]
     return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
 

@@ -309,7 +309,7 @@ class Plan:
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing and runs no script.
+        """Writes the plan as a page that loads nothing. It is whole without scripts; with them its tables sort.
 
         Args:
             path: the file to write.
@@ -320,7 +320,7 @@ class Plan:
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the plan: memory, seconds, and mesh axes on the torus.
+        """Draws the plan: whether it fits, memory, seconds, and mesh axes on the torus.
 
         Args:
             path: the file to write.
