@@ -309,7 +309,7 @@ class Plan:
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing. It is whole without scripts; with them its tables sort.
+        """Writes the plan as a page that loads nothing; scripts only sort its tables.
 
         Args:
             path: the file to write.
