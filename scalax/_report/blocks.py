@@ -18,6 +18,7 @@ from scalax._report.pages import escape
 from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
+Kind = Literal['', 'number', 'code', 'lead', 'wide']
 NO_BREAK = '\u00a0'
 
 
@@ -64,7 +65,7 @@ class Column(NamedTuple):
     """
 
     head: str
-    kind: Literal['', 'number', 'code', 'lead', 'wide'] = ''
+    kind: Kind = ''
 
 
 class Part(NamedTuple):
