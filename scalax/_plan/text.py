@@ -35,14 +35,17 @@ _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Co
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
-    lines = [head(plan), _flops(plan), *memory_lines(plan), '', *_times(plan), *_collectives(plan, width)]
+    caveat = wrapped(filter(None, [plan.not_compiled_for]), width)
+    lines = [head(plan), *caveat, _flops(plan), *memory_lines(plan), '', *_times(plan)]
+    lines += _collectives(plan, width)
     return '\n'.join([*map(visible, lines), *_batch(plan, width)])
 
 
 def head(plan: Plan) -> str:
     """The name of the step, and what it runs on."""
     size = math.prod(plan.mesh.values())
-    on = f'{size} {plan.platform} devices' if plan.devices == size else f'{plan.devices} of {size} devices'
+    kind = f'{plan.platform} devices for {plan.simulates}' if plan.simulates else f'{plan.platform} devices'
+    on = f'{size} {kind}' if plan.devices == size else f'{plan.devices} of {size} devices'
     return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
 
 
@@ -60,9 +63,10 @@ def _flops(plan: Plan) -> str:
 
 def _times(plan: Plan) -> Iterable[str]:
     """The roofline, or why there is none; nothing for simulated devices."""
-    if plan.platform != 'cpu':
+    if plan.platform != 'cpu' or plan.simulates:
         try:
-            yield from str(plan.roofline()).splitlines()
+            roofline = str(plan.roofline()).splitlines()
+            yield from (line for line in roofline if line != plan.not_compiled_for)  # it is above
         except PlanError as error:
             yield f'no roofline: {error}'
         yield ''
