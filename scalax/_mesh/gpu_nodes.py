@@ -6,6 +6,7 @@ compiled for CPU devices of this process, and the nodes say which of them a fast
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ EXAMPLES = tuple(f'{kind}:{size}' for kind, most in GPUS_OF_NODE.items() for siz
 _SIZE = re.compile(r'(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})')
 
 
-class Nodes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Nodes:
     """The GPUs of a topology.
 
     Attributes:
@@ -134,6 +136,6 @@ def suggest_gpus(topology: str) -> str:
 
     Example:
         >>> suggest_gpus('H100:8')
-        "did you mean 'h100:8'?"
+        "did you mean 'h100:8' or 'h100:4x8'?"
     """
     return did_you_mean(topology.lower(), EXAMPLES)

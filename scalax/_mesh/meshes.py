@@ -210,7 +210,7 @@ def _many_slices(
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
-    numbers = [getattr(device, attribute, None) for device in devices]
+    numbers: list[Any] = [getattr(device, attribute, None) for device in devices]
     if nodes is not None:
         numbers, what = [*nodes], 'nodes'
     granules: dict[int, list[Any]] = {}

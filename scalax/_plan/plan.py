@@ -139,12 +139,12 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits into the memory of each device; None if the size of that memory is not known.
 
-        A compiler for accelerators refuses a program that does not fit, and its word is final. For a quick
-        plan the memory is compared with the limit.
+        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan, and
+        for other devices, the memory is compared with the limit.
         """
         if self.refusal:
             return False
-        if not self.memory.estimated and not self.quick:
+        if self.platform == 'tpu' and not self.memory.estimated and not self.quick:
             return True
         return None if self.memory.limit is None else self.memory.total <= self.memory.limit
 

@@ -141,6 +141,16 @@ def test_what_was_compiled_for():
     assert for_it.roofline(mine).not_compiled_for
 
 
+def test_compilers_for_gpus_refuse_nothing():
+    """So that memory is compared with that of the GPU also where it is no estimate."""
+    memory = dataclasses.replace(GATHERED.memory, estimated=False)
+    compiled = dataclasses.replace(GATHERED, platform='gpu', simulates='', memory=memory)
+    assert compiled.fits is True
+    memory = dataclasses.replace(memory, temporaries=10**11)
+    assert dataclasses.replace(compiled, memory=memory).fits is False
+    assert dataclasses.replace(compiled, memory=dataclasses.replace(memory, limit=None)).fits is None
+
+
 def test_networks_of_nodes():
     places = [Place(i // 2) for i in range(4)]
     rows = [[0, 1]], [[0, 2]], [[0, 1, 2, 3]]
