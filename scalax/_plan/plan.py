@@ -139,7 +139,7 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits into the memory of each device; None if the size of that memory is not known.
 
-        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan, and
+        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan and
         for other devices, the memory is compared with the limit.
         """
         if self.refusal:
