@@ -149,6 +149,11 @@ class Plan:
         return None if self.memory.limit is None else self.memory.total <= self.memory.limit
 
     @property
+    def hardware(self) -> Hardware | None:
+        """The hardware that the devices are, or stand for; None if its numbers are not known."""
+        return HARDWARE[self.simulates] if self.simulates else hardware_of(self.device_kind)
+
+    @property
     def not_compiled_for(self) -> str:
         """A sentence: the program was compiled for simulated devices, and not for what they stand for.
 
@@ -160,7 +165,7 @@ class Plan:
     def known_roofline(self) -> Roofline | None:
         """The `roofline` of the devices that the plan is for; None if numbers are missing for it."""
         try:
-            return self.roofline() if self.simulates or hardware_of(self.device_kind) else None
+            return self.roofline() if self.hardware else None
         except PlanError:
             return None
 

@@ -179,6 +179,8 @@ def test_memory_is_that_of_the_gpu():
 
 def test_the_property():
     assert (GATHERED.simulates, GATHERED.not_compiled_for) == ('h100', NOT_COMPILED)
+    assert GATHERED.hardware is H100
+    assert dataclasses.replace(GATHERED, simulates='').hardware is None
     assert GATHERED.known_roofline.not_compiled_for == NOT_COMPILED
 
 
