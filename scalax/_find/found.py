@@ -185,6 +185,7 @@ class Found:
             f'({peak} a device), {milliseconds(self.bound)} if all overlaps, '
             f'{milliseconds(self.estimate)} if nothing does',
         ]
+        lines += filter(None, [self.plan.not_compiled_for])
         if self.lower_bound is not None:
             lines.append(
                 f'all operations take {milliseconds(self.lower_bound)} if they are divided evenly: no layout '

@@ -18,13 +18,13 @@ from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
 from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import hardware_of
+from scalax._plan.hardware import hardware_of_mesh
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
-from scalax._plan.torus import places_of
+from scalax._plan.torus import Place, places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.followed_batch import BatchOfCall
 from scalax._transforms.sjit import batch_of, name_of, names_of_arguments, sjit
@@ -76,7 +76,8 @@ def make_plan(
     traced = _trace(function, name, args, kwargs)
     lowered = traced.lower()
     device = mesh.devices.flat[0]
-    hardware = hardware_of(device.device_kind)
+    simulates = helper.simulates
+    hardware = hardware_of_mesh(device.device_kind, simulates)
     limit = hardware.hbm_bytes if hardware else None
     asked = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
     layout_for = _bytes_of_arguments(lowered, asked[0], mesh) if quick else None
@@ -88,14 +89,17 @@ def make_plan(
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     program = parse(compiled.optimized) if compiled.optimized else partitioned
     flops = count_flops(traced.jaxpr)
-    places = places_of(mesh.devices.flat)
+    places = tuple(map(Place, simulates.nodes)) if simulates else places_of(mesh.devices.flat)
+    switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, asked)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
     inputs = _report_of_arguments(function, args, lowered.args_info, given, mesh)
     batch = batch_of(function, args, kwargs)
     in_batch = {} if batch is None else _arguments_with_rows(batch, inputs, traced)
-    rows = collectives(program, sizes, places, before, ids, in_batch) if compiled.partitioned else ()
+    rows = (
+        collectives(program, sizes, places, before, ids, in_batch, switched) if compiled.partitioned else ()
+    )
     return Plan(
         name=name,
         mesh=sizes,
@@ -110,6 +114,7 @@ def make_plan(
         work=work_of(program),
         model_flops=count_model_flops(traced.jaxpr),
         device_kind=device.device_kind,
+        simulates=simulates.kind if simulates else '',
         places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,

@@ -82,9 +82,8 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
 
 def _headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
     said, tone = shown_fits(plan)
-    yield Figure(
-        said, 'of the memory of a device' if plan.fits is None else 'the memory of a device', tone, True
-    )
+    of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
+    yield Figure(said, f'{of}, by an estimate' if plan.memory.estimated else of, tone, is_badge=True)
     memory = plan.memory
     of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
     part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
@@ -97,6 +96,8 @@ def _headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
 
 
 def _callouts(plan: Plan) -> Iterator[str]:
+    if plan.not_compiled_for:
+        yield blocks.callout([plan.not_compiled_for], 'warn')
     if plan.refusal:
         yield blocks.callout([plan.refusal], 'bad')
     if said := advice(plan):

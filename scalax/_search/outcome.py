@@ -46,7 +46,7 @@ class Candidate:
         roofline = self.plan.known_roofline if self.plan else None
         time = '' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.1f} ms'
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
-        how = '' if self.plan is None or self.plan.quick else ' (in full)'
+        how = '' if self.plan is None or self.plan.quick or self.plan.simulates else ' (in full)'
         return self.name, time, peak, f'{self.lost or "best"}{how}'
 
 
@@ -93,17 +93,23 @@ class Search:
         """
         width = terminal_width(width)
         rows = table([_HEADS, *self._cells()], width, _OUTCOME, 3)
-        return '\n'.join([*wrapped([self._head], width), '', *rows])
+        return '\n'.join([*wrapped(self._heads, width), '', *rows])
 
     def _repr_html_(self) -> str:
-        return f'{paragraphs([self._head])}{html_table(_HEADS, self._cells(), right=[0, 2, 3])}'
+        return f'{paragraphs(self._heads)}{html_table(_HEADS, self._cells(), right=[0, 2, 3])}'
 
     @property
-    def _head(self) -> str:
+    def not_compiled_for(self) -> str:
+        """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""
+        return next((each.plan.not_compiled_for for each in self.candidates if each.plan), '')
+
+    @property
+    def _heads(self) -> list[str]:
         planned = sum(candidate.plan is not None for candidate in self.candidates)
         stopped = '; stopped before its end' if self.interrupted else ''
         meshes = plural(len(self.candidates), 'mesh', 'meshes')
-        return f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
+        first = f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
+        return [first, *filter(None, [self.not_compiled_for])]
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]
