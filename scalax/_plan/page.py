@@ -83,7 +83,8 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
 def _headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
     said, tone = shown_fits(plan)
     of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
-    yield Figure(said, f'{of}, by an estimate' if plan.memory.estimated else of, tone, is_badge=True)
+    of += ', by an estimate' if plan.memory.estimated and plan.fits is not None else ''
+    yield Figure(said, of, tone, is_badge=True)
     memory = plan.memory
     of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
     part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
