@@ -30,6 +30,7 @@ from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from scalax._mesh.gpu_nodes import SimulatedGPUs
     from scalax._plan.plan import Plan
     from scalax._transforms.calls.argument_shardings import OnMismatch
     from scalax._transforms.sjit.function import SjitFunction, SjitOptions
@@ -120,6 +121,7 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
+        self._simulates = meshes.gpus_of(self.mesh, devices)
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
@@ -145,7 +147,7 @@ class MeshShardingHelper:
         """
         helper = cls.__new__(cls)
         helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
-        helper._follow_batch = checked_flag('follow_batch', follow_batch)
+        helper._follow_batch, helper._simulates = checked_flag('follow_batch', follow_batch), None
         helper._contexts, helper._resolutions = LRUCache(), ResolutionCache()
         return helper
 
@@ -163,22 +165,29 @@ class MeshShardingHelper:
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
     ) -> Self:
-        """A helper over TPU hardware that is not attached, for compiling and planning.
+        """A helper over hardware that is not attached: TPUs to compile for, or GPUs to plan for.
+
+        For GPUs (``'h100:8'``: a node of eight; ``'h100:4x8'``: four of them) CPU devices of this process
+        stand: programs are compiled for these and not for the GPUs, and plans use the numbers of the GPUs
+        (`scalax.plan.HARDWARE`). The devices of a node follow one another: the last mesh axes are inside.
 
         Args:
-            topology: the slice, such as ``'v5p:4x4x4'``.
-            num_slices: the number of slices, joined by the data-center network.
+            topology: the slice, such as ``'v5p:4x4x4'``, or the nodes, such as ``'h100:4x8'``.
+            num_slices: the number of slices, joined by the data-center network; of GPUs that of nodes, if
+                *topology* does not have it.
             axis_dims: over all slices together; this and the others as in the constructor.
             axis_names: see above.
             mesh_axis_splitting: see above.
-            dcn_axis_dims: see above; needed with several slices.
+            dcn_axis_dims: see above; needed with several slices of TPUs. Of nodes, mesh axes are over them
+                in the order of the mesh by default.
             axis_types: see above.
             on_indivisible: see above.
             follow_batch: see above.
 
         Raises:
             MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.
-            MeshError: the topology is unknown, or cannot hold the mesh.
+            MeshError: the topology is unknown, or cannot hold the mesh; or there are too few CPU devices to
+                stand for GPUs: JAX makes as many as ``jax_num_cpu_devices`` says when it is first used.
         """
         return cls(
             axis_dims,
@@ -221,9 +230,18 @@ class MeshShardingHelper:
         """Whether compiled functions find out which arguments are batches."""
         return self._follow_batch
 
+    @property
+    def simulates(self) -> SimulatedGPUs | None:
+        """The GPUs that its devices stand for (``.kind``, and the number of the node of each, ``.nodes``).
+
+        None, unless `from_topology` has made it of a topology of GPUs.
+        """
+        return self._simulates
+
     def __reduce__(self) -> Any:
         options = {'on_indivisible': self._on_indivisible, 'follow_batch': self._follow_batch}
-        return _unpickled, (type(self), meshes.pickled(self._mesh), options)
+        state = {'_simulates': self._simulates}
+        return _unpickled, (type(self), meshes.pickled(self._mesh), options), state
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}

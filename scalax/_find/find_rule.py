@@ -23,7 +23,7 @@ from scalax._find.problem import make_problem
 from scalax._find.step import make_step
 from scalax._find.trial import Trial, Trials
 from scalax._mesh import topologies
-from scalax._plan.hardware import hardware_of
+from scalax._plan.hardware import hardware_of_devices
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._tree.specs import axis_sizes_text
@@ -72,7 +72,9 @@ def find(
     Args:
         step: a function of one device, of positional arguments.
         args: its arguments: trees of arrays, or of ShapeDtypeStructs.
-        topology: the slice, such as ``'v5p:4x4x4'``; the devices of this process by default.
+        topology: the slice, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as ``'h100:4x8'``, for which
+            simulated devices stand (`MeshShardingHelper.from_topology`); the devices of this process by
+            default.
         batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
         also: further steps with the same rule, each a function, its arguments, and its batch_argnums: such as
@@ -85,7 +87,7 @@ def find(
         axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from
             slice to slice, if there are several. By default fsdp and tp, and data.
         sizes: mesh axis -> its size, or the sizes that it may have.
-        num_slices: the number of slices.
+        num_slices: the number of slices; of GPUs that of nodes, where the first mesh axis is over nodes.
         memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
             not known, as for simulated devices.
         headroom: the part of it that is to stay free.
@@ -120,7 +122,7 @@ def find(
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
     axes = Axes(*names)
     problem = make_problem(steps, devices, axes, num_slices, keep, optimizer_state == 'zero1')
-    hardware = hardware_of(devices[0].device_kind)
+    hardware = hardware_of_devices(devices)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes or {})]

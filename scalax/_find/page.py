@@ -60,7 +60,7 @@ def _meshes(found: Found) -> str:
     return blocks.table(columns, rows, best=0)
 
 
-def _columns(heads: Sequence[str], kinds: Iterable[blocks.ColumnKind]) -> list[Column]:
+def _columns(heads: Sequence[str], kinds: Iterable[blocks.Kind]) -> list[Column]:
     return [Column(text, kind) for text, kind in zip(heads, kinds, strict=True)]
 
 

@@ -43,6 +43,7 @@ def head(found: Found) -> list[str]:
         f'({peak} a device), {milliseconds(found.bound)} if all overlaps, '
         f'{milliseconds(found.estimate)} if nothing does',
     ]
+    lines += filter(None, [found.plan.not_compiled_for])
     if found.lower_bound is not None:
         lines.append(
             f'all operations take {milliseconds(found.lower_bound)} if they are divided evenly: no layout '

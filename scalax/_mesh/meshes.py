@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import MeshError, plural
 
@@ -46,8 +47,14 @@ def build_mesh(
         _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
     else:
-        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
+        nodes = devices.of(at_hand).nodes if isinstance(devices, StandIns) else None
+        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes, nodes)
     return Mesh(array, names, axis_types=types)
+
+
+def gpus_of(mesh: Mesh, devices: Any) -> SimulatedGPUs | None:
+    """What the devices of a mesh stand for, if it was made of devices that stand for GPUs."""
+    return devices.of(mesh.devices.flat) if isinstance(devices, StandIns) else None
 
 
 def checked_axes(
@@ -193,6 +200,7 @@ def _many_slices(
     dcn_axis_dims: Sequence[int],
     devices: list[Any],
     split: bool,
+    nodes: Sequence[int] | None,
 ) -> np.ndarray:
     given = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
     if not isinstance(given, tuple) or len(given) != len(names):
@@ -202,9 +210,12 @@ def _many_slices(
     slices = {getattr(device, 'slice_index', None) for device in devices}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
+    numbers: list[Any] = [getattr(device, attribute, None) for device in devices]
+    if nodes is not None:
+        numbers, what = [*nodes], 'nodes'
     granules: dict[int, list[Any]] = {}
-    for device in devices:
-        granules.setdefault(getattr(device, attribute), []).append(device)
+    for number, device in zip(numbers, devices, strict=True):
+        granules.setdefault(number, []).append(device)
     dcn, asked = _filled(dcn, len(granules)), axis_sizes_text(dict(zip(names, dcn, strict=True)))
     if math.prod(dcn) != len(granules):
         raise MeshError(

@@ -1,4 +1,4 @@
-"""TPU topologies: known slices, and devices of slices that are not attached, for compiling only."""
+"""Topologies: known TPU slices, and devices of those that are not attached, or that stand for GPUs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes, stand_ins, suggest_gpus
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 _FLAT = '1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
@@ -33,6 +35,7 @@ KNOWN = tuple(f'{name}:{size}' for name, sizes in SIZES.items() for size in size
 _ACCELERATORS = {'v4': ('v4', 2), 'v5litepod': ('v5e', 1), 'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
 
 _LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
+_LIKE_A_TPU = re.compile(r'v\d|tpu')
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 NO_TPU_MACHINE = {
@@ -47,25 +50,38 @@ NO_TPU_MACHINE = {
 """Without these libtpu asks the network where it runs, takes a lock, writes logs, and prints warnings."""
 
 
-def topology_devices(topology: str, num_slices: int) -> list[Any]:
-    """The devices of a TPU topology that is not attached, such as ``'v5p:4x4x4'``, for compiling only.
+def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
+    """The devices of a topology, for compiling only.
+
+    Args:
+        topology: a TPU slice that is not attached, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as
+            ``'h100:4x8'``, for which CPU devices stand (`StandIns`).
+        num_slices: the number of slices.
 
     Raises:
         MissingDependencyError: libtpu is not installed.
-        MeshError: libtpu does not know the topology.
+        MeshError: the topology is unknown, or there are too few CPU devices.
     """
+    if not topology or not isinstance(topology, str):
+        # Given none, the compiler would choose one.
+        raise MeshError(
+            f"a topology has a name, such as 'v5p:4x4x4' or 'h100:4x8', got {topology!r}: "
+            '`python -m scalax topologies` lists them'
+        )
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
+    if (nodes := gpu_nodes(topology, num_slices)) is not None:
+        return stand_ins(nodes, topology)
+    if not _LIKE_A_TPU.match(topology):
+        kinds = ', '.join([*SIZES, *GPUS_OF_NODE])
+        raise MeshError(
+            f'no topology {topology!r} is known, only those of {kinds}; {suggest_gpus(topology)}\n'
+            '`python -m scalax topologies` lists them'
+        )
     if importlib.util.find_spec('libtpu') is None:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
-    if not topology or not isinstance(topology, str):
-        # Given none, the compiler would choose one.
-        raise MeshError(
-            f"a topology has a name, such as 'v5p:4x4x4', got {topology!r}: `python -m scalax topologies` "
-            'lists them'
-        )
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
     quiet_libtpu()
     # The optional module is imported where it is used: it loads libtpu.
     from jax.experimental import topologies

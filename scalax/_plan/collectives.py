@@ -115,6 +115,7 @@ def collectives(
     partitioned: Module | None = None,
     device_ids: Sequence[int] = (),
     batch: Mapping[str, Sequence[int]] | None = None,
+    switched: bool = False,
 ) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
 
@@ -126,11 +127,12 @@ def collectives(
         device_ids: the ids of the devices of the mesh.
         batch: arguments of the program that hold rows of the batch, by their op names -> the dimensions that
             do.
+        switched: whether slices without a torus are nodes, as for `networks_of`.
 
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices = _Devices(mesh, places, device_ids)
+    devices = _Devices(mesh, places, device_ids, switched)
     rows_of = RowsOfProgram(module if partitioned is None else partitioned, batch or {})
     before = (
         None
@@ -263,10 +265,13 @@ class _Devices:
         mesh: mesh axis name -> size.
         places: their positions; none if they are not known.
         ids: their ids; none if the program does not name them.
+        switched: whether slices without a torus are nodes.
     """
 
-    def __init__(self, mesh: Mapping[str, int], places: Sequence[Place], ids: Sequence[int]) -> None:
-        self._mesh, self._places, self._ids = mesh, places, ids
+    def __init__(
+        self, mesh: Mapping[str, int], places: Sequence[Place], ids: Sequence[int], switched: bool
+    ) -> None:
+        self._mesh, self._places, self._ids, self._switched = mesh, places, ids, switched
         # Hundreds of collectives of a program have the same groups, of thousands of devices.
         self._known: dict[tuple[object, ...], _GroupsOnMesh] = {}
 
@@ -285,7 +290,7 @@ class _Devices:
     def _on_mesh(self, run: Run, groups: Groups) -> _GroupsOnMesh:
         axes = axes_of_groups(groups, self._mesh)
         along = devices_along(axes, self._mesh)
-        networks = networks_of(groups, self._places)
+        networks = networks_of(groups, self._places, switched=self._switched)
         if run.kind == 'collective-permute':
             return _GroupsOnMesh(groups, axes, along, (), networks)
         whole = groups.shape[1] == along

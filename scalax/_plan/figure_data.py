@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'other')
 """The parts of a step as they are shown."""
 NO_SCOPE = 'not known'
+_ROUNDING = 1e-9
 _DEEPEST = 50  # scopes inside of one another; the names of deeper ones stay joined
 
 
@@ -63,7 +64,9 @@ def time_parts(plan: Plan, roofline: Roofline) -> dict[str, list[blocks.Part]]:
             }
         parts['other'] += max(0.0, seconds - sum(parts.values()))
         shown[name] = [
-            blocks.Part(part, time, milliseconds(time), part) for part, time in parts.items() if time
+            blocks.Part(part, time, milliseconds(time), part)
+            for part, time in parts.items()
+            if time > _ROUNDING * seconds
         ]
     return shown
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
 from scalax.errors import PlanError, did_you_mean
 
 HOP_SECONDS = 1e-6
@@ -31,17 +32,19 @@ class Hardware:
         hbm_bytes_per_second: between the memory of one chip and its cores.
         hbm_bytes: the memory of one device that a program can use.
         ici_bytes_per_second: one way, over one link between neighbouring chips.
-        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice, with
-            `ici_bytes_per_second` into and out of each.
+        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice (or of a
+            node of GPUs), with `ici_bytes_per_second` into and out of each.
         ring_multiple: an axis of the torus closes to a ring if its length is a multiple of this; 0: never.
         ring_needs_all: whether an axis closes only if all axes of the slice have such lengths.
         devices_per_chip: the number of devices that JAX makes of a chip, if devices do not say so.
         dcn_bytes_per_second: one way, between one host and others.
-        chips_per_host: the number of chips that share that.
+        chips_per_host: the number of chips that share that; of GPUs also the most that a node joins.
         host_bytes_per_second: one way, between the memory of a host and one of its chips.
         hop_seconds: the least time from one chip to the next, however few the bytes.
         device_kinds: what JAX calls such devices (``device.device_kind``).
         sources: field -> the source of its number.
+        direct_links: for a torus of 0 dimensions: whether there is no switch, and each two chips have a link
+            of their own, of `ici_bytes_per_second`.
 
     Raises:
         PlanError: a number is invalid.
@@ -71,11 +74,12 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
     hop_seconds: float = HOP_SECONDS
     device_kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    direct_links: bool = False
 
     def __post_init__(self) -> None:
         may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
         whole = ('torus_axes', 'ring_multiple', 'devices_per_chip', 'chips_per_host')
-        others = ('name', 'ring_needs_all', 'device_kinds', 'sources')
+        others = ('name', 'direct_links', 'ring_needs_all', 'device_kinds', 'sources')
         wrong = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -182,7 +186,80 @@ _CHIPS = (
     _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, ('TPU v6 lite', 'TPU v6e'), _V6E_SOURCES, **_V6E),
     _tpu('tpu7x', 2.307e15, 7.38e12, 94.75, 1e11, 5e10, ('TPU7x',), _7X_SOURCES, **_7X),
 )
-HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in _CHIPS}
+
+
+_NVIDIA = 'https://www.nvidia.com/en-us/data-center'
+_GPUS = f'{_BOOK}/gpus'
+_MI300X = (
+    'https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x'
+)
+_XGMI = 'https://rocm.blogs.amd.com/software-tools-optimization/mi300x-rccl-xgmi'
+_NIC = 'a network card of 400 Gb/s for each of eight GPUs'
+
+
+def _gpu(
+    name: str, flops: float, hbm: float, size: float, link: float, kind: str, sheet: str, **sources: str
+) -> Hardware:
+    """A GPU in a node of eight, with a card of 400 Gb/s for each; *sheet* is its data sheet."""
+    every = {
+        'flops_per_second': f'{sheet}: bfloat16, without sparsity',
+        'hbm_bytes_per_second': sheet,
+        'hbm_bytes': f'{sheet}; drivers, the libraries of collectives and JAX take a part of it',
+        'ici_bytes_per_second': f'{sheet}: NVLink, half of what it carries both ways',
+        'torus_axes': f'{_GPUS}, "At the node level"',
+        'direct_links': f'{_GPUS}, "At the node level": switches join the GPUs',
+        'ring_needs_all': 'there is no torus',
+        'devices_per_chip': 'JAX has one device for each GPU',
+        'chips_per_host': f'{_GPUS}, "At the node level"',
+        'host_bytes_per_second': f'{sheet}: PCIe Gen5 x16, half of 128 GB/s both ways',
+        'hop_seconds': 'taken over from TPUs; the libraries of collectives take longer',
+        'device_kinds': 'the name that the driver gives to the GPU',
+    }
+    return Hardware(
+        name,
+        flops,
+        hbm,
+        round(size),
+        link,
+        torus_axes=0,
+        direct_links=name == 'mi300x',
+        devices_per_chip=1,
+        dcn_bytes_per_second=8 * 5e10,
+        chips_per_host=8,
+        host_bytes_per_second=6.4e10,
+        device_kinds=(kind,),
+        sources={**every, **sources},
+    )
+
+
+_NODES = (
+    _gpu(
+        *('h100', 9.895e14, 3.35e12, 80e9, 4.5e11, 'NVIDIA H100 80GB HBM3'),
+        f'{_NVIDIA}/h100, "Product Specifications", H100 SXM',
+        dcn_bytes_per_second=f'{_NVIDIA}/dgx-h100: {_NIC}',
+    ),
+    _gpu(
+        *('h200', 9.895e14, 4.8e12, 141e9, 4.5e11, 'NVIDIA H200'),
+        f'{_NVIDIA}/h200, "Product Specifications", H200 SXM',
+        dcn_bytes_per_second=f'{_NVIDIA}/dgx-h200: {_NIC}',
+    ),
+    _gpu(
+        *('b200', 2.25e15, 8e12, 180e9, 9e11, 'NVIDIA B200'),
+        f'{_NVIDIA}/dgx-b200, "Specifications": of eight GPUs, divided by eight',
+        flops_per_second=f'{_GPUS}, "Quiz 1", question 3',
+        dcn_bytes_per_second=f'https://docs.nvidia.com/dgx/dgxb200-user-guide, "Hardware Overview": {_NIC}',
+    ),
+    _gpu(
+        *('mi300x', 1.3074e15, 5.3e12, 192e9, 6.4e10, 'AMD Instinct MI300X'),
+        f'{_MI300X}-data-sheet.pdf',
+        ici_bytes_per_second=f'{_MI300X}-platform-data-sheet.pdf: an xGMI link, half of 128 GB/s both ways',
+        torus_axes=_XGMI,
+        direct_links=f'{_XGMI}: each GPU has a link to each of its seven peers',
+        chips_per_host=f'{_MI300X}-platform-data-sheet.pdf',
+        dcn_bytes_per_second=f'assumed, as in servers that are sold: {_NIC}',
+    ),
+)
+HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in (*_CHIPS, *_NODES)}
 """The chips whose numbers are known, by name."""
 
 
@@ -222,3 +299,15 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
 def hardware_of(device_kind: str) -> Hardware | None:
     """The hardware with this kind of device; None if its numbers are not known."""
     return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)
+
+
+def hardware_of_devices(devices: Sequence[Any]) -> Hardware | None:
+    """The hardware that devices are, or stand for; None if its numbers are not known."""
+    if isinstance(devices, StandIns):
+        return HARDWARE[devices.nodes.kind]
+    return hardware_of(devices[0].device_kind)
+
+
+def hardware_of_mesh(device_kind: str, simulates: SimulatedGPUs | None) -> Hardware | None:
+    """The hardware of a mesh of such devices, which may stand for GPUs; None if its numbers are not known."""
+    return hardware_of(device_kind) if simulates is None else HARDWARE[simulates.kind]

@@ -12,8 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
 from scalax._plan.compilation import lowered_bytes, lowered_shardings
+from scalax._plan.hardware import Hardware, hardware_of_mesh
+from scalax._plan.torus import Place, places_of
 from scalax._report.trial_file import identity
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, options_of, sjit
@@ -37,6 +40,7 @@ class LoweredStep:
         kwargs: its keyword arguments.
         traced: the ``jax.stages.Traced``.
         lowered: the ``jax.stages.Lowered``.
+        simulates: what the devices stand for; None if they are what they are.
         made_by_user: whether the user's function was jitted already.
     """
 
@@ -47,7 +51,20 @@ class LoweredStep:
     kwargs: Mapping[str, Any]
     traced: Any
     lowered: Any
+    simulates: SimulatedGPUs | None
     made_by_user: bool
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The hardware that it is planned for, if it is known."""
+        return hardware_of_mesh(self.mesh.devices.flat[0].device_kind, self.simulates)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The positions of the devices, in the order of the mesh."""
+        return (
+            tuple(map(Place, self.simulates.nodes)) if self.simulates else places_of(self.mesh.devices.flat)
+        )
 
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
@@ -71,7 +88,8 @@ class LoweredStep:
         ]
         options = sorted(options_of(self.function).items())
         program = _program_text(self.lowered)
-        return identity([self.name, str(self.mesh.shape), *devices, repr(options), program])
+        where = [str(self.mesh.shape), *devices, str(self.simulates)]
+        return identity([self.name, *where, repr(options), program])
 
 
 def _program_text(lowered: Any) -> str:
@@ -116,7 +134,9 @@ def lower_step(
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     traced = _trace(function, name_of(fun), args, kwargs)
-    return LoweredStep(name_of(fun), mesh, function, args, kwargs, traced, traced.lower(), function is fun)
+    return LoweredStep(
+        name_of(fun), mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
+    )
 
 
 def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

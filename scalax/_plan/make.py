@@ -15,14 +15,12 @@ from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import hardware_of
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
-from scalax._plan.torus import places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.followed_batch import BatchOfCall
 from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
@@ -65,7 +63,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     """Makes the plan of a step that is lowered; raises as `make_plan` does."""
     mesh, lowered, traced = step.mesh, step.lowered, step.traced
     device = mesh.devices.flat[0]
-    hardware = hardware_of(device.device_kind)
+    simulates, hardware = step.simulates, step.hardware
     limit = hardware.hbm_bytes if hardware else None
     compiled = _compile(lowered, mesh, step.name, limit, step.stored_bytes[0] if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
@@ -75,14 +73,17 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     program = parse(compiled.optimized) if compiled.optimized else partitioned
     flops = count_flops(traced.jaxpr)
-    places = places_of(mesh.devices.flat)
+    places = step.places
+    switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, step.shardings)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
     inputs = _report_of_arguments(step.function, step.args, lowered.args_info, given, mesh)
     batch = batch_of(step.function, step.args, step.kwargs)
     in_batch = {} if batch is None else _arguments_with_rows(batch, inputs, traced)
-    rows = collectives(program, sizes, places, before, ids, in_batch) if compiled.partitioned else ()
+    rows = (
+        collectives(program, sizes, places, before, ids, in_batch, switched) if compiled.partitioned else ()
+    )
     return Plan(
         name=step.name,
         mesh=sizes,
@@ -97,6 +98,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         work=work_of(program),
         model_flops=count_model_flops(traced.jaxpr),
         device_kind=device.device_kind,
+        simulates=simulates.kind if simulates else '',
         places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,

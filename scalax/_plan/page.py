@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scalax._plan.batch import advice, kept
@@ -37,7 +37,7 @@ from scalax._plan.torus import line_text
 from scalax._plan.torus_figures import axes_on_torus
 from scalax._plan.torus_svg import layers
 from scalax._report import blocks
-from scalax._report.blocks import Cell, Column, Figure, Node, Part
+from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._transforms.followed_batch import kept_cells, lost_cells
@@ -83,9 +83,9 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
 def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
     """The headline figures of a plan."""
     said, tone = shown_fits(plan)
-    yield Figure(
-        said, 'of the memory of a device' if plan.fits is None else 'the memory of a device', tone, True
-    )
+    of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
+    of += ', by an estimate' if plan.memory.estimated and plan.fits is not None else ''
+    yield Figure(said, of, tone, is_badge=True)
     memory = plan.memory
     of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
     part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
@@ -98,6 +98,8 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
 
 
 def _callouts(plan: Plan) -> Iterator[str]:
+    if plan.not_compiled_for:
+        yield blocks.callout([plan.not_compiled_for], 'warn')
     if plan.refusal:
         yield blocks.callout([plan.refusal], 'bad')
     if said := advice(plan):
@@ -112,6 +114,8 @@ def _memory(plan: Plan) -> str:
     body = blocks.bar(parts, memory.limit or 0, memory.limit, is_tall=True) + blocks.legend(parts)
     known = how_known(plan).strip(' ()')
     notes = [f'{known[:1].upper()}{known[1:]}.'] if known else []
+    if memory.limit is not None and memory.peak <= memory.limit < memory.total:
+        notes.append(f'With the gaps between arrays it takes {human_bytes(memory.total)}.')
     if memory.donated:
         notes.append(f'{human_bytes(memory.donated)} of the arguments are reused for outputs.')
     if moved := moved_to_host(plan):
@@ -229,7 +233,8 @@ def _node(
         parts = [
             Part(part, compute[part], milliseconds(compute[part]), part) for part in STEP if compute[part]
         ]
-        cells.append(Cell(html=blocks.bar(parts, whole) if parts else ''))
+        share = f'<span class="plain">{three_figures(100 * compute.total() / whole)} %</span>'
+        cells.append(Cell(html=f'{share}{blocks.bar(parts, whole)}' if parts else ''))
     children = [_node(each, plan, roofline, whole, depth - 1, left) for each in scope.inside.values()]
     return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
 
@@ -296,24 +301,28 @@ def _batch(plan: Plan) -> str:
     """What is followed of the batch: the places where rows are lost, and the values that are kept."""
     body = blocks.notes(filter(None, [kept(plan)]))
     if plan.followed is not None and plan.followed.lost:
+        kinds: list[Kind] = ['lead', '', 'number', 'code']
+        keys: list[float] = [each.bytes for each in plan.followed.lost]
         body += blocks.callout(['Rows of the batch are lost at:'], 'warn')
-        body += _first_rows(lost_cells(plan.followed), ('wide', '', 'number', 'code'))
+        body += _first_rows(lost_cells(plan.followed), kinds, keys)
     if plan.followed is not None and plan.followed.kept:
-        many = f'The {len(plan.followed.kept)} kinds of values that are kept with their rows'
-        body += blocks.fold(
-            many, _first_rows(kept_cells(plan.followed), ('lead', '', 'number', 'code', 'code'))
-        )
+        kinds = ['lead', '', 'number', 'code', 'code']
+        keys = [each.count for each in plan.followed.kept]
+        many = f'The {plural(len(keys), "kind")} of values that are kept with their rows'
+        body += blocks.fold(many, _first_rows(kept_cells(plan.followed), kinds, keys))
     return body
 
 
-def _first_rows(cells: Sequence[Sequence[str]], kinds: Iterable[str]) -> str:
-    """A table of texts, and how many rows it leaves out."""
+def _first_rows(cells: Sequence[Sequence[str]], kinds: Sequence[Kind], keys: Sequence[float]) -> str:
+    """A table of texts, and how many rows it leaves out; *keys* are those of its column of numbers."""
     heads, *rows = cells
-    columns = [Column(head, kind) for head, kind in zip(heads, kinds, strict=True)]  # type: ignore[arg-type]
+    columns = [Column(head, kind) for head, kind in zip(heads, kinds, strict=True)]
+    shown = [
+        [Cell(text, key if kind == 'number' else None) for text, kind in zip(row, kinds, strict=True)]
+        for row, key in zip(rows[:MOST_ROWS], keys, strict=False)
+    ]
     rest = len(rows) - MOST_ROWS
-    return blocks.table(columns, [[Cell(text) for text in row] for row in rows[:MOST_ROWS]]) + blocks.notes(
-        [f'... and {rest} more'] if rest > 0 else []
-    )
+    return blocks.table(columns, shown) + blocks.notes([f'... and {rest} more'] if rest > 0 else [])
 
 
 def _torus(plan: Plan) -> tuple[str, str]:

@@ -15,15 +15,22 @@ from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
+from scalax._plan.hardware import HARDWARE, Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
 from scalax._plan.plan_check import check_plan
 from scalax._plan.plan_diff import PlanDiff
-from scalax._plan.roofline import Roofline, Seconds, time_collectives
+from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, time_collectives
 from scalax._plan.text import render
-from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_on_torus
+from scalax._plan.torus import (
+    NETWORKS,
+    Network,
+    Place,
+    devices_per_chip,
+    places_in_nodes,
+    places_on_torus,
+)
 from scalax._report import saved
 from scalax._transforms.followed_batch import FollowedBatch
 from scalax._util.strict_json import brief
@@ -60,6 +67,8 @@ class Plan:
             pass (`count_model_flops`), without what is computed again, unless `with_model_flops` has given
             others. None if not all of them can be counted.
         device_kind: what JAX calls the devices.
+        simulates: the hardware that they stand for, such as ``'h100'``, a name in `HARDWARE`; empty if they
+            stand for none.
         places: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
             layout, which is close to the final one, and shardings are the requested ones.
@@ -74,7 +83,7 @@ class Plan:
             no argument is known to be a batch.
 
     Raises:
-        PlanError: it names devices that the mesh does not have, or the mesh is too large.
+        PlanError: it names devices that the mesh does not have or unknown hardware, or the mesh is too large.
     """
 
     name: str
@@ -97,8 +106,11 @@ class Plan:
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
     batch_axes: tuple[str, ...] = ()
+    simulates: str = ''
 
     def __post_init__(self) -> None:
+        if self.simulates and self.simulates not in HARDWARE:
+            raise PlanError(f'there is no hardware {brief(self.simulates)} to simulate')
         size = math.prod(self.mesh.values())
         if not 0 < size <= _MOST_DEVICES or len(self.mesh) > _MOST_AXES:
             raise PlanError(f'mesh has {brief(size)} devices along {len(self.mesh)} axes')
@@ -127,20 +139,33 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether it fits into the memory of each device; None if the size of that memory is not known.
 
-        A compiler for accelerators refuses a program that does not fit, and its word is final. For a quick
-        plan the memory is compared with the limit.
+        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan and
+        for other devices, the memory is compared with the limit.
         """
         if self.refusal:
             return False
-        if not self.memory.estimated and not self.quick:
+        if self.platform == 'tpu' and not self.memory.estimated and not self.quick:
             return True
         return None if self.memory.limit is None else self.memory.total <= self.memory.limit
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The hardware that the devices are, or stand for; None if its numbers are not known."""
+        return HARDWARE[self.simulates] if self.simulates else hardware_of(self.device_kind)
+
+    @property
+    def not_compiled_for(self) -> str:
+        """A sentence: the program was compiled for simulated devices, and not for what they stand for.
+
+        Empty if the devices stand for no other hardware. Of other hardware see `Roofline.not_compiled_for`.
+        """
+        return not_compiled_for(HARDWARE[self.simulates], self.device_kind) if self.simulates else ''
 
     @property
     def known_roofline(self) -> Roofline | None:
         """The `roofline` of the devices that the plan is for; None if numbers are missing for it."""
         try:
-            return self.roofline() if hardware_of(self.device_kind) else None
+            return self.roofline() if self.hardware else None
         except PlanError:
             return None
 
@@ -220,10 +245,11 @@ class Plan:
 
         Args:
             hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the
-                plan is for.
+                plan is for, or that they stand for.
             torus: for devices that are not in a torus, such as simulated ones: the lengths of the axes of the
                 torus that each mesh axis runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands
-                for a chip. Mesh axes that are not named run across slices.
+                for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
+                such as GPUs, simulated devices fill nodes in the order of the mesh.
 
         Raises:
             PlanError: a number that is needed is not known, or the positions of devices are not understood.
@@ -239,8 +265,10 @@ class Plan:
             >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
             'ici:fsdp'
         """
-        hardware = find_hardware(hardware, self.device_kind)
+        hardware = find_hardware(hardware or self.simulates or None, self.device_kind)
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
+        if torus is None and self.platform == 'cpu' and not self.simulates:
+            places = places_in_nodes(places, hardware)
         flops_rate, hbm_rate = numbers_of(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
@@ -267,6 +295,7 @@ class Plan:
             .along(self.host_moves.counted),
             to_host=to_host,
             from_host=from_host,
+            compiled_for=self.device_kind,
         )
 
     def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:
@@ -309,7 +338,7 @@ class Plan:
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing and runs no script.
+        """Writes the plan as a page that loads nothing; scripts only sort its tables.
 
         Args:
             path: the file to write.
@@ -320,7 +349,7 @@ class Plan:
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the plan: memory, seconds, and mesh axes on the torus.
+        """Draws the plan: whether it fits, memory, seconds, and mesh axes on the torus.
 
         Args:
             path: the file to write.

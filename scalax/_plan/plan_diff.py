@@ -103,7 +103,7 @@ def _sizes(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    yield 'devices', f'{plan.devices} {plan.device_kind}'
+    yield 'devices', f'{plan.devices} {plan.simulates or plan.device_kind}'
     yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
     roofline = plan.known_roofline
     step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))

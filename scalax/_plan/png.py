@@ -55,7 +55,7 @@ def save_png(plan: Plan, path: str | os.PathLike[str]) -> None:
     _draw_head(parts[0], plan)
     _draw_memory(parts[1], plan)
     if roofline is not None and times:
-        _draw_times(parts[2], times, roofline.bound)
+        _draw_times(parts[2], times, roofline.bound, plan.not_compiled_for)
     for part, chips in zip(parts[len(parts) - len(torus) :], torus, strict=True):
         _draw_torus(part, chips)
     figure.savefig(path, format='png', dpi=150)
@@ -99,7 +99,7 @@ def _draw_memory(part: Any, plan: Plan) -> None:
     part.legend(loc='outside lower center', ncols=5, fontsize=8, frameon=False)
 
 
-def _draw_times(part: Any, times: dict[str, list[Part]], bound: str) -> None:
+def _draw_times(part: Any, times: dict[str, list[Part]], bound: str, caveat: str) -> None:
     axes = part.subplots()
     known: dict[str, Any] = {}
     for row, parts in enumerate(times.values()):
@@ -113,7 +113,8 @@ def _draw_times(part: Any, times: dict[str, list[Part]], bound: str) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
-    axes.set_title('milliseconds of one call', fontsize=10, loc='left')
+    title = _plain(_short(f'milliseconds of one call{", " if caveat else ""}{caveat}', 110))
+    axes.set_title(title, fontsize=10, loc='left')
     part.legend(known.values(), known, loc='outside lower center', ncols=5, fontsize=8, frameon=False)
 
 

@@ -76,6 +76,7 @@ class Roofline:
         counted: how well the counts behind these numbers are known.
         to_host: seconds of writing to the memory of the host.
         from_host: seconds of reading there; both may go on at a time.
+        compiled_for: what JAX calls the devices that the program was compiled for; empty if unknown.
     """
 
     hardware: Hardware
@@ -89,6 +90,19 @@ class Roofline:
     counted: Counted = Counted.EXACTLY
     to_host: float = 0.0
     from_host: float = 0.0
+    compiled_for: str = ''
+
+    @property
+    def not_compiled_for(self) -> str:
+        """A sentence: the program was compiled for other devices than `hardware`. Empty if it was for these.
+
+        Example:
+            >>> from scalax.plan import HARDWARE
+            >>> of_cpus = Roofline(HARDWARE['h100'], 8, 8e15, 1.0, 1.0, (), compiled_for='cpu')
+            >>> of_cpus.not_compiled_for
+            'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
+        """
+        return not_compiled_for(self.hardware, self.compiled_for)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -150,12 +164,23 @@ class Roofline:
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
                 f'{milliseconds(step.bound)} if all overlaps, {milliseconds(step.estimate)} if nothing does',
                 f'bound by {self.bound}{used}',
+                *filter(None, [self.not_compiled_for]),
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()
                     for name, time, along in cells
                 ),
             ]
         )
+
+
+def not_compiled_for(hardware: Hardware, device_kind: str) -> str:
+    """Says that a program for such devices was not compiled for some hardware; empty if it was."""
+    if not device_kind or device_kind in hardware.device_kinds:
+        return ''
+    return (
+        f'not compiled for {hardware.name}: the program is that of {device_kind} devices, with the numbers '
+        f'of {hardware.name}'
+    )
 
 
 class Timed(NamedTuple):

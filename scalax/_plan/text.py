@@ -11,7 +11,6 @@ from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
 from scalax._plan.figure_data import Scope, Sums, scopes, sums_by_part
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import hardware_of
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
 from scalax._plan.torus_figures import axes_on_torus
@@ -51,8 +50,9 @@ SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Cou
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
+    caveat = wrapped(filter(None, [plan.not_compiled_for]), width)
     lines = [
-        *(head(plan), _flops(plan), *memory_lines(plan), ''),
+        *(head(plan), *caveat, _flops(plan), *memory_lines(plan), ''),
         *_times(plan, width),
         *_parts(plan, width),
         *_scopes(plan, width),
@@ -69,9 +69,11 @@ def head(plan: Plan) -> str:
 def runs_on(plan: Plan) -> str:
     """The devices: ``'64 devices of v5p'``."""
     size = math.prod(plan.mesh.values())
-    hardware = hardware_of(plan.device_kind)
     many = f'{size}' if plan.devices == size else f'{plan.devices} of {size}'
-    return f'{many} {plan.platform} devices' if hardware is None else f'{many} devices of {hardware.name}'
+    if plan.hardware is None or plan.simulates:
+        kind = f'{plan.platform} devices'
+        return f'{many} {kind} for {plan.simulates}' if plan.simulates else f'{many} {kind}'
+    return f'{many} devices of {plan.hardware.name}'
 
 
 def verdict(plan: Plan) -> str:
@@ -97,7 +99,8 @@ def _times(plan: Plan, width: int) -> Iterable[str]:
     """The roofline, or why there is none and what to do."""
     roofline = plan.known_roofline
     if roofline is not None:
-        yield from str(roofline).splitlines()
+        # What it was not compiled for is above.
+        yield from (line for line in str(roofline).splitlines() if line != plan.not_compiled_for)
     lines, code = no_seconds(plan)
     yield from wrapped(lines, width)
     yield from (f'  {line}' for line in code)
@@ -108,7 +111,7 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
     """Why there are no seconds, and what to do; and code for it. Nothing if there are."""
     if plan.known_roofline is not None:
         return [], []
-    if hardware_of(plan.device_kind) is None:
+    if plan.hardware is None:
         axes = {name: size for name, size in plan.mesh.items() if size > 1}
         torus = dict(list(axes.items())[:_TORUS_AXES])
         line = (

@@ -55,28 +55,29 @@ def _place(device: Any) -> Place:
     return Place(int(index), coords, int(getattr(device, 'core_on_chip', None) or 0))
 
 
-def networks_of(groups: Groups, places: Sequence[Place]) -> tuple[Network, ...]:
+def networks_of(groups: Groups, places: Sequence[Place], *, switched: bool = False) -> tuple[Network, ...]:
     """The networks that groups need: 'ici' between chips, 'dcn' between slices, 'chip' inside a chip.
 
     Args:
         groups: one row a group, of indices into *places*.
         places: the positions of the devices of the mesh, in the order of the mesh.
+        switched: whether slices without a torus are nodes, whose devices are joined all the same.
 
     Returns:
-        Every network that some group needs; none if the devices are not in a torus.
+        Every network that some group needs; none if nothing is known to join the devices.
 
     Example:
         >>> places = [Place(slice, (x,)) for slice in range(2) for x in range(2)]
         >>> networks_of(np.array([[0, 2], [1, 3]]), places), networks_of(np.array([[0, 1, 2, 3]]), places)
         (('dcn',), ('ici', 'dcn'))
     """
-    if not places or not all(place.coords for place in places):
+    if not places or not (switched or all(place.coords for place in places)):
         return ()
     used: set[Network] = set()
     for group in groups.tolist():
         slices: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
         for device in group:
-            slices[places[device].slice].append(places[device].coords)
+            slices[places[device].slice].append(places[device].coords or (device,))
         used |= {'dcn'} if len(slices) > 1 else set()
         used |= {'ici' if len({*chips}) > 1 else 'chip' for chips in slices.values() if len(chips) > 1}
     return tuple(network for network in NETWORKS if network in used)
@@ -127,6 +128,22 @@ def places_on_torus(
             across = across * size + at[name]
         places.append(Place(across, (*coords, *(0,) * (dimensions - used))))
     return tuple(places)
+
+
+def places_in_nodes(places: Sequence[Place], hardware: Hardware) -> tuple[Place, ...]:
+    """The positions of simulated devices if they stand for hardware in nodes: these are filled in order.
+
+    Others stay as they are: those of hardware with a torus, or in a torus, or in several processes.
+
+    Example:
+        >>> from scalax._plan.hardware import HARDWARE
+        >>> [place.slice for place in places_in_nodes([Place(0)] * 10, HARDWARE['h100'])]
+        [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+    """
+    each = hardware.chips_per_host
+    if hardware.torus_axes != 0 or each is None or any(place != Place(0) for place in places):
+        return tuple(places)
+    return tuple(Place(i // each) for i in range(len(places)))
 
 
 def _checked_lengths(torus: Any) -> dict[str, tuple[int, ...]]:

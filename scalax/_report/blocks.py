@@ -18,7 +18,7 @@ from scalax._report.pages import escape
 from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
-ColumnKind = Literal['', 'number', 'code', 'lead', 'wide']
+Kind = Literal['', 'number', 'code', 'lead', 'wide']
 NO_BREAK = '\u00a0'
 
 
@@ -65,7 +65,7 @@ class Column(NamedTuple):
     """
 
     head: str
-    kind: ColumnKind = ''
+    kind: Kind = ''
 
 
 class Part(NamedTuple):

@@ -46,11 +46,11 @@ def three_figures(value: float) -> str:
     """A number with as many figures as a plan knows: measured steps differ in the third one.
 
     Example:
-        >>> [three_figures(value) for value in (1959.974, 56.93, 3.1, 0.01234, 0)]
-        ['1,960', '56.9', '3.10', '0.0123', '0']
+        >>> [three_figures(value) for value in (1959.974, 56.93, 3.1, 0.01234, 0, math.inf)]
+        ['1,960', '56.9', '3.10', '0.0123', '0', 'inf']
     """
-    if not value:
-        return '0'
+    if not value or not math.isfinite(value):
+        return f'{value:g}'
     rounded = float(f'{value:.2e}')
     exponent = math.floor(math.log10(abs(rounded)))
     return f'{rounded:.3g}' if exponent < _SMALLEST else f'{rounded:,.{max(0, 2 - exponent)}f}'

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scalax._helper import MeshShardingHelper
-from scalax._plan.hardware import Hardware, hardware_of
+from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
 from scalax._plan.plan import Plan
 from scalax._plan.text import memory_taken
-from scalax._plan.torus import devices_per_chip, places_of
+from scalax._plan.torus import devices_per_chip
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._search.outcome import Candidate
@@ -56,7 +56,7 @@ class Attempts:
                 warnings.simplefilter('error', IndivisibleWarning)
                 step = self._lowered(candidate)
                 candidate = _bounded(step, candidate)
-                lost = self._why_not(candidate) if quick else ''
+                lost = self._why_not(candidate, step.hardware) if quick else ''
                 if lost:
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
                 known = self._known(step, quick)
@@ -87,9 +87,9 @@ class Attempts:
         step, arguments = self.make_step(helper, *rules)
         return lower_step(helper, step, arguments, {})
 
-    def _why_not(self, candidate: Candidate) -> str:
+    def _why_not(self, candidate: Candidate, hardware: Hardware | None) -> str:
         """Why a candidate cannot be the best, whatever a compiler makes of it; empty if it may be."""
-        limit = _hardware(self.devices).hbm_bytes
+        limit = hardware.hbm_bytes if hardware else None
         if limit is not None and candidate.least_memory > limit:
             least = human_bytes(candidate.least_memory)
             return f'cannot fit: its arguments alone take {least} of {human_bytes(limit)}'
@@ -110,20 +110,14 @@ class Attempts:
         return None
 
 
-def _hardware(devices: Sequence[Any]) -> Hardware:
-    return hardware_of(devices[0].device_kind) or Hardware('unknown')
-
-
 def _bounded(step: LoweredStep, candidate: Candidate) -> Candidate:
     """The candidate with what any program of the step needs at least."""
-    devices = [*step.mesh.devices.flat]
     arguments, results = step.stored_bytes
-    hardware = _hardware(devices)
-    rate = hardware.hbm_bytes_per_second
-    if rate is None:
+    hardware = step.hardware
+    if hardware is None or hardware.hbm_bytes_per_second is None:
         return dataclasses.replace(candidate, least_memory=arguments)
-    seconds = (arguments + results) * devices_per_chip(places_of(devices), hardware) / rate
-    return dataclasses.replace(candidate, least_memory=arguments, least_seconds=seconds)
+    rate = hardware.hbm_bytes_per_second / devices_per_chip(step.places, hardware)
+    return dataclasses.replace(candidate, least_memory=arguments, least_seconds=(arguments + results) / rate)
 
 
 def _short(error: Exception) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._mesh import meshes, topologies
+from scalax._mesh import gpu_nodes, meshes, topologies
 from scalax._report.trial_file import TrialFile
 from scalax._search.attempts import Attempts
 from scalax._search.outcome import Candidate, Search
@@ -43,15 +43,17 @@ def search(
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
             one made by `sjit`, and the tuple of its arguments.
-        topology: the slice, such as ``'v5p:4x4x4'``.
+        topology: the slice, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as ``'h100:4x8'``, for which
+            simulated devices stand (`MeshShardingHelper.from_topology`).
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
         rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
             meshes.
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that says whether they are wanted.
-        num_slices: the number of slices.
+        num_slices: the number of slices; of GPUs that of nodes, if *topology* does not have it.
         dcn_axis: the mesh axis that runs from slice to slice; needed for several slices.
-        full: how many of the best to compile in full, in any case: minutes for each.
+        full: how many of the best to compile in full, in any case: minutes for each. None on simulated
+            devices, of which such a plan says no more.
         file: where plans are written as they are made; those of an earlier search are read from there, if
             the step, the compiler and its flags are the same. (Compiler options of a function that
             ``jax.jit`` made are not compared; those of ``sjit`` are.)
@@ -89,6 +91,8 @@ def search(
         )
     kept = TrialFile(file)
     devices = topologies.topology_devices(topology, num_slices)
+    if isinstance(devices, gpu_nodes.StandIns):
+        full = 0
     every = possible_meshes(len(devices), names, constraints)
     todo = [Candidate(sizes, name) for sizes in every for name in (rules or {'': None})]
     if not todo:

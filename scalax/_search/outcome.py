@@ -56,7 +56,7 @@ class Candidate:
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
         if self.ruled_out:
             peak = f'>{human_bytes(self.least_memory)}'
-        how = '' if self.plan is None or self.plan.quick else ' (in full)'
+        how = '' if self.plan is None or self.plan.quick or self.plan.simulates else ' (in full)'
         bound = roofline.bound if roofline else ''
         return self.name, time, bound, peak, f'{self.lost or "best"}{how}'
 
@@ -115,8 +115,9 @@ class Search:
             width: the width in columns; that of the terminal by default.
         """
         width = terminal_width(width)
+        lines = [self.head, *filter(None, [self.not_compiled_for])]
         rows = table([_HEADS, *self._cells()], width, _OUTCOME, _MEMORY)
-        return '\n'.join([*wrapped([self.head], width), '', *rows])
+        return '\n'.join([*wrapped(lines, width), '', *rows])
 
     def _repr_html_(self) -> str:
         from scalax._search.page import render_fragment  # here, because few programs show pages
@@ -133,6 +134,11 @@ class Search:
         from scalax._search.page import render_page
 
         Path(path).write_bytes(render_page(self, title).encode())
+
+    @property
+    def not_compiled_for(self) -> str:
+        """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""
+        return next((each.plan.not_compiled_for for each in self.candidates if each.plan), '')
 
     @property
     def head(self) -> str:

@@ -78,6 +78,8 @@ def _callouts(search: Search, best: Candidate | None) -> Iterable[str]:
             [f'Stopped before the end: {left} not reached. A search with a file=... goes on from there.'],
             'warn',
         )
+    if search.not_compiled_for:
+        yield blocks.callout([search.not_compiled_for], 'warn')
     if best and not surely_fits(best):
         yield blocks.callout(
             [

@@ -21,6 +21,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
+from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._tree.specs import OnIndivisible
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
@@ -44,6 +45,10 @@ class MeshOwner(Protocol):
     @property
     def follow_batch(self) -> bool:
         """Whether compiled functions find out which arguments are batches."""
+
+    @property
+    def simulates(self) -> SimulatedGPUs | None:
+        """The GPUs that its devices stand for; None if they stand for none."""
 
 
 # Created at import, because creating a user context is not thread-safe.

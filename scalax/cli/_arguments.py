@@ -21,6 +21,7 @@ FITS, FAILED, USAGE, TOO_LARGE = 0, 1, 2, 3
 _MOST = 1 << 24  # devices, slices
 _LONGEST = 20  # digits of a number
 
+_TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or nodes of GPUs, such as h100:4x8'
 _EPILOG = """\
 exit codes: 0 it fits, 3 it does not, 2 the command is invalid, 1 any other failure
 """
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
     search.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
-    search.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
+    search.add_argument('--topology', required=True, help=_TOPOLOGY)
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
     _add_sizes(search)
     search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
     find = _command(commands, 'find', 'a mesh and a rule for a step of one device', _FIND)
     find.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
-    find.add_argument('--topology', required=True, help='the TPU slice, such as v5p:4x4x4')
+    find.add_argument('--topology', required=True, help=_TOPOLOGY)
     find.add_argument(
         '--batch',
         required=True,
@@ -181,9 +182,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--topology', help='the TPU slice, such as v5p:4x4x4; without it: simulated CPU devices'
-    )
+    parser.add_argument('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
     parser.add_argument(
         '--mesh',
         required=True,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report.tables import human_bytes
@@ -42,6 +43,7 @@ def plan(asked: argparse.Namespace) -> bool | None:
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
+    _simulate_gpus(asked.topology, asked.slices)
     make_step = _load_function(asked.function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, asked.function),
@@ -63,6 +65,7 @@ def search(asked: argparse.Namespace) -> bool:
 
 def find(asked: argparse.Namespace) -> bool | None:
     """Prints the mesh and the rule that are best for a step."""
+    _simulate_gpus(asked.topology, asked.slices)
     step, arguments = _pair(
         _load_function(asked.function)(), asked.function, 'the step and the tuple of its arguments'
     )
@@ -118,6 +121,13 @@ def topologies(_: argparse.Namespace) -> None:
         print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
         print(f'       {"  ".join(sizes.split())}')
     print('\nThe chips of a slice are the product of its size; of several slices, times --slices.')
+    print(
+        '\nNodes of GPUs, as --topology NAME:NODESxGPUS or NAME:GPUS. Programs are compiled for CPU devices'
+    )
+    print('and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:\n')
+    for name, most in GPUS_OF_NODE.items():
+        print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
+        print(f'       {name}:{most}  {name}:4x{most}')
     print('Sources: scalax.plan.HARDWARE[name].sources')
 
 
@@ -135,12 +145,14 @@ def _helper(asked: argparse.Namespace, compiles: bool = True) -> MeshShardingHel
                 f'if it is another axis, give it there too: {name}={across[name]}'
             )
     sizes = {**{name: size for name, size in across.items() if name not in sizes}, **sizes}
+    num_slices = asked.slices or math.prod(across.values())
+    _simulate_gpus(asked.topology, num_slices)
     return MeshShardingHelper.from_topology(
         asked.topology,
         list(sizes.values()),
         list(sizes),
         True,  # splitting is allowed; whole axes of the torus are still preferred
-        num_slices=asked.slices or math.prod(across.values()),
+        num_slices=num_slices,
         dcn_axis_dims=[across.get(name, 1) for name in sizes] if across else None,
     )
 
@@ -158,12 +170,21 @@ def _helper_without_topology(
     if not compiles:
         return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     count = math.prod(sizes.values())
-    if count > _MOST_SIMULATED:
-        raise ArgumentError(
-            f'--mesh has {count:,} devices, and at most {_MOST_SIMULATED:,} are simulated: give --topology'
-        )
-    jax.config.update('jax_num_cpu_devices', count)
+    _simulate(count, f'--mesh has {count:,} devices')
     return MeshShardingHelper(list(sizes.values()), list(sizes))
+
+
+def _simulate_gpus(topology: str, num_slices: int) -> None:
+    """Makes the CPU devices that stand for GPUs, if a topology is of GPUs; before anything uses JAX."""
+    nodes = gpu_nodes(topology, num_slices)
+    if nodes is not None:
+        _simulate(nodes.size, f'--topology {topology} has {nodes.size:,} GPUs')
+
+
+def _simulate(count: int, what: str) -> None:
+    if count > _MOST_SIMULATED:
+        raise ArgumentError(f'{what}, and at most {_MOST_SIMULATED:,} devices are simulated')
+    jax.config.update('jax_num_cpu_devices', count)
 
 
 def _require_dcn(asked: argparse.Namespace) -> None:

@@ -301,6 +301,45 @@ def test_topologies(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 'v5e    a device: 15.8 GiB of usable HBM, 1.97e+14 flops/s (bfloat16)' in lines
     assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
+    assert 'mi300x a device: 178.8 GiB of usable HBM, 1.307e+15 flops/s (bfloat16)' in lines
+    assert (
+        'and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:'
+        in lines
+    )
+
+
+GPUS = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
+
+
+def test_plan_on_nodes_of_gpus(job):
+    done = run('plan', f'{job}:make_step', '--topology', 'h100:2x4', '--mesh', 'fsdp=-1,tp=2')
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[:2] == ['step on 8 cpu devices for h100 (fsdp=4, tp=2)', GPUS]
+    on = ('--topology', 'h100:4', '--mesh', 'tp=4', '--dcn', 'fsdp=2', '--json')
+    plan = Plan.load(run('plan', f'{job}:make_step', *on).stdout)
+    assert [place.slice for place in plan.places] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_search_and_find_on_nodes_of_gpus(job):
+    on = ('--topology', 'h100:2x4', '--sizes', 'tp=2')
+    done = run('search', f'{job}:make_step', '--axes', 'fsdp,tp', *on)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout.splitlines()[:2] == ['1 mesh on h100:2x4, 1 of them planned', GPUS]
+    done = run('find', f'{job}:make_one_device', '--batch', 1, *on)
+    assert done.returncode == 0 and GPUS in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('topology', 'said'),
+    [
+        ('h100:16', 'write several nodes, as in h100:2x8'),
+        ('h100:1000x8', '--topology h100:1000x8 has 8,000 GPUs, and at most 4,096 devices are simulated'),
+        ('a100:8', "did you mean 'h100:8'"),
+    ],
+)
+def test_topologies_of_gpus_that_are_none(job, capsys, topology, said):
+    done = here(capsys, 'plan', f'{job}:make_step', '--topology', topology, '--mesh', 'fsdp=-1,tp=1')
+    assert done.returncode == 2 and said in done.stderr
 
 
 @pytest.mark.parametrize('wrong', [('--slices', '2'), ('--dcn', 'fsdp=2')])

@@ -103,7 +103,8 @@ def test_a_topology_without_a_name(described, name):
     with pytest.raises(MeshError) as raised:
         MeshShardingHelper.from_topology(name, [-1], ['x'])
     assert str(raised.value) == (
-        f"a topology has a name, such as 'v5p:4x4x4', got {name!r}: `python -m scalax topologies` lists them"
+        f"a topology has a name, such as 'v5p:4x4x4' or 'h100:4x8', got {name!r}: `python -m scalax "
+        'topologies` lists them'
     )
 
 

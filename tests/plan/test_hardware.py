@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from scalax._mesh.gpu_nodes import GPUS_OF_NODE
 from scalax._plan.hardware import find_hardware
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
@@ -23,6 +24,8 @@ def test_every_number_has_a_source(entry):
         'device_kinds',
         'ring_needs_all',
     }
+    if entry.torus_axes == 0:
+        known |= {'direct_links'}
     assert set(entry.sources) == known
     assert all(entry.sources.values())
 
@@ -31,6 +34,7 @@ def test_every_number_has_a_source(entry):
 MISSING = {
     'v3': ['hbm_bytes', 'dcn_bytes_per_second', 'host_bytes_per_second'],
     'tpu7x': ['ring_multiple', 'host_bytes_per_second'],
+    **{name: ['ring_multiple'] for name in GPUS_OF_NODE},  # they are in no torus
 }
 
 
@@ -49,6 +53,29 @@ def test_bytes_between_slices(name, share):
     assert entry.dcn_bytes_per_second / entry.chips_per_host == share
 
 
+@pytest.mark.parametrize('name', GPUS_OF_NODE)
+def test_bytes_between_nodes(name):
+    """A card of 400 Gb/s for each GPU."""
+    entry = HARDWARE[name]
+    assert 8 * entry.dcn_bytes_per_second / entry.chips_per_host == 400e9
+
+
+@pytest.mark.parametrize(
+    ('name', 'reported'),
+    [
+        # `nvidia-smi` of one: https://github.com/modal-labs/modal-client/pull/2797
+        ('h100', 81_559 * 2**20),
+        # cudaGetDeviceProperties of one: https://github.com/pytorch/ao/pull/4002
+        ('b200', 178.35 * 2**30),
+        # Eight stacks of 24 GiB: https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html
+        ('mi300x', 192 * 2**30),
+    ],
+)
+def test_memory_of_data_sheets_is_less_than_drivers_report(name, reported):
+    """Data sheets have gigabytes of 1e9 bytes; what they leave is for drivers and libraries."""
+    assert 0.9 < HARDWARE[name].hbm_bytes / reported < 0.97
+
+
 @pytest.mark.parametrize(
     ('name', 'capacity'), [('v4', 32), ('v5p', 96), ('v5e', 16), ('v6e', 32), ('tpu7x', 192)]
 )
@@ -60,6 +87,7 @@ def test_usable_memory_is_nearly_that_of_the_chip(name, capacity):
 def test_names_and_kinds():
     assert find_hardware(None, 'TPU v5').name == 'v5p'
     assert find_hardware(None, 'TPU v5 lite').name == 'v5e'
+    assert find_hardware(None, 'NVIDIA H100 80GB HBM3').name == 'h100'
     assert find_hardware('v4', 'cpu').name == 'v4'
     mine = Hardware('mine')
     assert find_hardware(mine, 'cpu') is mine
@@ -77,10 +105,10 @@ def test_unknown_names():
         "hardware is a scalax.plan.Hardware or the name of one, got {'flops_per_second': 1000000000000000.0}"
     )
     with pytest.raises(PlanError) as error:
-        find_hardware(None, 'NVIDIA H200')
+        find_hardware(None, 'NVIDIA L4')
     assert str(error.value) == (
-        "the numbers of 'NVIDIA H200' devices are not known: give hardware=..., a scalax.plan.Hardware of "
-        "your own or one of 'v3', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x'"
+        "the numbers of 'NVIDIA L4' devices are not known: give hardware=..., a scalax.plan.Hardware of "
+        "your own or one of 'v3', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'h100', 'h200', 'b200', 'mi300x'"
     )
 
 
@@ -120,21 +148,38 @@ def test_entries_are_values():
     assert hash(changed) == hash(dataclasses.replace(HARDWARE['v5p'], ici_bytes_per_second=8e10))
 
 
-def test_the_table_of_the_documentation():
+OF_A_TORUS = {'ring_multiple', 'ring_needs_all'}
+
+
+@pytest.mark.parametrize(
+    ('first', 'kinds', 'fields'),
+    [
+        ('v3', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all'}),
+        ('h100', set(GPUS_OF_NODE), {*NUMBERS, 'direct_links'} - OF_A_TORUS),
+    ],
+    ids=['TPUs', 'GPUs'],
+)
+def test_the_tables_of_the_documentation(first, kinds, fields):
     lines = (ROOT / 'docs' / 'planning.md').read_text(encoding='utf-8').splitlines()
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')]
-    [names] = [row[1:-1] for row in rows if 'v5p' in row]
-    assert names == list(HARDWARE)
+    [names] = [row[1:-1] for row in rows if first in row[1:]]
+    assert names == [name for name in HARDWARE if name in kinds]
     shown = {
         row[0].split('`')[1]: row[1:-1]
         for row in rows
         if row[0].startswith('`') and len(row) == len(names) + 2
     }
-    assert set(shown) == {*NUMBERS, 'ring_needs_all'}
+    assert set(shown) == fields
     for field, cells in shown.items():
-        for entry, cell in zip(HARDWARE.values(), cells, strict=True):
-            value = getattr(entry, field)
+        for name, cell in zip(names, cells, strict=True):
+            value = getattr(HARDWARE[name], field)
             if field == 'hbm_bytes' and value is not None:
                 value = round(value / 2**30, 2)
-            known = None if cell == '-' else cell == 'True' if field == 'ring_needs_all' else float(cell)
-            assert known == value, (field, entry.name)
+            yes_or_no = field in ('ring_needs_all', 'direct_links')
+            known = None if cell == '-' else cell == 'True' if yes_or_no else float(cell)
+            assert known == value, (field, name)
+
+
+@pytest.mark.parametrize(('kind', 'most'), GPUS_OF_NODE.items())
+def test_nodes_of_topologies_are_those_of_the_hardware(kind, most):
+    assert (HARDWARE[kind].torus_axes, HARDWARE[kind].chips_per_host) == (0, most)

@@ -218,6 +218,9 @@ def test_the_batch():
     place = said.index('Rows of the batch are lost at:')
     assert said[place + 5 : place + 9] == ['model.py:9 route', 'sort', '256 B', 'f32[64]']
     assert 'model.py:3 up' in said[place:]
+    # Columns of numbers sort by these.
+    cells = [cell for cell in blocks_of(made).iter('td') if cell.get('class') == 'number']
+    assert all(cell.get('data-key') for cell in cells)
     assert 'Rows of the batch' not in words(dataclasses.replace(plan(), followed=None))
 
 
@@ -240,6 +243,8 @@ def test_a_page_leaves_out_nothing_that_text_says():
     made = dataclasses.replace(plan(), memory=memory, host_moves=HostMoves(2 * GIB, 0), collectives=rows)
     said = words(made)
     assert 'on the host: 1.0 GiB, 2.0 GiB are written there and 0 B read in one call' in said
+    tight = dataclasses.replace(memory, peak=15 * GIB, temporaries=12 * GIB)
+    assert 'With the gaps between arrays it takes 17.0 GiB.' in words(dataclasses.replace(made, memory=tight))
     assert '50.0% of the bytes have no origin in the program after partitioning' in said
 
 

@@ -103,6 +103,11 @@ def test_functions_stand_for_scopes():
     [step_] = top.inside.values()
     assert step_.name == 'step()/loss()' and [*step_.inside] == ['attention()']
     assert step_.sums.flops == plan.work.flops > step_.inside['attention()'].sums.flops > 0
+    lines = plan.to_text(100).splitlines()
+    table = next(place for place, line in enumerate(lines) if line.startswith('function'))
+    assert [line.split('  ')[0] or line.split()[0] for line in lines[table + 2 : table + 4]] == [
+        *('step()/loss()', 'attention()'),
+    ]
 
 
 def test_modules_of_flax():
