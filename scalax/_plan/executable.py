@@ -166,7 +166,7 @@ def load_executable(path: str | os.PathLike[str], helper: MeshOwner) -> Executab
             'What to do: plan and save it again for what is here, or load it where all of this is the same'
         )
     if hashlib.sha256(data).hexdigest() != head.sha256:
-        raise DataError(f'{name} is damaged: its digest is another one')
+        raise DataError(f'{name} is damaged: it does not hold what was written')
     devices = [*mesh.devices.flat]
     trees = _Unpickler(io.BytesIO(data[: head.tree_bytes]))
     try:
