@@ -20,21 +20,29 @@ from typing import Any
 
 from scalax._doctor import opening
 from scalax._doctor.finding import Finding
-from scalax.errors import plural
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 6
 _LONGEST = 300  # characters of a line
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
+_TOO_EARLY = (
+    'move that to where the program starts: something above it uses devices, such as jax.devices(), '
+    'jax.random.key(...) or an array in the body of a module that is imported'
+)
 # What JAX, XLA and the libraries of makers say, and what to do about it.
 _SAID = (
+    (
+        r'initialize\(\) must be called before any JAX',
+        'the processes cannot join: importing the file has used devices before',
+        _TOO_EARLY,
+    ),
     (
         r'already in use by (?:a )?process with pid (\d+)',
         'the TPU is in use by process {0}',
         'wait for it, or end it: ps -fp {0} shows what it is',
     ),
     (
-        r'libtpu\S* (?:is )?already in use|lockfile|TPU.{0,40}in use',
+        r'libtpu\S* (?:is )?already in use|TPU.{0,40}in use',
         'the TPU is in use by another process, or one that crashed has left a lock',
         'sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, remove /tmp/libtpu_lockfile',
     ),
@@ -64,11 +72,6 @@ _SAID = (
         'nvidia-smi names the processes that hold it: end them, or set XLA_PYTHON_CLIENT_MEM_FRACTION',
     ),
     (
-        r'(.*cannot be set at the same time as XLA_FLAGS.*)',
-        'the number of CPU devices is set twice: {0}',
-        'unset JAX_NUM_CPU_DEVICES, or take the flag out of XLA_FLAGS',
-    ),
-    (
         r"(.*Unable to initialize backend '\w+'.*|.*[Uu]nknown backend.*)",
         'a platform cannot be opened: {0}',
         'install its plugin, or take it out of JAX_PLATFORMS (empty: JAX takes the best that works)',
@@ -81,8 +84,8 @@ _SAID = (
 )
 _HANGS = {
     'joining the other processes': (
-        'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); the '
-        'port of the coordinator must be reachable from each'
+        'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
+        'the port of the coordinator must be reachable from each'
     ),
     'opening the devices': (
         'on a slice of several hosts, start it on all of them at the same time; else another process may '
@@ -201,9 +204,10 @@ def _findings(
         return
     if 'wrong' in values:
         yield Finding(values['wrong'], 'do not use this device: give the machine back, or have it repaired')
-    recognised = [*_recognised(text)]
-    yield from recognised
     stage = values.get('stage', 'starting Python')
+    only_cpu = all(platform == 'cpu' for platform, *_ in values.get('devices', ()))
+    recognised = [*_recognised(text)] if code != 0 or stage or only_cpu else []
+    yield from recognised
     own = bool(file) and stage.startswith('importing')
     if code is None:
         cure = _ENDLESS if own else _HANGS.get(stage, 'try again, with a longer --timeout')
@@ -226,10 +230,7 @@ def _raised(file: str, line: int, error: str) -> Finding:
         or 'must be called before any JAX' in error
         or 'before backends' in error
     ):
-        cure = (
-            'move that to where the program starts: something above it uses devices, such as jax.devices(), '
-            'jax.random.key(...) or an array in the body of a module that is imported'
-        )
+        cure = _TOO_EARLY
     return Finding(f'{file}:{line} raises {error[:_LONGEST]}', cure)
 
 
@@ -267,5 +268,5 @@ def _disagreements(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
 
 def _processes(indices: Sequence[int]) -> str:
     shown = ', '.join(map(str, indices[:4]))
-    more = f' and {plural(len(indices) - 4, "more")}' if len(indices) > 4 else ''
+    more = f' and {len(indices) - 4} more' if len(indices) > 4 else ''
     return f'process{"es" if len(indices) > 1 else ""} {shown}{more}'
