@@ -213,7 +213,7 @@ REPORTED = {
         'the TPU is in use by another process',
         'lsof',
     ),
-    "RuntimeError: Unable to initialize backend 'cuda': INVALID_ARGUMENT: Mismatched PJRT plugin PJRT API version": (
+    "RuntimeError: Unable to initialize backend 'cuda': Mismatched PJRT plugin PJRT API version": (
         'a plugin does not fit jaxlib: RuntimeError',
         'pip install',
     ),
