@@ -31,7 +31,7 @@ def main(descriptor: int, root: str, file: str, timeout: int, facts: dict[str, s
         facts: what all processes have to have in common: name -> text.
     """
     sys.path[:] = [each for each in sys.path if each != os.path.dirname(os.path.abspath(__file__))]
-    sys.path.append(root)
+    sys.path += [os.getcwd(), root]
     with os.fdopen(descriptor, 'w', buffering=1) as out:
 
         def say(**values: Any) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -241,7 +242,9 @@ def _load_function(named: str) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise ArgumentError(f'{file!r} is not a Python file')
-    # As under `python FILE.py`, files beside it can be imported.
+    # As under `python -m`, modules of this folder can be imported; as under `python FILE.py`, those beside it.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     sys.path.insert(0, str(path.parent))
     name_of_module = _name_of_module(path)
     spec = importlib.util.spec_from_file_location(name_of_module, path)
