@@ -242,7 +242,7 @@ def _load_function(named: str) -> Callable[..., Any]:
     path = Path(file).resolve()
     if not path.is_file():
         raise ArgumentError(f'{file!r} is not a Python file')
-    # As under `python -m`, modules of this folder can be imported; as under `python FILE.py`, those beside it.
+    # As under `python -m`, this folder can be imported from; so can that of the file, as when it is run.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     sys.path.insert(0, str(path.parent))

@@ -19,6 +19,7 @@ from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from scalax.testing import assert_no_recompile
 from tests.support import ROOT, tpu_compiler
+from tests.support.processes import run_checks
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 W, X = jax.ShapeDtypeStruct((16, 8), 'float32'), jax.ShapeDtypeStruct((32, 16), 'float32')
@@ -100,6 +101,12 @@ def test_the_command_line_saves_what_the_script_loads(tmp_path):
     run('-m', 'scalax', 'plan', f'{script}:make_step', '--mesh', 'fsdp=4,tp=2', '--save-executable', file)
     # Its classes are those of job.py there, and those of the running script here.
     assert run(script, 'load', file) == run(script, 'save', plan)
+
+
+def test_processes_load_what_one_of_them_has_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv('SCALAX_TEST_FOLDER', str(tmp_path))
+    outcome = run_checks('tests.support.executable_checks', processes=2, devices=4)
+    assert outcome.passed == {'check_a_saved_program'}, outcome
 
 
 @pytest.fixture(scope='module')
