@@ -23,6 +23,7 @@ from scalax._plan.torus import places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._tree.paths import dtype_on_devices, join, leaf_shape, leaf_text, optional_path, type_text
 from scalax._tree.specs import axis_sizes_text
+from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, DataError, PlacementError, PlanError, shown
 
 
@@ -69,20 +70,15 @@ class Executable:
         rows = self.plan.inputs.rows
         given, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         if tree != self.compiled.in_tree:
-            wanted = [row.path for row in rows]
-            return self._structure_error([self._path(path) for path, _ in given], wanted)
+            names = self._names()
+            return self._structure_error([_path(path, names) for path, _ in given])
         shardings = jax.tree.leaves(self.compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
         wrong, elsewhere = [], []
         for row, (_, leaf), sharding in zip(rows, given, shardings, strict=True):
-            own = getattr(leaf, 'sharding', None)
+            own = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
             if leaf_shape(leaf) != row.shape or str(dtype_on_devices(leaf)) != row.dtype:
                 wrong.append(f'{row.path}: {type_text(row.dtype, row.shape)}, given {leaf_text(leaf)}')
-            elif (
-                isinstance(own, Sharding)
-                and sharding is not None
-                and leaf.committed
-                and not own.is_equivalent_to(sharding, len(row.shape))
-            ):
+            elif own and sharding and not own.is_equivalent_to(sharding, len(row.shape)):
                 elsewhere.append(f'{row.path}: {_where(sharding)}, given {_where(own)}')
         if wrong:
             return ArgumentError(
@@ -96,28 +92,38 @@ class Executable:
             )
         return None
 
-    def _structure_error(self, given: Sequence[str], wanted: Sequence[str]) -> ArgumentError:
+    def _structure_error(self, given: Sequence[str]) -> ArgumentError:
+        wanted = dict.fromkeys(row.path for row in self.plan.inputs.rows)
+        own = {*given}
+        less = [f'{path}: not given' for path in wanted if path not in own]
         more = [f'{path}: given, and not an argument of the program' for path in given if path not in wanted]
-        less = [f'{path}: not given' for path in wanted if path not in given]
-        tree = self.compiled.in_tree
-        lines = less + more or [f'nodes of other types or static data: it takes {tree}']
+        lines = less + more or [f'nodes of other types or static data: it takes {self.compiled.in_tree}']
         return ArgumentError(
             f'{self.plan.name!r} was compiled for arguments of another structure:\n{shown(lines)}\n'
             'What to do: give the arguments that it was planned with; static ones are part of the program, '
             'and are left out'
         )
 
-    def _path(self, path: tuple[Any, ...]) -> str:
-        """The path of an argument as the rows of the plan name it."""
-        rows = jax.tree.unflatten(self.compiled.in_tree, self.plan.inputs.rows)
-        names = [jax.tree.leaves(each)[0].path.partition('/')[0] for each in rows[0] if jax.tree.leaves(each)]
-        (which, key, *rest) = path
-        position = getattr(key, 'idx', None)
-        if which.idx or position is None:
-            name = str(getattr(key, 'key', key))
-        else:
-            name = names[position] if position < len(names) else f'args[{position}]'
-        return join(name, optional_path(rest)) or name
+    def _names(self) -> list[str]:
+        """The names of the positional arguments, as the rows of the plan have them."""
+        positional, _ = jax.tree_util.treedef_children(self.compiled.in_tree)
+        arguments: Sequence[Any] = jax.tree_util.treedef_children(positional)
+        names, first = [], 0
+        for index, argument in enumerate(arguments):
+            row = self.plan.inputs.rows[first] if argument.num_leaves else None
+            names.append(row.path.partition('/')[0] if row else f'args[{index}]')
+            first += argument.num_leaves
+        return names
+
+
+def _path(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    """The path of a given argument, with the names of the positional ones."""
+    of_kwargs, argument, *below = path
+    if of_kwargs.idx:
+        name = str(argument.key)
+    else:
+        name = names[argument.idx] if argument.idx < len(names) else f'args[{argument.idx}]'
+    return join(name, optional_path(below)) or name
 
 
 def _where(sharding: Sharding) -> str:
@@ -172,14 +178,14 @@ def load_executable(path: str | os.PathLike[str], helper: MeshOwner) -> Executab
     try:
         in_tree, out_tree = trees.load()
         compiled = serialize_executable.deserialize_and_load(
-            data[head.tree_bytes :], in_tree, out_tree, devices[0].client, devices
+            data[head.tree_bytes :], in_tree, out_tree, devices[0].platform, devices
         )
     except (AttributeError, ImportError) as error:
         raise PlanError(
             f'{name} needs a class that is not here: {error}\n'
             'What to do: make the module that defines it importable, as where the program was saved'
         ) from error
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except Exception as error:  # pickle and plugins raise errors of many kinds
         raise PlanError(f'JAX cannot load the program in {name}: {error}') from error
     return Executable(plan, compiled)
 
@@ -216,7 +222,8 @@ def _differences(head: Head, plan: Plan, mesh: Mesh) -> Iterable[str]:
         return
     for there, device in zip(head.device_ids, devices, strict=True):
         if there != device.id:
-            yield f'order of devices: {list(head.device_ids)}, and here {[each.id for each in devices]}'
+            own_ids = [each.id for each in devices]
+            yield f'order of devices: {brief(list(head.device_ids))}, and here {brief(own_ids)}'
             break
     for number, (there, own) in enumerate(zip(plan.places, places_of(devices), strict=False)):
         if there != own:
