@@ -30,6 +30,8 @@ _OF_JAX = {
     'JAX_COMPILATION_CACHE_DIR',
     'JAX_TRACEBACK_FILTERING',
 }
+_PROXIES = ('http_proxy', 'https_proxy', 'grpc_proxy', 'all_proxy')
+_OF_SEVERAL = ('JAX_COORDINATOR_ADDRESS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_RANK', 'TPU_WORKER_ID')
 _LITTLE_DISK = 2**30  # bytes: the program of a large plan, as text
 _FILES = {'TPU': ('/dev/accel*', '/dev/vfio/[0-9]*'), 'NVIDIA': ('/dev/nvidia[0-9]*',), 'AMD': ('/dev/kfd',)}
 _PACKAGE_OF = {'TPU': 'libtpu', 'NVIDIA': 'cuda', 'AMD': 'rocm'}
@@ -97,6 +99,12 @@ def wrong_variables(
         yield Finding(
             f'JAX_PLATFORMS=cpu hides the {" and ".join(present)} devices of this machine',
             'unset JAX_PLATFORMS, unless that is meant',
+        )
+    proxies = [name for name in environ if name.lower() in _PROXIES]
+    if proxies and 'no_proxy' not in map(str.lower, environ) and any(name in environ for name in _OF_SEVERAL):
+        yield Finding(
+            f'{", ".join(proxies)} can keep processes from joining: gRPC takes it to the coordinator too',
+            'unset it, or name the hosts of the program in no_proxy',
         )
     folder = environ.get('JAX_COMPILATION_CACHE_DIR', '')
     if folder and '://' not in folder and not _can_write(Path(folder)):

@@ -283,6 +283,13 @@ def test_this_installation_fits():
         ({'JAX_PLATFORMS': 'cpu'}, (), []),
         ({'JAX_PLATFORMS': 'cpu'}, ('TPU',), ['JAX_PLATFORMS=cpu hides the TPU devices of this machine']),
         ({'JAX_PLATFORMS': 'tpu,cpu'}, ('TPU',), []),
+        ({'http_proxy': 'http://proxy'}, (), []),
+        ({'http_proxy': 'http://proxy', 'TPU_WORKER_ID': '0', 'NO_PROXY': '10.0.0.1'}, (), []),
+        (
+            {'HTTP_PROXY': 'http://proxy', 'TPU_WORKER_ID': '0'},
+            (),
+            ['HTTP_PROXY can keep processes from joining: gRPC takes it to the coordinator too'],
+        ),
         ({'JAX_COMPILATION_CACHE_DIR': 'gs://bucket/folder'}, (), []),
         (
             {'JAX_COMPILATION_CACHE_DIR': '/dev/null/cache'},
