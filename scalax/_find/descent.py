@@ -8,7 +8,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from scalax._find.layout import Axes, Layout, Placement, elsewhere, usual
+from scalax._find.layout import Layout, Placement, elsewhere, usual, without
+from scalax._find.problem import Problem
 from scalax._find.trial import OutOfTime, Trial, Trials
 
 # Costs within this part of one another are equal: then the one that was there first stays.
@@ -18,7 +19,7 @@ _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
 _NEAR = 1.1
 # Groups of less than this part of the bytes of all groups are tried whole together.
-_SMALL = 0.01
+_TOGETHER = 0.01
 
 
 @dataclasses.dataclass
@@ -27,23 +28,21 @@ class Search:
 
     Attributes:
         trials: what was tried, and tries more.
-        axes: the names of the mesh axes.
         meshes: their sizes, in the order in which they are tried.
-        shapes: those of the arrays of the batches.
-        batch_dim: their dimension with the rows.
-        experts: the classes of dimensions of experts.
+        batch_dim: the dimension of the arrays of the batches that has the rows.
         ends: when to stop, by `time.monotonic`.
         best: the best so far, which nothing that was tried is better than by more than nothing.
     """
 
     trials: Trials
-    axes: Axes
     meshes: Sequence[dict[str, int]]
-    shapes: Sequence[tuple[int, ...]]
     batch_dim: int
-    experts: frozenset[int]
     ends: float
     best: Trial | None = None
+
+    @property
+    def _problem(self) -> Problem:
+        return self.trials.problem
 
     def run(self) -> bool:
         """Searches until nothing gets better; returns False if there was no time for that."""
@@ -93,20 +92,20 @@ class Search:
         for batch in self._batches(sizes):
             classes = self._classes(sizes)
             if self._over_rows(batch):
-                layouts.append(self._layout(sizes, batch, self.experts.intersection(classes)))
+                layouts.append(self._layout(sizes, batch, self._problem.experts.intersection(classes)))
                 continue
             # The width of the model, which most groups have, comes last.
             orders = [classes[::-1], [*classes[1:], *classes[:1]]] if classes else [[]]
             for split in dict.fromkeys(frozenset(self._apart(order)) for order in orders):
                 layouts.append(self._layout(sizes, batch, split))
                 layouts.append(self._layout(sizes, batch, split, together=True))
-                if self.experts:
-                    layouts.append(self._layout(sizes, batch, split, self.experts))
+                if self._problem.experts:
+                    layouts.append(self._layout(sizes, batch, split, self._problem.experts))
         return self._best_of(layouts) if layouts else None
 
     def _class_by_class(self, best: Trial) -> Trial:
         """Splits one class more, or one less, over the other axis, until that does not pay."""
-        groups, axes = self.trials.problem.groups, self.axes
+        groups, axes = self._problem.groups, self._problem.axes
         classes = [] if self._over_rows(best.layout.batch) else self._classes(best.layout.sizes)
         while classes:
             sizes, placed = best.layout.sizes, best.layout.groups
@@ -129,7 +128,7 @@ class Search:
 
     def _group_by_group(self, best: Trial) -> Trial:
         """Moves groups of one shape together, and then one group at a time, until no move pays."""
-        groups = self.trials.problem.groups
+        groups = self._problem.groups
         best = self._best_of([self._small_whole(best.layout)], best)
         alike: dict[Any, list[int]] = collections.defaultdict(list)
         for number, group in enumerate(groups):
@@ -146,9 +145,9 @@ class Search:
     def _moved(self, best: Trial, numbers: Sequence[int]) -> Trial:
         """The best of moves of some groups from one place to another."""
         layout, first = best.layout, numbers[0]
-        group, here = self.trials.problem.groups[first], best.layout.groups[first]
+        group, here = self._problem.groups[first], best.layout.groups[first]
         moves = []
-        for place in elsewhere(group, here, self.axes, layout.sizes):
+        for place in elsewhere(group, here, self._problem.axes, layout.sizes):
             moved = layout
             for number in numbers:
                 moved = moved.with_group(number, place)
@@ -157,14 +156,11 @@ class Search:
 
     def _small_whole(self, layout: Layout) -> Layout:
         """The same with small groups whole along the axis of the batch: to gather them takes time, too."""
-        groups = self.trials.problem.groups
+        groups = self._problem.groups
         every = sum(group.bytes for group in groups)
         for i, group in enumerate(groups):
-            if group.bytes < _SMALL * every:
-                place = tuple(
-                    tuple(axis for axis in each if axis != self.axes.batch) for each in layout.groups[i]
-                )
-                layout = layout.with_group(i, place)
+            if group.bytes < _TOGETHER * every:
+                layout = layout.with_group(i, without(layout.groups[i], [self._problem.axes.batch]))
         return layout
 
     def _layout(
@@ -176,38 +172,39 @@ class Search:
         *,
         together: bool = False,
     ) -> Layout:
-        groups = self.trials.problem.groups
-        placed = tuple(usual(group, self.axes, sizes, split, experts, together=together) for group in groups)
+        groups = self._problem.groups
+        placed = tuple(
+            usual(group, self._problem.axes, sizes, split, experts, together=together) for group in groups
+        )
         return Layout(tuple(sizes.items()), batch, placed)
 
     def _over_rows(self, batch: Placement) -> bool:
         """Whether the other axis shards the batch."""
-        return any(self.axes.other in axes for axes in batch)
+        return any(self._problem.axes.other in axes for axes in batch)
 
     def _batches(self, sizes: dict[str, int]) -> Iterator[Placement]:
         """Where the rows may be: over the axes of the batch, over all; or with the next dimension split."""
-        rows = tuple(axis for axis in self.axes.rows if sizes[axis] > 1)
+        rows = tuple(axis for axis in self._problem.axes.rows if sizes[axis] > 1)
         before: Placement = ((),) * self.batch_dim
-        other = sizes.get(self.axes.other, 1)
+        other = sizes.get(self._problem.axes.other, 1)
         if self._divide(self.batch_dim, math.prod(sizes[axis] for axis in rows)):
             yield (*before, rows)
             if other > 1 and self._divide(self.batch_dim + 1, other):
-                yield (*before, rows, (self.axes.other,))
-        if other > 1 and self.experts and self._divide(self.batch_dim, math.prod(sizes.values())):
-            yield (*before, (*rows, self.axes.other))
+                yield (*before, rows, (self._problem.axes.other,))
+        if other > 1 and self._problem.experts and self._divide(self.batch_dim, math.prod(sizes.values())):
+            yield (*before, (*rows, self._problem.axes.other))
 
     def _divide(self, dim: int, parts: int) -> bool:
-        """Whether that dimension of all arrays of the batch divides; some array has to have it."""
-        sizes = [shape[dim] for shape in self.shapes if len(shape) > dim]
-        return bool(sizes) and all(size % parts == 0 for size in sizes)
+        """Whether that dimension of some array of the batch divides; the others are whole."""
+        return any(shape[dim] % parts == 0 for shape in self._problem.batch_shapes if len(shape) > dim)
 
     def _classes(self, sizes: dict[str, int]) -> list[int]:
         """The classes of dimensions that divide, the ones in most bytes first."""
         counts: dict[int, int] = collections.Counter()
-        width = sizes.get(self.axes.other, 1)
+        width = sizes.get(self._problem.axes.other, 1)
         if width == 1:
             return []
-        for group in self.trials.problem.groups:
+        for group in self._problem.groups:
             for number, size in zip(group.classes, group.shape, strict=True):
                 if number is not None and size % width == 0:
                     counts[number] += group.bytes
@@ -217,7 +214,7 @@ class Search:
         """Classes of which no group has two; the first ones come first."""
         chosen: set[int] = set()
         for number in classes:
-            others = [group.classes for group in self.trials.problem.groups if number in group.classes]
+            others = [group.classes for group in self._problem.groups if number in group.classes]
             if not any(chosen.intersection(each) for each in others):
                 chosen.add(number)
         return chosen

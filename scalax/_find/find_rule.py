@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,17 +17,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.descent import Search
-from scalax._find.dimensions import Dimensions, dimensions
 from scalax._find.found import Found, make_found
-from scalax._find.groups import make_groups
 from scalax._find.layout import Axes
-from scalax._find.step import Key, Step, leaves_of, make_step
-from scalax._find.trial import Problem, Trial, Trials
+from scalax._find.problem import make_problem
+from scalax._find.step import make_step
+from scalax._find.trial import Trial, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of
 from scalax._report.tables import human_bytes, milliseconds
-from scalax._tree.specs import axis_sizes_text, spec_axes
-from scalax._version import __version__
+from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError, checked_flag, did_you_mean
 from scalax.rules import TreePathShardingRule
 
@@ -119,47 +115,17 @@ def find(
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
-    leaves = leaves_of(steps)
-    fixed = _fixed(keep, leaves, names)
-    keys = list(leaves)
-    known = joined(steps, keys)
-    groups = make_groups(list(leaves.values()), known, [keys.index(key) for key in fixed])
-    if not groups:
-        raise ArgumentError(
-            f'{steps[0].name} has nothing to find a rule for: its arguments are batches'
-            + (', scalars or what keep has placed' if fixed else ' or scalars')
-        )
     axes = Axes(*names)
-    rows = frozenset(axes.rows) if optimizer_state == 'zero1' else frozenset[str]()
-    problem = Problem(
-        tuple(steps),
-        leaves,
-        tuple(groups),
-        fixed,
-        devices,
-        num_slices,
-        names[0] if num_slices > 1 else '',
-        rows,
-    )
+    problem = make_problem(steps, devices, axes, num_slices, keep, optimizer_state == 'zero1')
     hardware = hardware_of(devices[0].device_kind)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
-    meshes = [*_meshes(len(devices), num_slices, axes, sizes or {})]
-    identity = _identity(problem, usable)
+    meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes or {})]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         note = stack.enter_context(_progress(show_progress))
-        trials = stack.enter_context(
-            Trials(problem, usable, None if file is None else Path(file), identity, note)
-        )
-        experts = frozenset(
-            number
-            for group in groups
-            for dim, number in enumerate(group.classes)
-            if number is not None and any((i, dim) in known.experts for i in group.leaves)
-        )
-        shapes = [shape for each in steps for shape in each.batch_shapes]
-        search = Search(trials, axes, meshes, shapes, batch_dim, experts, started + budget_s)
+        trials = stack.enter_context(Trials(problem, usable, None if file is None else Path(file), note))
+        search = Search(trials, meshes, batch_dim, started + budget_s)
         ended: Literal['', 'time', 'stopped'] = ''
         try:
             ended = '' if search.run() else 'time'
@@ -171,7 +137,7 @@ def find(
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
-            f'{", ".join(map(str, dict.fromkeys(shapes)))}'
+            f'{", ".join(map(str, dict.fromkeys(problem.batch_shapes)))}'
         )
     if best.lost:
         raise PlanError(f'no layout of {steps[0].name} could be compiled: {best.lost}')
@@ -229,49 +195,7 @@ def _further(each: Any) -> tuple[Any, Any, Any]:
     return function, arguments, batch_argnums
 
 
-def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key, PartitionSpec]:
-    """The leaves that the user has placed."""
-    rule = keep if isinstance(keep, TreePathShardingRule) else TreePathShardingRule(*(keep or ()))
-    fixed: dict[Key, PartitionSpec] = {}
-    for pattern, spec in rule.rules:
-        if not isinstance(spec, PartitionSpec):
-            raise ArgumentError(f'keep takes pairs of a regex and a PartitionSpec, got {spec!r}')
-        before = len(fixed)
-        for key in leaves:
-            if key not in fixed and math.prod(key[1]) > 1 and re.search(pattern, key[0]):
-                fixed[key] = spec
-        if len(fixed) == before:
-            raise ArgumentError(
-                f'keep has {pattern!r}, which is found in no path that no pair before it matches'
-            )
-    names = [name for name in names if name]
-    unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
-    if unknown:
-        raise ArgumentError(f'keep names the mesh axis {unknown[0]!r} ({did_you_mean(unknown[0], names)})')
-    return fixed
-
-
-def joined(steps: Sequence[Step], keys: Sequence[Key]) -> Dimensions:
-    """What all steps do with the dimensions of their leaves; the first that has a leaf decides about it."""
-    numbers = {key: i for i, key in enumerate(keys)}
-    classes: dict[tuple[int, int], int] = {}
-    ranks = {i: len(key[1]) for i, key in enumerate(keys)}
-    stacked, multiplied, experts = set(), set(), set()
-    for step in steps:
-        own = {i: numbers[leaf.path, leaf.shape] for i, leaf in enumerate(step.leaves) if leaf is not None}
-        found = dimensions(step.jaxpr, own)
-        first = len(set(classes.values())) + len(classes)
-        seen = {place[0] for place in classes}
-        for (i, dim), number in found.classes.items():
-            if own[i] not in seen:
-                classes.setdefault((own[i], dim), first + number)
-        stacked |= {(own[i], dim) for i, dim in found.stacked}
-        experts |= {(own[i], dim) for i, dim in found.experts}
-        multiplied |= {own[i] for i in found.multiplied}
-    return Dimensions(classes, frozenset(stacked), frozenset(multiplied), frozenset(experts), ranks)
-
-
-def _meshes(
+def _mesh_sizes(
     devices: int, slices: int, axes: Axes, sizes: Mapping[str, int | Collection[int]]
 ) -> Iterator[dict[str, int]]:
     """The sizes of the mesh axes, the smallest second axis first."""
@@ -296,23 +220,6 @@ def _meshes(
             yield {axes.slices: slices, **kept} if slices > 1 else kept
     if not found:
         raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {dict(sizes)}')
-
-
-def _identity(problem: Problem, limit: int | None) -> str:
-    """What a search has in common with one whose trials it can use."""
-    parts = [
-        __version__,
-        jax.__version__,
-        *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in problem.steps),
-        *(str(key) for key in problem.leaves),
-        *(group.name for group in problem.groups),
-        f'{dict(problem.fixed)} {len(problem.devices)} {problem.devices[0].device_kind}',
-        f'{[getattr(device, "coords", None) for device in problem.devices]}',
-        f'{problem.slices} {sorted(problem.zero1)} {limit}',
-    ]
-    # Addresses of functions differ from process to process.
-    text = re.sub('0x[0-9a-f]+', '', '\n'.join(parts))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.descent import EQUAL
-from scalax._find.layout import Layout, spec_of
-from scalax._find.readable import readable_rule, to_code
-from scalax._find.trial import Trial, Trials
+from scalax._find.layout import spec_of
+from scalax._find.readable import readable_rule
+from scalax._find.source import program_code, rule_code, spec_code
+from scalax._find.trial import Trial, Trials, attempt
 from scalax._plan.plan import Plan
 from scalax._report import saved
 from scalax._report.pages import escape, paragraphs, still_page
 from scalax._report.pages import table as html_table
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
-from scalax._tree.paths import leaf_shape
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
@@ -138,7 +137,7 @@ class Found:
         width = terminal_width(width)
         parts = [
             '\n'.join(wrapped(self._head, width)),
-            to_code(self.rule),
+            rule_code(self.rule),
             f'{_SAVED}:',
             '\n'.join(table([_GROUPS, *self._group_cells()], width, 0, 3)),
             f'{_TRIED}:',
@@ -149,7 +148,7 @@ class Found:
     def _repr_html_(self) -> str:
         parts = [
             paragraphs(self._head),
-            f'<pre>{"<br/>".join(map(escape, to_code(self.rule).splitlines()))}</pre>',
+            f'<pre>{"<br/>".join(map(escape, rule_code(self.rule).splitlines()))}</pre>',
             f'<h2>{_SAVED}</h2>',
             html_table(_GROUPS, self._group_cells(), right=[3, 4]),
             f'<h2>{_TRIED}</h2>',
@@ -181,7 +180,7 @@ class Found:
         fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
         peak = human_bytes(self.memory)
         lines = [
-            f'{axis_sizes_text(self.mesh)} on {where}, batch {_spec_code(self.batch)}: {fits} '
+            f'{axis_sizes_text(self.mesh)} on {where}, batch {spec_code(self.batch)}: {fits} '
             f'({peak} a device), {milliseconds(self.bound)} if all overlaps, '
             f'{milliseconds(self.estimate)} if nothing does',
         ]
@@ -206,7 +205,7 @@ class Found:
         rows: list[tuple[str, ...]] = []
         for group in self.groups:
             if group.next_spec is None:
-                rows.append((group.name, _spec_code(group.spec), '', '', '', ''))
+                rows.append((group.name, spec_code(group.spec), '', '', '', ''))
                 continue
             near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
             seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
@@ -216,8 +215,8 @@ class Found:
             rows.append(
                 (
                     group.name,
-                    _spec_code(group.spec),
-                    _spec_code(group.next_spec),
+                    spec_code(group.spec),
+                    spec_code(group.next_spec),
                     seconds,
                     _more(group.memory),
                     moved,
@@ -229,7 +228,7 @@ class Found:
         return [
             (
                 axis_sizes_text(row.mesh),
-                _spec_code(row.batch),
+                spec_code(row.batch),
                 *('' if each is None else milliseconds(each) for each in (row.mean, row.bound, row.estimate)),
                 human_bytes(row.memory),
                 row.lost or 'best',
@@ -248,7 +247,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
     plans = [problem.plan(best.layout, step) for step in problem.steps]
     plan = plans[0]
     if not best.compiled:
-        best = problem.attempt(best.layout, None)
+        best = attempt(problem, best.layout, None)
     specs = problem.specs(best.layout)
     # Arrays of one element are replicated by any rule, and may have the path of another leaf.
     rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items() if math.prod(key[1]) > 1})
@@ -261,7 +260,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         batch=batch,
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
-        meshes=_meshes(trials, best),
+        meshes=_best_of_each_mesh(trials, best),
         fits=None if limit is None else best.memory <= limit,
         lower_bound=lower,
         bound=best.bound,
@@ -271,7 +270,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         seconds=seconds,
         ended=ended,
         topology=topology,
-        _code=_code(trials, best.layout, topology, rule, batch),
+        _code=program_code(problem, best.layout, topology, rule),
     )
 
 
@@ -299,7 +298,7 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
     )
 
 
-def _meshes(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
+def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
     """The best trial of each mesh and placement of the batch."""
     found: dict[Any, Trial] = {}
     for layout, trial in trials.known.items():
@@ -331,63 +330,3 @@ def _why(trial: Trial, best: Trial) -> str:
         return f'does not fit: {human_bytes(trial.memory)}, and {human_bytes(trial.limit)} may be used'
     part = trial.seconds / best.seconds - 1
     return f'{part:.1%} slower' if part >= EQUAL else 'nearly equal'
-
-
-def _code(
-    trials: Trials, layout: Layout, topology: str | None, rule: TreePathShardingRule, batch: PartitionSpec
-) -> str:
-    """The program that uses what was found."""
-    problem, step = trials.problem, trials.problem.steps[0]
-    dims, names = [*layout.sizes.values()], [*layout.sizes]
-    slices = ''
-    if problem.slices > 1:
-        dcn = [problem.slices if name == problem.axis_of_slices else 1 for name in names]
-        slices = f', num_slices={problem.slices}, dcn_axis_dims={dcn}'
-    if topology is None:
-        helper = f'MeshShardingHelper({dims}, {names}, mesh_axis_splitting=True)'
-    else:
-        helper = (
-            'MeshShardingHelper.from_topology(\n'
-            f'    {topology!r}, {dims}, {names}, mesh_axis_splitting=True{slices}\n)'
-        )
-    of_batch = problem.of_batch(layout)
-    given = [
-        _batch_code(argument, batch, of_batch) if i in step.batch else 'rule'
-        for i, argument in enumerate(step.args)
-    ]
-    returned = ['None' if like is None else given[like] for like in step.like]
-    if step.one_result:
-        results = returned[0]
-    elif isinstance(step.out, dict):
-        pairs = zip(step.out, returned, strict=True)
-        results = '{' + ', '.join(f'{name!r}: {each}' for name, each in pairs) + '}'
-    else:
-        kind = type(step.out).__name__ if hasattr(step.out, '_fields') else ''
-        results = f'{kind}({", ".join(returned)}{"," * (len(returned) == 1)})'
-    name = step.name if step.name.isidentifier() else 'your_step'
-    imports, _, rest = to_code(rule).partition('\n\n')
-    own = ['from scalax.sharding import MeshShardingHelper', 'from scalax.sharding import PartitionSpec as P']
-    lines = sorted({*own, *imports.splitlines()}, key=lambda line: (line.startswith('from'), line))
-    return (
-        '\n'.join(lines) + f'\n\n{rest}\n'
-        f'helper = {helper}\n'
-        f'batch = {_spec_code(batch)}\n'
-        'step = helper.sjit(\n'
-        f'    {name},\n'
-        f'    in_shardings=({", ".join(given)}{"," * (len(given) == 1)}),\n'
-        f'    out_shardings={results},\n'
-        f'    donate_argnums={tuple(sorted(step.donated))},\n'
-        f'    batch_argnums={tuple(sorted(step.batch)) if any(layout.batch) else ()},\n'
-        ')\n'
-    )
-
-
-def _batch_code(argument: Any, batch: PartitionSpec, of_batch: Callable[[tuple[int, ...]], Any]) -> str:
-    """The specs of a batch: one for all arrays, or a tree if some have fewer dimensions."""
-    specs = jax.tree.map(lambda leaf: of_batch(leaf_shape(leaf) or ()), argument)
-    each = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    return 'batch' if all(spec == batch for spec in each) else repr(specs)
-
-
-def _spec_code(spec: PartitionSpec) -> str:
-    return f'P({", ".join(map(repr, spec))})'

@@ -13,7 +13,7 @@ from scalax._util.folding import fold
 
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
 # multiplied with, sooner.
-_SMALL, _SMALL_SCALE = 1e-4, 1e-2
+_REPLICATED, _REPLICATED_SCALE = 1e-4, 1e-2
 # With more groups than this, those whose last keys and ranks agree are one: a search tries each by itself.
 _MOST_GROUPS = 24
 
@@ -78,7 +78,10 @@ def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] 
         return sum(leaves[i].bytes for owner in owners for i in members[owner])
 
     folds = _folded(list(members), leaves, found)
-    least = {name: _SMALL if found.multiplied & {*owners} else _SMALL_SCALE for name, owners in folds.items()}
+    least = {
+        name: _REPLICATED if found.multiplied & {*owners} else _REPLICATED_SCALE
+        for name, owners in folds.items()
+    }
     folds = {name: owners for name, owners in folds.items() if size(owners) >= least[name] * every}
     folds = _fewer(folds, leaves)
     parent = _united(folds.values(), found)

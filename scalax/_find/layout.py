@@ -69,6 +69,11 @@ def fitted(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int])
     return tuple(found)
 
 
+def without(placement: Placement, axes: Collection[str]) -> Placement:
+    """The same without some mesh axes."""
+    return tuple(tuple(axis for axis in each if axis not in axes) for each in placement)
+
+
 def spec_of(placement: Placement) -> PartitionSpec:
     """The placement as a PartitionSpec, without empty entries at its end."""
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in placement]

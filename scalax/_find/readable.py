@@ -15,11 +15,10 @@ import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax import rules
 from scalax._find.key_runs import (
     Alternative,
     Mark,
@@ -36,14 +35,13 @@ from scalax._find.key_runs import (
     runs_of,
 )
 from scalax._tree import specs as spec_forms
-from scalax.rules import ShardingRule, TreePathShardingRule
+from scalax.rules import TreePathShardingRule
 
 REPLICATED = PartitionSpec()
 
 
 def readable_rule(
     leaves: Mapping[str, tuple[tuple[int, ...], PartitionSpec]],
-    front: Sequence[tuple[str | re.Pattern[str], Any]] = (),
 ) -> TreePathShardingRule:
     """The short `TreePathShardingRule` that gives every leaf its spec.
 
@@ -52,7 +50,6 @@ def readable_rule(
 
     Args:
         leaves: leaf path -> (shape, spec), in the order in which the rows should read.
-        front: pairs that come first. They decide about the leaves that their regexes match.
 
     Example:
         >>> P = PartitionSpec
@@ -69,65 +66,10 @@ def readable_rule(
     asked = {
         path: spec_forms.canonical(spec)
         for path, (shape, spec) in leaves.items()
-        if any(size != 1 for size in shape) and not any(re.search(regex, path) for regex, _ in front)
+        if any(size != 1 for size in shape)
     }
-    rows = _Table(asked).rows() if asked else [] if front else [('.*', REPLICATED)]
-    return TreePathShardingRule(*front, *_exact_rows(asked, rows), *rows)
-
-
-def to_code(rule: TreePathShardingRule, name: str = 'rule') -> str:
-    r"""Python source that makes *rule* again, one pair a line, in the style of ruff and black.
-
-    Example:
-        >>> print(to_code(TreePathShardingRule((r'layers/\d+/w', PartitionSpec('x')))))
-        from scalax.sharding import PartitionSpec as P
-        from scalax.sharding import TreePathShardingRule
-        <BLANKLINE>
-        rule = TreePathShardingRule(
-            (r'layers/\d+/w', P('x')),
-        )
-        <BLANKLINE>
-    """
-    lines = []
-    for regex, value in rule.rules:
-        pair = _regex_code(regex), _value_code(value)
-        line = f'    ({pair[0]}, {pair[1]}),'
-        if len(line) > _WIDTH:
-            line = f'    (\n        {pair[0]},\n        {pair[1]},\n    ),'
-        lines.append(line)
-    if not rule.strict:
-        lines.append('    strict=False,')
-    if rule.on_indivisible != 'error':
-        lines.append(f'    on_indivisible={rule.on_indivisible!r},')
-    names = ', '.join(sorted(_rule_names(rule).intersection(rules.__all__)))
-    imports = [f'from scalax.sharding import {names}']
-    if 'P(' in ''.join(lines):
-        imports = sorted([*imports, 'from scalax.sharding import PartitionSpec as P'])
-    if any(isinstance(regex, re.Pattern) for regex, _ in rule.rules):
-        imports = ['import re', '', *imports]
-    return '\n'.join([*imports, '', f'{name} = TreePathShardingRule(', *lines, ')', ''])
-
-
-_WIDTH = 88  # of black, and of ruff unless told otherwise
-
-
-def _regex_code(regex: str | re.Pattern[str]) -> str:
-    if isinstance(regex, re.Pattern):
-        flags = re.RegexFlag(regex.flags & ~re.UNICODE)
-        return f're.compile({_regex_code(regex.pattern)}{f", {flags!r}" if flags else ""})'
-    raw = '\\' in regex and regex.isprintable() and "'" not in regex and not regex.endswith('\\')
-    return f"r'{regex}'" if raw else repr(regex)
-
-
-def _value_code(value: Any) -> str:
-    if not isinstance(value, PartitionSpec):
-        return repr(value)
-    text = re.sub(r'(?<=[(, ])UNCONSTRAINED\b', 'P.UNCONSTRAINED', spec_forms.text(value))
-    return f'{text.removesuffix(",)")})' if text.endswith(',)') else text
-
-
-def _rule_names(rule: ShardingRule) -> set[str]:
-    return {type(rule).__name__}.union(*map(_rule_names, rule.parts))
+    rows = _Table(asked).rows() if asked else [('.*', REPLICATED)]
+    return TreePathShardingRule(*_exact_rows(asked, rows), *rows)
 
 
 def _exact_rows(

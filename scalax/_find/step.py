@@ -56,7 +56,11 @@ class Step:
     @property
     def batch_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the arrays of its batches."""
-        return [leaf_shape(leaf) or () for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
+        return [shape for i in self.batch for shape in self.shapes_of(i)]
+
+    def shapes_of(self, number: int) -> list[tuple[int, ...]]:
+        """The shapes of the arrays of an argument."""
+        return [leaf_shape(leaf) or () for leaf in jax.tree.leaves(self.args[number])]
 
     def shardings(
         self, of_leaf: Callable[[Leaf], Any], of_batch: Callable[[tuple[int, ...]], Any]

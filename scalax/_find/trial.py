@@ -8,23 +8,16 @@ import json
 import math
 import os
 import time
-import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
-from scalax._find.groups import Group, Leaf
-from scalax._find.layout import Layout, Placement, fitted, spec_of
-from scalax._find.step import Key, Step
-from scalax._helper import MeshShardingHelper
-from scalax._plan.make import make_plan
+from scalax._find.layout import Layout, Placement
+from scalax._find.problem import Problem
 from scalax._plan.plan import Plan
 from scalax._trace.threads import ThreadState
-from scalax._tree.specs import entries, entry_axes, spec_axes
-from scalax.errors import IndivisibleWarning, ScalaxError
+from scalax.errors import ScalaxError
 
 # For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with links of 100 GB/s.
 _FLOPS, _LINK = 4e14, 1e11
@@ -77,96 +70,24 @@ class Trial:
         return (_TOO_LARGE if self.compiled else _NOT_COMPILED) * self.memory / self.limit
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Problem:
-    """What is searched for.
-
-    Attributes:
-        steps: the steps, the first one being that whose plan is shown.
-        leaves: the leaves of their arguments.
-        groups: those of them that are searched.
-        fixed: the placements of others that the user has said.
-        devices: the devices.
-        slices: how many slices these are.
-        axis_of_slices: the mesh axis from slice to slice; empty for one slice.
-        zero1: mesh axes that do not shard parameters, but the states of their optimizer.
-    """
-
-    steps: tuple[Step, ...]
-    leaves: Mapping[Key, Leaf]
-    groups: tuple[Group, ...]
-    fixed: Mapping[Key, Any]
-    devices: Sequence[Any]
-    slices: int
-    axis_of_slices: str
-    zero1: frozenset[str] = frozenset()
-
-    def specs(self, layout: Layout) -> dict[Key, Any]:
-        """The spec of each leaf."""
-        keys, found = list(self.leaves), dict(self.fixed)
-        for group, placement in zip(self.groups, layout.groups, strict=True):
-            for i in group.leaves:
-                own = _without(placement, self.zero1) if i in group.parameters else placement
-                found[keys[i]] = spec_of(fitted(own, keys[i][1], layout.sizes))
-        return {key: _over(found.get(key, spec_of(())), layout.sizes) for key in keys}
-
-    def helper(self, layout: Layout) -> MeshShardingHelper:
-        """The helper of the mesh of a layout."""
-        sizes = layout.sizes
-        dcn = None
-        if self.slices > 1:
-            dcn = [self.slices if name == self.axis_of_slices else 1 for name in sizes]
-        return MeshShardingHelper(
-            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
-        )
-
-    def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], Any]:
-        """Gives the spec of an array of a batch, from its shape."""
-        return lambda shape: spec_of(fitted(layout.batch, shape, layout.sizes))
-
-    def plan(self, layout: Layout, step: Step, *, quick: bool = True) -> Plan:
-        """The plan of a step."""
-        helper, specs = self.helper(layout), self.specs(layout)
-        given, returned = step.shardings(lambda leaf: specs[leaf.path, leaf.shape], self.of_batch(layout))
-        function = helper.sjit(
-            step.function,
-            in_shardings=given,
-            out_shardings=returned,
-            donate_argnums=tuple(step.donated),
-            batch_argnums=tuple(step.batch) if any(layout.batch) else (),
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter('error', IndivisibleWarning)
-            return make_plan(helper, function, step.args, {}, quick=quick)
-
-    def stored(self, layout: Layout) -> int:
-        """The bytes of the leaves on each device, those of the step that has most."""
-        sizes, specs = layout.sizes, self.specs(layout)
-
-        def size(leaf: Leaf) -> int:
-            axes = spec_axes(specs[leaf.path, leaf.shape])
-            return leaf.bytes // math.prod(sizes[axis] for axis in axes)
-
-        return max(sum(map(size, filter(None, step.leaves))) for step in self.steps)
-
-    def attempt(self, layout: Layout, limit: int | None) -> Trial:
-        """Compiles the steps; errors of the compiler are the outcome of the trial."""
-        if limit is not None and self.stored(layout) > limit:
-            return Trial(layout, memory=self.stored(layout), limit=limit, lost='', compiled=False)
-        bound = estimate = 0.0
-        memory, moved = 0, dict[str, int]()
-        for step in self.steps:
-            try:
-                plan = self.plan(layout, step)
-            except Exception as error:  # of the compiler, or of the user's function on this mesh
-                return Trial(layout, limit=limit, lost=_short(error))
-            seconds = seconds_of(plan)
-            bound, estimate = bound + seconds[0], estimate + seconds[1]
-            memory = max(memory, plan.memory.total)
-            for axes, kinds in plan.totals.items():
-                name = '+'.join(axes)
-                moved[name] = moved.get(name, 0) + sum(kinds.values())
-        return Trial(layout, bound, estimate, memory, limit, moved)
+def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
+    """Compiles the steps; errors of the compiler are the outcome of the trial."""
+    if limit is not None and problem.stored(layout) > limit:
+        return Trial(layout, memory=problem.stored(layout), limit=limit, lost='', compiled=False)
+    bound = estimate = 0.0
+    memory, moved = 0, dict[str, int]()
+    for step in problem.steps:
+        try:
+            plan = problem.plan(layout, step)
+        except Exception as error:  # of the compiler, or of the user's function on this mesh
+            return Trial(layout, limit=limit, lost=_short(error))
+        seconds = seconds_of(plan)
+        bound, estimate = bound + seconds[0], estimate + seconds[1]
+        memory = max(memory, plan.memory.total)
+        for axes, kinds in plan.totals.items():
+            name = '+'.join(axes)
+            moved[name] = moved.get(name, 0) + sum(kinds.values())
+    return Trial(layout, bound, estimate, memory, limit, moved)
 
 
 def seconds_of(plan: Plan) -> tuple[float, float]:
@@ -176,16 +97,6 @@ def seconds_of(plan: Plan) -> tuple[float, float]:
         return roofline.step_seconds
     parts = [plan.work.flops / _FLOPS, sum(row.count * row.bytes for row in plan.collectives) / _LINK]
     return max(parts), sum(parts)
-
-
-def _over(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
-    """A spec without mesh axes that a mesh does not have."""
-    kept = [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in entries(spec)]
-    return spec_of(tuple(kept))
-
-
-def _without(placement: Placement, axes: frozenset[str]) -> Placement:
-    return tuple(tuple(axis for axis in each if axis not in axes) for each in placement)
 
 
 def _short(error: Exception) -> str:
@@ -204,7 +115,6 @@ class Trials:
         problem: what is searched for.
         limit: the bytes of memory that a device may use.
         file: where the trials are written, a line for each.
-        identity: what a search has to have in common with those in the file.
         note: called with each new trial.
     """
 
@@ -213,11 +123,11 @@ class Trials:
         problem: Problem,
         limit: int | None,
         file: Path | None,
-        identity: str,
         note: Callable[[Trial], None],
     ) -> None:
-        self.problem, self._limit, self._file, self._identity = problem, limit, file, identity
+        self.problem, self._limit, self._file = problem, limit, file
         self._note = note
+        self._identity = problem.identity(limit) if file is not None else ''
         self.known: dict[Layout, Trial] = {}
         self._saved: dict[Layout, Trial] = {}
         if file is not None and file.exists():
@@ -241,9 +151,10 @@ class Trials:
             if layout in self._saved:
                 self.known.setdefault(layout, self._saved[layout])
         new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
-        attempt = self.problem.attempt
         attempts = [
-            self._pool.submit(ThreadState().run, functools.partial(attempt, layout, self._limit))
+            self._pool.submit(
+                ThreadState().run, functools.partial(attempt, self.problem, layout, self._limit)
+            )
             for layout in new
         ]
         try:

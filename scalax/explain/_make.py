@@ -64,8 +64,9 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
 
 def _bits(dtype: Any) -> int:
     """The bits of one element on a device."""
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # of PRNG keys
-    return int(8 * dtype.itemsize if extended else jax.dtypes.itemsize_bits(dtype))
+    # Of PRNG keys, and of gradients of integers, which take nothing.
+    counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
+    return int(8 * dtype.itemsize if counted else jax.dtypes.itemsize_bits(dtype))
 
 
 def _reason(answer: Decision, spec: PartitionSpec | None) -> str:

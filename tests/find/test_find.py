@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from scalax._find.trial import Problem
+from scalax._find import trial
 from scalax.errors import ArgumentError, MeshError
 from scalax.plan import find
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -153,8 +153,8 @@ def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
     assert len(lines) == first.tried
     # As if the machine went down while it wrote the last line.
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', lines[-1], lines[0][:40]]) + '\n')
-    attempts, attempt = [], Problem.attempt
-    monkeypatch.setattr(Problem, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
+    attempts, attempt = [], trial.attempt
+    monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
     few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
     assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
     attempts.clear()
@@ -165,7 +165,7 @@ def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
-    attempt, attempts = Problem.attempt, []
+    attempt, attempts = trial.attempt, []
 
     def stopped(*each):
         attempts.append(each)
@@ -173,13 +173,30 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return attempt(*each)
 
-    monkeypatch.setattr(Problem, 'attempt', stopped)
+    monkeypatch.setattr(trial, 'attempt', stopped)
     least = 1
     result = find(product, simple(), **options())
     assert (result.ended, result.tried) == ('stopped', 1) and 'until it was stopped' in str(result)
     least = 0
     with pytest.raises(KeyboardInterrupt):
         find(product, simple(), **options())
+
+
+def test_an_array_of_the_batch_without_rows_is_whole():
+    def step(w, x, mask):
+        return jnp.sum(jnp.tanh(x @ w) * jnp.sum(mask))
+
+    w, x, mask = (jax.ShapeDtypeStruct(shape, 'float32') for shape in [(64, 64), (64, 64), (20, 20)])
+    found = find(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
+    assert found.batch == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
+
+
+def test_gradients_of_integers_count_nothing():
+    def step(params, x):
+        return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)
+
+    params = {'w': jnp.ones((64, 64)), 'steps': jnp.arange(4096)}
+    assert find(step, (params, jnp.ones((64, 64))), **options(budget_s=1e-6)).tried >= 1
 
 
 def test_a_budget_that_is_too_small_gives_an_answer():

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scalax._find.find_rule import joined
 from scalax._find.groups import make_groups
+from scalax._find.problem import joined
 from scalax._find.step import leaves_of, make_step
 from scalax.errors import ArgumentError
 

@@ -15,11 +15,12 @@ import optax
 import pytest
 
 from benchmarks.unchanged.catalogue import all_models
-from scalax._find.readable import readable_rule, to_code
+from scalax._find.readable import readable_rule
+from scalax._find.source import rule_code
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import canonical
-from scalax.sharding import FSDPShardingRule, ShardingRule, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
+from scalax.sharding import TreePathShardingRule
 from tests.support.random_examples import examples
 
 Leaves = Mapping[str, tuple[tuple[int, ...], P]]
@@ -41,22 +42,22 @@ def assert_resolves(rule: TreePathShardingRule, leaves: Leaves) -> None:
     assert not wrong
 
 
-def rows(leaves: Leaves, front: Sequence[tuple[Any, Any]] = ()) -> list[tuple[Any, Any]]:
+def rows(leaves: Leaves) -> list[tuple[Any, Any]]:
     """The rows, after a check that they are right."""
-    rule = readable_rule(leaves, front)
+    rule = readable_rule(leaves)
     assert_resolves(rule, leaves)
     assert (
-        made_by(to_code(rule))
+        made_by(rule_code(rule))
         == rule
         == eval(repr(rule), {'P': P, 'TreePathShardingRule': TreePathShardingRule})
     )
     return list(rule.rules)
 
 
-def made_by(code: str, name: str = 'rule') -> ShardingRule:
-    made: dict[str, Any] = {}
+def made_by(code: str) -> TreePathShardingRule:
+    made: dict[str, Any] = {'P': P, 'TreePathShardingRule': TreePathShardingRule}
     exec(code, made)
-    return made[name]
+    return made['rule']
 
 
 def state(params: Leaves, **moments: P) -> Leaves:
@@ -254,22 +255,6 @@ def test_tables(leaves: Leaves, expected: list[tuple[str, P]]) -> None:
     assert rows(leaves) == expected
 
 
-def test_the_pairs_in_front_decide_about_their_leaves() -> None:
-    front = (('bias', None), (re.compile('(?i)EMBED'), FSDPShardingRule('fsdp')))
-    leaves = {
-        path: leaf for path, leaf in decoder(2, first=2).items() if not re.search('bias|embedding', path)
-    }
-    others = {path: leaf for path, leaf in decoder(2, first=2).items() if path not in leaves}
-    rule = readable_rule(leaves | others, front)
-    assert rule.rules[:2] == front
-    assert_resolves(rule, {path: leaf for path, leaf in leaves.items() if 'unembed' not in path})
-    assert rule.rules[2:] == (('(out|down)/kernel', ROW), ('kernel', COLUMN), ('.*', P()))
-
-
-def test_nothing_is_added_to_pairs_that_decide_all() -> None:
-    assert rows({'a': ((8,), VECTOR)}, [('a', VECTOR)]) == [('a', VECTOR)]
-
-
 NAMES = st.sampled_from(
     ['w', 'b', 'kernel', 'up', 'up_proj', 'embed', 'unembed', '0', '1', '12', 'layers_2', 'mu']
 )
@@ -358,58 +343,48 @@ def test_large_trees_take_little_time() -> None:
 
 # --- As code -------------------------------------------------------------------------------------
 
-CODE = """\
-import re
-
-from scalax.sharding import FSDPShardingRule, TreePathShardingRule
+IMPORTS = """\
 from scalax.sharding import PartitionSpec as P
-
-table = TreePathShardingRule(
+from scalax.sharding import TreePathShardingRule
+"""
+CODE = """\
+rule = TreePathShardingRule(
     (r'layers/\\d+/w', P('x')),
     (
         'a_long_name_of_a_matrix|another_long_name_of_a_matrix|yet_another',
         P('data', ('fsdp', 'tp')),
     ),
-    (re.compile('NORM', re.IGNORECASE), P(None, P.UNCONSTRAINED)),
-    ("it's", None),
-    ('embed', FSDPShardingRule('data')),
+    (r'\\A(NORM)\\Z', P(None, P.UNCONSTRAINED)),
+    ("it's", P('x')),
     ('.*', P()),
-    strict=False,
-    on_indivisible='warn',
 )
 """
 
 
-def rule_of_all_kinds() -> ShardingRule:
-    return made_by(CODE, 'table')
-
-
 def test_code() -> None:
-    assert to_code(rule_of_all_kinds(), 'table') == CODE
+    assert rule_code(made_by(CODE)) == CODE
 
 
 @pytest.mark.parametrize(
     'rule',
     [
-        TreePathShardingRule(),
         TreePathShardingRule((r'\A(a\\b|\n)\Z', P(('x', 'y'), None)), ('\\\\', P(unreduced={'x', 'y'}))),
         TreePathShardingRule(('\'"\\\\', P('x'))),
-        TreePathShardingRule(('a', FSDPShardingRule('x') | P('y')), ('b', FSDPShardingRule('x').stacked(1))),
     ],
     ids=repr,
 )
 def test_code_makes_the_rule_again(rule: TreePathShardingRule) -> None:
-    assert made_by(to_code(rule)) == rule
+    assert made_by(rule_code(rule)) == rule
 
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    'rule', [rule_of_all_kinds(), readable_rule(state(decoder(80, first=3)))], ids=['any', 'found']
+    'rule', [made_by(CODE), readable_rule(state(decoder(80, first=3)))], ids=['any', 'found']
 )
 def test_code_is_as_formatters_leave_it(rule: TreePathShardingRule, tmp_path: Path) -> None:
     pytest.importorskip('ruff')
     path = tmp_path / 'table.py'
-    path.write_text(to_code(rule))
+    path.write_text(f'{IMPORTS}\n{rule_code(rule)}')
     ruff = [sys.executable, '-m', 'ruff']
     style = ['--isolated', '--config', 'format.quote-style="single"']
     subprocess.run([*ruff, 'format', '--check', *style, path], check=True, timeout=60)
