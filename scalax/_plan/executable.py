@@ -203,7 +203,7 @@ class _Unpickler(pickle.Unpickler):
 def _differences(head: Head, plan: Plan, mesh: Mesh) -> Iterable[str]:
     """How what is here differs from what a program was compiled for."""
     devices = [*mesh.devices.flat]
-    here = versions_for(devices[0].platform)
+    here = versions_for(plan.platform)
     for package, version in head.versions.items():
         if package != 'scalax' and here.get(package) != version:
             yield f'{package}: {version}, and here {here.get(package, "it is not installed")}'
@@ -215,17 +215,13 @@ def _differences(head: Head, plan: Plan, mesh: Mesh) -> Iterable[str]:
         'mesh': (axis_sizes_text(plan.mesh), axis_sizes_text(mesh.shape)),
         'types of mesh axes': (', '.join(head.axis_types), ', '.join(kind.name for kind in mesh.axis_types)),
     }
-    for what, (there, own) in pairs.items():
-        if there != own:
-            yield f'{what}: {there}, and here {own}'
-    if size != mesh.size:
-        return
-    for there, device in zip(head.device_ids, devices, strict=True):
-        if there != device.id:
-            own_ids = [each.id for each in devices]
-            yield f'order of devices: {brief(list(head.device_ids))}, and here {brief(own_ids)}'
-            break
-    for number, (there, own) in enumerate(zip(plan.places, places_of(devices), strict=False)):
-        if there != own:
-            yield f'place of device {devices[number].id}: {there}, and here {own}'
-            break
+    different = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
+    yield from (f'{what}: {there}, and here {own}' for what, (there, own) in different.items())
+    if different:
+        return  # what follows says nothing more then
+    ids = tuple(device.id for device in devices)
+    if head.device_ids != ids:
+        yield f'order of devices: {brief(head.device_ids)}, and here {brief(ids)}'
+    places = zip(ids, plan.places, places_of(devices), strict=False)
+    moved = [f'{number}: {there}, and here {own}' for number, there, own in places if there != own]
+    yield from (f'place of device {each}' for each in moved[:1])

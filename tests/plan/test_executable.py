@@ -141,7 +141,7 @@ def test_keywords_and_an_order_of_devices(tmp_path):
     y = loaded({'a': jnp.arange(8.0)}, scale=np.full(8, 2, 'float32'))['y']
     assert y.tolist() == [2.0 * i for i in range(8)]
     assert y.addressable_shards[0].device == devices[0] or y.sharding.device_set == {*devices}
-    with pytest.raises(PlanError, match=r'order of devices: \[7, 6, .*and here \[0, 1'):
+    with pytest.raises(PlanError, match=r'order of devices: \(7, 6, .*and here \(0, 1'):
         load_executable(path, MeshShardingHelper([8], ['x'], devices=jax.devices()))
 
 
