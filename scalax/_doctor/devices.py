@@ -82,8 +82,9 @@ _SAID = (
         'install the package that opens it: https://docs.jax.dev/en/latest/installation.html',
     ),
 )
+_JOINING = 'joining the other processes'
 _HANGS = {
-    'joining the other processes': (
+    _JOINING: (
         'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
         'the port of the coordinator must be reachable from each'
     ),
@@ -142,7 +143,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
     asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
     environ = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
-    with tempfile.TemporaryFile() as log, os.fdopen(reading) as lines:
+    with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
                 [sys.executable, opening.__file__, asked],
@@ -156,7 +157,8 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
         finally:
             os.close(writing)
         said: list[dict[str, Any]] = []
-        reader = threading.Thread(target=_read, args=(lines, said), daemon=True)
+        # It closes the pipe, too: only this thread waits for what holds the other end and never ends.
+        reader = threading.Thread(target=_read, args=(reading, said), daemon=True)
         reader.start()
         start = time.monotonic()
         try:
@@ -175,8 +177,9 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
     return Opened(values, [*_findings(values, code, text, time.monotonic() - start, file)])
 
 
-def _read(lines: Any, said: list[dict[str, Any]]) -> None:
-    with contextlib.suppress(ValueError, OSError):  # a process that is ended may leave half a line
+def _read(descriptor: int, said: list[dict[str, Any]]) -> None:
+    # A process that is ended may leave half a line.
+    with contextlib.suppress(ValueError, OSError), os.fdopen(descriptor) as lines:
         for line in lines:
             said.append(json.loads(line))
 
@@ -214,11 +217,8 @@ def _findings(
         yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
     elif (code or stage) and not recognised:
         how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
-        cure = (
-            'mend the file'
-            if own
-            else 'what it printed says why, or where: it comes from JAX and its plugins'
-        )
+        cure = 'what it printed says why, or where: it comes from JAX and its plugins'
+        cure = 'mend the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
         yield Finding(f'{stage} failed ({how}){_last_lines(text)}', cure)
     yield from _disagreements(values.get('rows', ()))
 

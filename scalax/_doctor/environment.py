@@ -100,6 +100,12 @@ def wrong_variables(
             f'JAX_PLATFORMS=cpu hides the {" and ".join(present)} devices of this machine',
             'unset JAX_PLATFORMS, unless that is meant',
         )
+    library = environ.get('TPU_LIBRARY_PATH', '')
+    if library and not Path(library).is_file():
+        yield Finding(
+            f'TPU_LIBRARY_PATH={library} is no file: JAX finds no libtpu',
+            'unset it: JAX then takes the package',
+        )
     proxies = [name for name in environ if name.lower() in _PROXIES]
     if proxies and 'no_proxy' not in map(str.lower, environ) and any(name in environ for name in _OF_SEVERAL):
         yield Finding(

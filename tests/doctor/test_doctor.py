@@ -1,6 +1,7 @@
 """`scalax._doctor`: what it finds in processes that hang, crash, begin too late or disagree."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -117,6 +118,23 @@ def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
     while _runs(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _runs(pid)
+
+
+def test_what_has_left_the_group_is_not_waited_for(file, tmp_path):
+    named = file(
+        'import os, time\n'
+        'pid = os.fork()\n'
+        'if not pid:\n'
+        '    os.setsid()\n'
+        '    time.sleep(1000)\n'
+        'open("pid", "w").write(str(pid))\n'
+        'raise SystemExit(0)\n'
+    )
+    try:
+        [found] = open_devices({}, LONG, named).findings
+        assert found.what == 'train.py:7 raises SystemExit: 0'
+    finally:
+        os.kill(int((tmp_path / 'pid').read_text()), signal.SIGKILL)
 
 
 def _runs(pid):
@@ -283,6 +301,11 @@ def test_this_installation_fits():
         ({'JAX_PLATFORMS': 'cpu'}, (), []),
         ({'JAX_PLATFORMS': 'cpu'}, ('TPU',), ['JAX_PLATFORMS=cpu hides the TPU devices of this machine']),
         ({'JAX_PLATFORMS': 'tpu,cpu'}, ('TPU',), []),
+        (
+            {'TPU_LIBRARY_PATH': '/no/libtpu.so'},
+            (),
+            ['TPU_LIBRARY_PATH=/no/libtpu.so is no file: JAX finds no libtpu'],
+        ),
         ({'http_proxy': 'http://proxy'}, (), []),
         ({'http_proxy': 'http://proxy', 'TPU_WORKER_ID': '0', 'NO_PROXY': '10.0.0.1'}, (), []),
         (
