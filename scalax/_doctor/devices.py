@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from scalax._doctor import opening
 from scalax._doctor.finding import Finding
@@ -143,7 +143,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
     asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
     environ = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
-    with tempfile.TemporaryFile() as log:
+    with _log() as log:
         try:
             process = subprocess.Popen(
                 [sys.executable, opening.__file__, asked],
@@ -175,6 +175,14 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
     for each in list(said):
         values.update(each)
     return Opened(values, [*_findings(values, code, text, time.monotonic() - start, file)])
+
+
+def _log() -> BinaryIO:
+    """A file for what a process prints; none is kept where there is no folder for one, which is a finding."""
+    try:
+        return cast(BinaryIO, tempfile.TemporaryFile())
+    except OSError:
+        return open(os.devnull, 'r+b')
 
 
 def _read(descriptor: int, said: list[dict[str, Any]]) -> None:

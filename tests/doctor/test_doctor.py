@@ -46,6 +46,17 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     assert dict(os.environ) == before
 
 
+def test_no_folder_for_temporary_files_is_a_finding(monkeypatch):
+    def none(*_, **__):
+        raise FileNotFoundError(2, 'No usable temporary directory found')
+
+    monkeypatch.setattr('tempfile.TemporaryFile', none)
+    monkeypatch.setattr('tempfile.gettempdir', none)
+    found = diagnose(LONG)
+    assert any('No usable temporary directory' in what for what in whats(found.findings))
+    assert found.facts['devices'] != 'not opened'
+
+
 LATE = """
 import os
 os.environ['JAX_ENABLE_X64'] = '1'  # in time
