@@ -129,7 +129,9 @@ class Opened:
         return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
 
 
-def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Opened:
+def open_devices(
+    facts: Mapping[str, str], timeout: float, file: str = '', environ: Mapping[str, str] | None = None
+) -> Opened:
     """Opens the devices of this machine in another process, runs a program on each, and ends it.
 
     Where the environment says that there are several processes, it joins these, and compares what each says.
@@ -138,11 +140,12 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
         facts: what all processes have to have in common: name -> text.
         timeout: the seconds that this may take.
         file: a file of the user to import first.
+        environ: the variables that the process gets; those of this one by default.
     """
     reading, writing = os.pipe()
     asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
-    environ = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
+    variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **(os.environ if environ is None else environ)}
     with _log() as log:
         try:
             process = subprocess.Popen(
@@ -151,7 +154,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
                 stdout=log,
                 stderr=log,
                 pass_fds=[writing],
-                env=environ,
+                env=variables,
                 start_new_session=True,
             )
         finally:

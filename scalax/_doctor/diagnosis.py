@@ -66,12 +66,13 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
     """
     versions = {**packages.installed((*packages.NEEDED, *packages.OPTIONAL)), **packages.plugins()}
     present = environment.accelerators()
-    variables = environment.variables(os.environ)
+    environ = environment.given(os.environ)
+    variables = environment.variables(environ)
     required = importlib.metadata.requires('jax') or ()
     findings = [
         *packages.misfits(versions, required),
         *environment.missing_plugins(present, versions),
-        *environment.wrong_variables(os.environ, jax.config.values, present),
+        *environment.wrong_variables(environ, jax.config.values, present),
         *environment.full_disk(),
     ]
     own = {
@@ -79,7 +80,7 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         **{name: versions.get(name, 'not installed') for name in (*packages.NEEDED, 'libtpu')},
         **{name: variables.get(name, 'not set') for name in _SAME},
     }
-    opened = open_devices(own, timeout, file)
+    opened = open_devices(own, timeout, file, environ)
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:

@@ -49,6 +49,16 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def given(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that JAX has set in this process when it was imported, for libtpu."""
+    try:
+        start = Path('/proc/self/environ').read_bytes().split(b'\0')
+    except OSError:  # Linux has it, and libtpu is for Linux
+        return dict(environ)
+    own = {os.fsdecode(entry.partition(b'=')[0]) for entry in start}
+    return {name: value for name, value in environ.items() if name in own or not name.startswith('TPU_')}
+
+
 def accelerators() -> dict[str, int]:
     """The makers whose devices this machine has -> the number of device files; nothing is opened."""
     counts = {maker: sum(len(glob.glob(each)) for each in files) for maker, files in _FILES.items()}

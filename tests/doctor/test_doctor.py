@@ -336,6 +336,14 @@ def test_variables(environ, present, what):
     assert whats(environment.wrong_variables(environ, ['jax_enable_x64', 'check_vma'], present)) == what
 
 
+def test_what_jax_has_set_is_not_the_users(monkeypatch):
+    monkeypatch.setenv('TPU_SET_IN_THIS_PROCESS', '1')
+    monkeypatch.setenv('JAX_ENABLE_X64', '1')
+    given = environment.given(os.environ)
+    assert 'TPU_SET_IN_THIS_PROCESS' not in given
+    assert {'PATH': os.environ['PATH'], 'JAX_ENABLE_X64': '1'}.items() <= given.items()
+
+
 def test_devices_without_a_package():
     assert not [*environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax-cuda13-plugin'])]
     [found] = environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax'])
