@@ -23,10 +23,13 @@ def read_long_description() -> str:
 
 
 EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scikit-learn', 'tqdm']
+# libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
+PLAN = ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich']
+CHECKPOINT = ['orbax-checkpoint', 'safetensors']
 EXTRAS = {
-    # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
-    'plan': ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich'],
-    'checkpoint': ['orbax-checkpoint', 'safetensors'],
+    'plan': PLAN,
+    'checkpoint': CHECKPOINT,
+    'all': [*PLAN, *CHECKPOINT],
     'examples': EXAMPLES,
     'docs': ['mkdocs'],
     'dev': [

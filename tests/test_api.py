@@ -30,6 +30,7 @@ MODULES = [
     'scalax.errors',
     'scalax.explain',
     'scalax.interop',
+    'scalax.interop.nnx',
     'scalax.plan',
     'scalax.rules',
     'scalax.rules.catalogue',

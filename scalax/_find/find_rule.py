@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import ArgumentError, PlanError, checked_flag, did_you_mean
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -123,6 +124,9 @@ def find(
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes or {})]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
+        # Not in the threads of the trials: filters are those of the process, and would not be restored.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter('error', IndivisibleWarning)
         note = stack.enter_context(_progress(show_progress))
         trials = stack.enter_context(Trials(problem, usable, None if file is None else Path(file), note))
         search = Search(trials, meshes, batch_dim, started + budget_s)

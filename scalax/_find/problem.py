@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
 from scalax._tree.specs import entries, entry_axes, spec_axes
 from scalax._version import __version__
-from scalax.errors import ArgumentError, IndivisibleWarning, did_you_mean
+from scalax.errors import ArgumentError, did_you_mean
 from scalax.rules import TreePathShardingRule
 
 
@@ -97,9 +96,7 @@ class Problem:
             donate_argnums=tuple(step.donated),
             batch_argnums=self.batch_argnums(layout, step),
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter('error', IndivisibleWarning)
-            return make_plan(helper, function, step.args, {}, quick=quick)
+        return make_plan(helper, function, step.args, {}, quick=quick)
 
     def stored(self, layout: Layout) -> int:
         """The bytes of the leaves on each device, those of the step that has most."""

@@ -1,6 +1,7 @@
 """`scalax.plan.find`: what it finds, what it keeps, how it ends."""
 
 import json
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -189,6 +190,12 @@ def test_an_array_of_the_batch_without_rows_is_whole():
     w, x, mask = (jax.ShapeDtypeStruct(shape, 'float32') for shape in [(64, 64), (64, 64), (20, 20)])
     found = find(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
     assert found.batch == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
+
+
+def test_filters_of_warnings_are_as_before():
+    before = [*warnings.filters]
+    find(product, simple(), **options())
+    assert warnings.filters == before
 
 
 def test_gradients_of_integers_count_nothing():

@@ -266,8 +266,8 @@ class _ModuleUpdates:
             warn(
                 f'{name} changes modules that it was given, and the changes are lost, because a compiled '
                 f'function works on a copy (with jax.jit too):\n{shown(lost)}\n'
-                'What to do: return the module, or its state (nnx.state), and go on with that; for what '
-                'draws random numbers (nnx.Rngs), give other keys at each call.',
+                'What to do: use scalax.interop.nnx.sjit, which changes them; or return the module, or its '
+                'state (nnx.state), and go on with that.',
                 LostUpdateWarning,
             )
 

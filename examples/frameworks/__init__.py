@@ -1,0 +1,1 @@
+"""One small language model in five libraries, each trained by the same lines of scalax (`train.py`)."""

@@ -1,0 +1,42 @@
+"""examples/frameworks: five libraries, and the same lines of scalax for each."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from examples.frameworks.model import SEQUENCE
+from examples.frameworks.train import FRAMEWORKS, train, write
+from examples.llama.data import load_corpus
+from scalax.sharding import MeshShardingHelper
+
+pytestmark = pytest.mark.one_jax
+CORPUS = load_corpus([], SEQUENCE)
+
+
+def program(framework):
+    if framework == 'haliax' and not hasattr(jax.core, 'is_constant_dim'):
+        pytest.skip('haliax uses what newer JAX lacks')
+    return importlib.import_module(f'examples.frameworks.{framework}').PROGRAM
+
+
+def mesh(fsdp, tp):
+    return MeshShardingHelper([fsdp, tp], ['fsdp', 'tp'], devices=jax.devices()[: fsdp * tp])
+
+
+@pytest.mark.parametrize(
+    'framework',
+    [
+        name if name in ('nnx', 'equinox') else pytest.param(name, marks=pytest.mark.slow)
+        for name in FRAMEWORKS
+    ],
+)
+def test_losses_are_those_of_one_device_also_when_a_run_goes_on(framework, tmp_path):
+    its = program(framework)
+    wanted, _ = train(its, mesh(1, 1), CORPUS, 4)
+    first, _ = train(its, mesh(4, 2), CORPUS, 2, tmp_path / 'run')
+    rest, state = train(its, mesh(2, 4), CORPUS, 4, tmp_path / 'run')
+    np.testing.assert_allclose([*first, *rest], wanted, rtol=1e-4)
+    assert wanted[-1] < wanted[0] - 0.5
+    assert len(write(its, mesh(2, 4), state, CORPUS, length=8).encode()) >= SEQUENCE + 8

@@ -1,0 +1,57 @@
+"""The rules that are found for the models of the table "unchanged code" compute what one device does."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from scalax.plan import Found, find
+from tests.benchmarks.test_unchanged_models import MODELS, Model, arguments, ten_losses
+
+OPTIMIZER = optax.adamw(1e-3)
+SEARCHED = [name for name in MODELS if 'Pallas' not in name]  # a kernel that nothing divides is refused
+
+
+def found_losses(model: Model) -> tuple[Found, list[float]]:
+    """What is found, with memory for half of the state, and the losses of ten steps of its program."""
+    params, batch, key = arguments(model)
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(model.loss, has_aux=model.has_aux)(params, batch, key)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jax.tree.leaves(value)[0]
+
+    shapes = jax.eval_shape(OPTIMIZER.init, params)
+    state = params, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    found = find(
+        step,
+        (state, batch, key),
+        batch_argnums=1,
+        donate_argnums=0,
+        batch_dim=model.batch_dim,
+        memory=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 2,
+        budget_s=10,
+        show_progress=False,
+    )
+    scope: dict[str, Any] = {'step': step}
+    exec(found.to_code(), scope)
+    state = scope['helper'].shard(state, scope['rule'])
+    losses = []
+    for i in range(10):
+        state, loss = scope['step'](state, batch, jax.random.fold_in(key, i))
+        losses.append(float(loss))
+    return found, losses
+
+
+@pytest.mark.slow
+@pytest.mark.one_jax
+@pytest.mark.parametrize('name', SEARCHED)
+def test_ten_steps_are_those_of_one_device(name: str) -> None:
+    found, losses = found_losses(MODELS[name])
+    assert math.prod(found.mesh.values()) == 8
+    wanted = ten_losses(MODELS[name], None, arguments(MODELS[name]))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
