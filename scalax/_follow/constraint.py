@@ -26,10 +26,10 @@ def spec_of(trail: Trail, whole: Container[int] = ()) -> PartitionSpec:
             to the compiler.
     """
     return PartitionSpec(
-        *(
+        *[
             axes[0] if len(axes) == 1 else axes or (None if i in whole else PartitionSpec.UNCONSTRAINED)
             for i, axes in enumerate(trail)
-        )
+        ]
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
-from scalax._follow.jaxprs import CALLS, opened, scan_parts
+from scalax._follow.jaxprs import CALLS, WITH_JAXPRS, opened, scan_parts
 
 
 class Dependence:
@@ -23,33 +22,34 @@ class Dependence:
 
     def __init__(self, jaxpr: Any, arguments: Sequence[bool]) -> None:
         self.primitives: set[str] = set()
-        self._variables: set[Any] = set()
+        self._variables: set[int] = set()  # their ids: literals are not hashable
         self._known: dict[Any, list[bool]] = {}
         self._results(jaxpr, arguments)
 
     def __contains__(self, variable: Any) -> bool:
         """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
-        return variable in self._variables
+        return id(variable) in self._variables
 
     def _results(self, jaxpr: Any, arguments: Sequence[bool]) -> list[bool]:
         jaxpr = opened(jaxpr)
         key = id(jaxpr), tuple(arguments)
         if key not in self._known:
-            found = {var for var, depends in zip(jaxpr.invars, arguments, strict=True) if depends}
+            found = {id(var) for var, depends in zip(jaxpr.invars, arguments, strict=True) if depends}
             for equation in jaxpr.eqns:
-                operands = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
-                if any(operands):
-                    results = self._equation(equation, operands)
-                    found.update(
-                        var for var, depends in zip(equation.outvars, results, strict=True) if depends
-                    )
+                if found.isdisjoint(map(id, equation.invars)):
+                    continue
+                self.primitives.add(equation.primitive.name)
+                if equation.primitive.name in WITH_JAXPRS:
+                    results = self._equation(equation, [id(atom) in found for atom in equation.invars])
+                    found.update(itertools.compress(map(id, equation.outvars), results))
+                else:
+                    found.update(map(id, equation.outvars))
             self._variables |= found
-            self._known[key] = [not isinstance(atom, Literal) and atom in found for atom in jaxpr.outvars]
+            self._known[key] = [id(atom) in found for atom in jaxpr.outvars]
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         name, params = equation.primitive.name, equation.params
-        self.primitives.add(name)
         if name in CALLS:
             return self._results(params[CALLS[name]], operands)
         if name == 'scan':

@@ -11,11 +11,9 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
 from scalax._follow.primitives import ELEMENTWISE, RULES
-from scalax._follow.trail import LOST, Trail, common, possible
+from scalax._follow.trail import LOST, LOSTS, Trail, Trails, common
 from scalax._follow.weights import SAME
 
 
@@ -24,42 +22,38 @@ class Stored:
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        trails: of its arguments that are weights, the axes of the batch that shard each dimension.
-        sizes: the sizes of the mesh axes.
+        stored: of its arguments that are weights, the axes of the batch that shard each dimension.
+        trails: answers about trails.
         from_batch: the variables that depend on the batch; these are no weights.
     """
 
     def __init__(
-        self, jaxpr: Any, trails: Sequence[Trail], sizes: Mapping[str, int], from_batch: Container[Any]
+        self, jaxpr: Any, stored: Sequence[Trail], trails: Trails, from_batch: Container[Any]
     ) -> None:
-        self._sizes, self._from_batch = sizes, from_batch
-        self._trails: dict[Any, Trail] = {}
+        self._trails, self._from_batch = trails, from_batch
+        self._stored: dict[int, Trail] = {}  # by the ids of variables: literals are not hashable
         self._known: dict[Any, list[Trail]] = {}
-        if any(trails):
-            self._results(jaxpr, trails)
+        if any(stored):
+            self._results(jaxpr, stored)
 
     def of(self, atom: Any) -> Trail:
         """Where a value is, wherever its jaxpr is used; nothing if it is no weight or a part of one."""
-        return LOST if isinstance(atom, Literal) else self._trails.get(atom, LOST)
+        return self._stored.get(id(atom), LOST)
 
-    def _results(self, jaxpr: Any, trails: Sequence[Trail]) -> list[Trail]:
+    def _results(self, jaxpr: Any, stored: Sequence[Trail]) -> list[Trail]:
         jaxpr = opened(jaxpr)
-        key = id(jaxpr), tuple(trails)
+        key = id(jaxpr), tuple(stored)
         if key not in self._known:
-            found = dict(zip(jaxpr.invars, trails, strict=True))
-
-            def of(atom: Any) -> Trail:
-                return LOST if isinstance(atom, Literal) else found.get(atom, LOST)
-
+            found = dict(zip(map(id, jaxpr.invars), stored, strict=True))
             for equation in jaxpr.eqns:
-                operands = list(map(of, equation.invars))
+                operands = [*map(found.get, map(id, equation.invars), LOSTS)]
                 if any(operands):
                     for var, trail in zip(equation.outvars, self._equation(equation, operands), strict=False):
-                        found[var] = possible(trail, shape_of(var), self._sizes)
+                        found[id(var)] = self._trails.possible(trail, shape_of(var))
             for var, trail in found.items():
-                before = self._trails.get(var)
-                self._trails[var] = trail if before is None else common(before, trail)
-            self._known[key] = list(map(of, jaxpr.outvars))
+                before = self._stored.get(var)
+                self._stored[var] = trail if before is None else common(before, trail)
+            self._known[key] = [found.get(id(atom), LOST) for atom in jaxpr.outvars]
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:

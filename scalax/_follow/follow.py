@@ -15,7 +15,6 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,15 +25,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored, move_to_experts, stay
-from scalax._follow.jaxprs import CALLS, opened, replaced, scan_parts, shape_of
-from scalax._follow.primitives import CHOICES, RULES, SAID, own_dims, redealt
-from scalax._follow.trail import LOST, Trail, common, merged, possible, without
+from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, scan_parts, shape_of
+from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims, redealt
+from scalax._follow.trail import LOST, LOSTS, Trail, Trails, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
-_LOOPS = ('scan', 'while', 'cond')
-_WITH_JAXPRS = (*_LOOPS, *CALLS)
 _WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
 
 
@@ -150,7 +147,8 @@ class _Follower:
         whole: this jaxpr.
 
     Attributes:
-        sizes: the sizes of the mesh axes.
+        trails: answers about trails.
+        has_rows: tells whether some dimension of a trail holds rows of the batch.
         placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
@@ -159,15 +157,13 @@ class _Follower:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
-        # Thousands of equations have a few trails.
-        self._possible: dict[tuple[Trail, tuple[int, ...]], Trail] = {}
-        self._with_rows: dict[Trail, bool] = {}
         self.placed = arguments.placed
         self.tables: set[tuple[int, ...]] = set()
-        self._batch_axes = arguments.batch_axes
-        self._mesh, self.sizes = mesh, dict(mesh.shape)
+        self._mesh = mesh
+        self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
+        self.has_rows = self.trails.has_rows
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
-        self.stored = Stored(whole, arguments.stored, self.sizes, self.from_batch)
+        self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
@@ -177,7 +173,7 @@ class _Follower:
         key = id(jaxpr), tuple(trails), is_round
         if key not in self._known:
             arguments = opened(jaxpr).invars
-            on_trail = {var: trail for var, trail in zip(arguments, trails, strict=True) if trail}
+            on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
             if (on_trail or self.resumes) and opened(jaxpr).eqns:
                 found = _Edit(self, jaxpr, on_trail).made(is_round)
             else:
@@ -187,11 +183,7 @@ class _Follower:
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""
-        key = trail, shape_of(var)
-        found = self._possible.get(key)
-        if found is None:
-            found = self._possible[key] = possible(*key, self.sizes)
-        return found
+        return self.trails.possible(trail, shape_of(var))
 
     def beside_weights(self, operands: Sequence[Trail]) -> list[Trail]:
         """The operands of a product of rows and a weight: mesh axes of the weight that shard no rows.
@@ -202,24 +194,17 @@ class _Follower:
         weights = [trail for trail in operands if not self.has_rows(trail)]
         if len(weights) != 1:
             return list(operands)
-        taken = {axis for axes in weights[0] for axis in axes if axis not in self._batch_axes}
+        taken = {axis for axes in weights[0] for axis in axes if axis not in self.trails.batch_axes}
         return [without(trail, taken) if self.has_rows(trail) else trail for trail in operands]
-
-    def has_rows(self, trail: Trail) -> bool:
-        """Whether some dimension of a value holds rows of the batch."""
-        found = self._with_rows.get(trail)
-        if found is None:
-            found = self._with_rows[trail] = any(axis in self._batch_axes for axes in trail for axis in axes)
-        return found
 
     def without_rows(self, trail: Trail) -> Trail:
         """A trail along the mesh axes that shard no rows."""
-        return without(trail, self._batch_axes)
+        return without(trail, self.trails.batch_axes)
 
     def said(self, trail: Trail, var: Any) -> Trail:
         """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
-        unknown = {axis for axes in trail for axis in axes if self.sizes.get(axis, 1) == 1}
-        return without(trail, unknown if var in self.from_batch else unknown | self._batch_axes)
+        unknown = {axis for axes in trail for axis in axes if self.trails.sizes.get(axis, 1) == 1}
+        return without(trail, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
 
     def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
@@ -232,29 +217,31 @@ class _Edit:
     Args:
         follower: follows the jaxprs inside it.
         jaxpr: the jaxpr.
-        on_trail: the trails of its arguments.
+        on_trail: the trails of its arguments. Here and below the keys for variables are their ids: literals
+            are not hashable.
     """
 
-    def __init__(self, follower: _Follower, jaxpr: Any, on_trail: dict[Any, Trail]) -> None:
+    def __init__(self, follower: _Follower, jaxpr: Any, on_trail: dict[int, Trail]) -> None:
         self._follower, self._jaxpr, self._on_trail = follower, jaxpr, on_trail
         self._equations: list[Any] = []
-        self._constrained: dict[Any, Any] = {}  # variable -> the variable behind its constraint
+        self._constrained: dict[int, Any] = {}  # variable -> the variable behind its constraint
         self._kept: list[Kept] = []
         self._lost: list[Lost] = []
         arguments = {
             var: i
             for i, var in enumerate(opened(jaxpr).invars)
-            if not follower.has_rows(on_trail.get(var, LOST))
+            if not follower.has_rows(on_trail.get(id(var), LOST))
         }
-        self._weights = Weights(arguments, follower.sizes, follower.has_rows)
+        self._weights = Weights(arguments, follower.trails)
         # Of the loop at hand: operands that are placed otherwise before it, and results summed behind it.
-        self._replaced: dict[Any, Any] = {}
+        self._replaced: dict[int, Any] = {}
         self._summed: list[Any] = []
-        self._moved: dict[tuple[Any, Trail], Any] = {}  # a variable and where it moves to -> what moved
-        self._parts: dict[Any, Trail] = {}  # batches in parts: the trail of one with rows in each part
+        self._moved: dict[tuple[int, Trail], Any] = {}  # a variable and where it moves to -> what moved
+        # Batches in parts: the reshape, and the trail of its operand.
+        self._parts: dict[int, tuple[Any, Trail]] = {}
         users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
-        taken = {each.invars[0] for each in users if not isinstance(each.invars[0], Literal)}
-        self._users_given = {each.outvars[0] for each in users}
+        taken = {id(each.invars[0]) for each in users}
+        self._users_given = {id(each.outvars[0]) for each in users}
         self._users_own = taken | self._users_given
 
     def unchanged(self) -> Followed:
@@ -271,14 +258,14 @@ class _Edit:
         first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
         if is_round:
             for var in filter(self._may_keep, jaxpr.invars):
-                self._constrain(var, spec_of(self._on_trail[var]), first)
+                self._constrain(var, spec_of(self._trail(var)), first)
         for equation in jaxpr.eqns:
             self._equation(equation)
         if is_round:
-            for atom in dict.fromkeys(atom for atom in jaxpr.outvars if not isinstance(atom, Literal)):
-                if atom not in self._constrained and self._may_keep(atom):
-                    self._constrain(atom, spec_of(self._on_trail[atom]), last)
-        results = [self._constrained_form(atom) for atom in jaxpr.outvars]
+            for atom in jaxpr.outvars:
+                if id(atom) not in self._constrained and self._may_keep(atom):
+                    self._constrain(atom, spec_of(self._trail(atom)), last)
+        results = [self._constrained.get(id(atom), atom) for atom in jaxpr.outvars]
         return Followed(
             replaced(self._jaxpr, eqns=self._equations, outvars=results),
             tuple(map(self._trail, jaxpr.outvars)),
@@ -290,17 +277,14 @@ class _Edit:
         )
 
     def _trail(self, atom: Any) -> Trail:
-        return LOST if isinstance(atom, Literal) else self._on_trail.get(atom, LOST)
+        return self._on_trail.get(id(atom), LOST)
 
-    def _input(self, var: Any) -> Any:
-        return self._replaced.get(var, self._constrained.get(var, var))
-
-    def _constrained_form(self, atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else self._constrained.get(atom, atom)
+    def _input(self, atom: Any) -> Any:
+        return self._replaced.get(id(atom), self._constrained.get(id(atom), atom))
 
     def _may_keep(self, var: Any) -> bool:
         """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
-        if var in self._users_own or isinstance(var, DropVar):
+        if id(var) in self._users_own or isinstance(var, DropVar):
             return False
         # A constraint would bring a value back from there.
         space = getattr(var.aval, 'memory_space', jax.memory.Space.Device)
@@ -309,28 +293,36 @@ class _Edit:
     def _constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         added = self._follower.constraint(var, spec, equation.source_info)
         self._equations.append(added)
-        self._constrained[var] = added.outvars[0]
+        self._constrained[id(var)] = added.outvars[0]
 
     def _equation(self, equation: Any) -> None:
-        operands = [self._trail(atom) for atom in equation.invars]
+        name, trails = equation.primitive.name, self._follower.trails
+        ids = [*map(id, equation.invars)]
+        operands = [*map(self._on_trail.get, ids, LOSTS)]
         self._replaced, self._summed = {}, []
-        experts = self._experts(equation, operands) if equation.primitive.name == 'dot_general' else ()
-        if equation.primitive.name in _WITH_TABLES:
+        experts = self._experts(equation, operands) if name == 'dot_general' else ()
+        if name in _WITH_TABLES:
             self._move_to_table(equation, operands)
-        params, results = self._results(equation, operands)
+        if name in ELEMENTWISE:  # most equations
+            ndim = len(getattr(equation.outvars[0].aval, 'shape', ()))
+            results: Sequence[Trail] = [trails.merged(tuple(operands), ndim)] * len(equation.outvars)
+            params = equation.params
+        else:
+            params, results = self._results(equation, operands)
         self._weights.note(equation, operands, experts)
         changed = {} if params is equation.params else {'params': params}
-        inputs = [atom if isinstance(atom, Literal) else self._input(atom) for atom in equation.invars]
-        if not all(map(operator.is_, inputs, equation.invars)):
-            changed['invars'] = inputs
+        if not (self._constrained.keys().isdisjoint(ids) and self._replaced.keys().isdisjoint(ids)):
+            changed['invars'] = [*map(self._input, equation.invars)]
         self._equations.append(equation.replace(**changed) if changed else equation)
-        for var, trail in zip(equation.outvars, results, strict=False):
-            whole, trail = trail, self._follower.possible(trail, var)
-            if trail != whole and self._follower.has_rows(whole) and not self._follower.has_rows(trail):
+        # What is computed of rows alone stays with them. Of other results the compiler decides.
+        is_choice = name in LOOPS or (name in CHOICES and not all(map(trails.has_rows, operands)))
+        for var, whole in zip(equation.outvars, results, strict=False):
+            trail = trails.possible(whole, getattr(var.aval, 'shape', ()))
+            if trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
                 self._note_loss(equation)
             if trail:
-                self._on_trail[var] = trail
-                if self._is_choice(equation, operands) and self._may_keep(var):
+                self._on_trail[id(var)] = trail
+                if is_choice and self._may_keep(var):
                     spec = spec_of(trail, self._whole_dims(equation, operands))
                     self._constrain(var, spec, equation)
                     self._kept.append(Kept(var.aval, spec, equation))
@@ -339,20 +331,21 @@ class _Edit:
 
     def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
         """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
-        stored = [self._follower.stored.of(atom) for atom in equation.invars]
-        if not any(operands):
+        _, (batch, _) = equation.params['dimension_numbers']
+        if not batch or not any(operands):
             return ()
-        move = move_to_experts(equation, operands, stored, self._follower.sizes)
+        stored = [self._follower.stored.of(atom) for atom in equation.invars]
+        move = move_to_experts(equation, operands, stored, self._follower.trails.sizes)
         if move is not None:
             place, var = move[0], equation.invars[move[0]]
             trail = self._follower.possible(move[1], var)
             if trail and self._may_keep(var):
-                if (var, trail) not in self._moved:
+                if (id(var), trail) not in self._moved:
                     # At both ends: else the compiler might compute it where it moves to.
                     self._place_before(var, spec_of(operands[place]), equation)
                     self._place_before(var, spec_of(trail), equation)
-                    self._moved[var, trail] = self._replaced[var]
-                self._replaced[var] = self._moved[var, trail]
+                    self._moved[id(var), trail] = self._replaced[id(var)]
+                self._replaced[id(var)] = self._moved[id(var), trail]
                 operands[place] = trail
         staying = stay(equation, operands, stored)
         for place in staying:  # the result is where the rows are
@@ -387,14 +380,6 @@ class _Edit:
         """Whether a value has rows that no constraint of a user places."""
         return not isinstance(atom, Literal) and self._may_keep(atom)
 
-    def _is_choice(self, equation: Any, operands: Sequence[Trail]) -> bool:
-        """Whether the compiler might put the results of an equation elsewhere.
-
-        What is computed of rows alone stays with them.
-        """
-        name = equation.primitive.name
-        return name in _LOOPS or (name in CHOICES and not all(map(self._follower.has_rows, operands)))
-
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
         weights = [
@@ -413,15 +398,14 @@ class _Edit:
         if name in SAID:
             said = zip(RULES[name](equation, operands), equation.outvars, strict=True)
             return params, [self._follower.said(trail, var) for trail, var in said]
-        if not any(operands) and not self._may_matter(equation):
+        if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
             return params, ()
         if name in RULES:
             if name == 'dot_general':
                 operands = self._follower.beside_weights(operands)
             results = RULES[name](equation, operands)
             if name == 'reshape':
-                var = equation.outvars[0]
-                self._parts[var] = self._follower.possible(redealt(equation, operands[0]), var)
+                self._parts[id(equation.outvars[0])] = equation, operands[0]
             if name in ('reshape', 'sort') and not any(results):
                 self._note_loss(equation)
             return params, results
@@ -446,11 +430,9 @@ class _Edit:
         return params, ()
 
     def _may_matter(self, equation: Any) -> bool:
-        """Whether an equation without rows has some inside, or gives weights that others multiply."""
-        name = equation.primitive.name
-        if self._follower.resumes and name in _WITH_JAXPRS:
-            return True
-        return name in CALLS and any(map(self._weights.is_weight, equation.invars))
+        """Whether an equation with jaxprs has rows inside, or gives weights that others multiply."""
+        called = equation.primitive.name in CALLS
+        return self._follower.resumes or (called and any(map(self._weights.is_weight, equation.invars)))
 
     def _note_loss(self, equation: Any) -> None:
         largest = max(equation.outvars, key=lambda var: getattr(var.aval, 'size', 0), default=None)
@@ -486,9 +468,11 @@ class _Edit:
     def _of_stack(self, atom: Any, trail: Trail, equation: Any) -> Trail:
         """The trail of the elements that a loop takes of a stack."""
         row = _row(trail)
-        parts = LOST if isinstance(atom, Literal) else self._parts.get(atom, LOST)
-        if row or not trail or not parts:
+        if row or not trail or id(atom) not in self._parts:
             return row
+        parts = self._follower.possible(redealt(*self._parts[id(atom)]), atom)
+        if not parts:
+            return LOST
         # The rows of each part are dealt to all devices; else a device would have whole parts.
         self._place_before(atom, spec_of(parts), equation)
         return _row(parts)
@@ -497,7 +481,7 @@ class _Edit:
         """Constrains an operand of the equation at hand, and of no other."""
         added = self._follower.constraint(self._input(var), spec, equation.source_info)
         self._equations.append(added)
-        self._replaced[var] = added.outvars[0]
+        self._replaced[id(var)] = added.outvars[0]
 
     def _while(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         params = equation.params
@@ -521,7 +505,8 @@ class _Edit:
         """
         for i, place in enumerate(places):
             var = equation.invars[place]
-            if isinstance(var, Literal) or var in self._users_given or var in self._follower.from_batch:
+            given = id(var) in self._users_given
+            if isinstance(var, Literal) or given or var in self._follower.from_batch:
                 continue
             if i in inside.multiplied and inside.multiplied[i].rows < FEW_ROWS:
                 spec = closed_spec_of(self._trail(var), len(shape_of(var)))
@@ -536,7 +521,7 @@ class _Edit:
             and not self._follower.has_rows(inside.trails[i])
             and shape_of(var)
             and not isinstance(var, DropVar)
-            and var not in self._users_own
+            and id(var) not in self._users_own
         ]
 
     def _settled(

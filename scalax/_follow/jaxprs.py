@@ -16,6 +16,8 @@ CALLS = {
     **dict.fromkeys(('closed_call', 'core_call', 'eval_jaxpr'), 'call_jaxpr'),
     **dict.fromkeys(('custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
 }
+LOOPS = frozenset({'scan', 'while', 'cond'})
+WITH_JAXPRS = LOOPS | CALLS.keys()
 
 
 def opened(jaxpr: Any) -> Any:

@@ -88,11 +88,11 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 
 def _transpose(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    return [tuple(trails[0][i] for i in eqn.params['permutation']) if trails[0] else LOST]
+    return [tuple([trails[0][i] for i in eqn.params['permutation']]) if trails[0] else LOST]
 
 
 def _without(dims: Sequence[int], trail: Trail) -> Trail:
-    kept = tuple(axes for i, axes in enumerate(trail) if i not in dims)
+    kept = tuple([axes for i, axes in enumerate(trail) if i not in dims])
     return kept if any(kept) else LOST
 
 
@@ -144,15 +144,11 @@ def _dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _product(eqn: Any, trails: Sequence[Trail], contracted: Any, batch: Any, grouped: Any = ()) -> Trail:
     """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
-    left, right = (
-        list(trail) or [()] * len(shape_of(x)) for trail, x in zip(trails, eqn.invars, strict=False)
-    )
+    left, right = [trail or ((),) * len(shape_of(x)) for trail, x in zip(trails, eqn.invars, strict=False)]
     gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
-    dims = [
-        *(left[i] or right[j] for i, j in zip(*batch, strict=True)),
-        *(axes for i, axes in enumerate(left) if i not in gone[0]),
-        *(axes for i, axes in enumerate(right) if i not in gone[1]),
-    ]
+    dims = [left[i] or right[j] for i, j in zip(*batch, strict=True)]
+    dims += [axes for i, axes in enumerate(left) if i not in gone[0]]
+    dims += [axes for i, axes in enumerate(right) if i not in gone[1]]
     dims = [()] * (len(shape_of(eqn.outvars[0])) - len(dims)) + dims
     return tuple(dims) if any(dims) else LOST
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
@@ -13,11 +15,35 @@ Trail = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes that shard it; an empty tuple altogether if no dimension is followed."""
 
 LOST: Trail = ()
+LOSTS = itertools.repeat(LOST)
+"""For ``map(trails.get, map(id, variables), LOSTS)``: lost, where a dictionary has none."""
+
+
+class Trails:
+    """What is asked of trails over one mesh. Thousands of equations have a few, so answers are kept.
+
+    Args:
+        sizes: the sizes of the mesh axes.
+        batch_axes: those that shard rows.
+
+    Attributes:
+        has_rows: tells whether some dimension of a trail holds rows of the batch.
+        possible: the function of this name, of a trail and a shape.
+        merged: the function of this name, of a tuple of trails and a number of dimensions.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], batch_axes: frozenset[str]) -> None:
+        self.sizes, self.batch_axes = sizes, batch_axes
+        self.has_rows: Callable[[Trail], bool] = functools.cache(lambda trail: bool(along(trail, batch_axes)))
+        self.possible: Callable[[Trail, tuple[int, ...]], Trail] = functools.cache(
+            functools.partial(possible, sizes=sizes)
+        )
+        self.merged: Callable[[tuple[Trail, ...], int], Trail] = functools.cache(merged)
 
 
 def of_dims(dims: Mapping[int, tuple[str, ...]], ndim: int) -> Trail:
     """The trail with these dimensions."""
-    return tuple(dims.get(i, ()) for i in range(ndim)) if any(dims.values()) else LOST
+    return tuple([dims.get(i, ()) for i in range(ndim)]) if any(dims.values()) else LOST
 
 
 def merged(trails: Iterable[Trail], ndim: int) -> Trail:
@@ -65,11 +91,11 @@ def of_sharding(sharding: NamedSharding | None, ndim: int) -> Trail:
 
 def without(trail: Trail, axes: Container[str]) -> Trail:
     """A trail along other mesh axes than these."""
-    kept = tuple(tuple(axis for axis in each if axis not in axes) for each in trail)
+    kept = tuple([tuple([axis for axis in each if axis not in axes]) for each in trail])
     return kept if any(kept) else LOST
 
 
 def along(trail: Trail, axes: frozenset[str]) -> Trail:
     """The dimensions of a trail that some of these mesh axes shard, also with others."""
-    kept = tuple(each if axes.intersection(each) else () for each in trail)
+    kept = tuple([each if axes.intersection(each) else () for each in trail])
     return kept if any(kept) else LOST

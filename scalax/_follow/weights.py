@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
-
-from jax.extend.core import Literal
 
 from scalax._follow.jaxprs import shape_of
 from scalax._follow.primitives import ELEMENTWISE
-from scalax._follow.trail import Trail
+from scalax._follow.trail import Trail, Trails
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
@@ -51,28 +49,27 @@ class Weights:
 
     Args:
         arguments: the arguments of the jaxpr that hold no rows, each with its number.
-        sizes: the sizes of the mesh axes.
-        has_rows: tells whether a trail has rows of the batch.
+        trails: answers about trails.
 
     Attributes:
         multiplied: argument -> its products with rows.
     """
 
-    def __init__(
-        self, arguments: Mapping[Any, int], sizes: Mapping[str, int], has_rows: Callable[[Trail], bool]
-    ) -> None:
-        self._numbers, self._sizes, self._has_rows = dict(arguments), sizes, has_rows
+    def __init__(self, arguments: Mapping[Any, int], trails: Trails) -> None:
+        self._trails = trails
         self.multiplied: dict[int, Products] = {}
-        self._parts: set[Any] = set()
-        self._sums: set[Any] = set()
+        # By the ids of variables: literals are not hashable.
+        self._numbers = {id(var): i for var, i in arguments.items()}
+        self._parts: set[int] = set()
+        self._sums: set[int] = set()
 
     def is_sum(self, atom: Any) -> bool:
         """Whether a value is a sum over few rows."""
-        return not isinstance(atom, Literal) and atom in self._sums
+        return id(atom) in self._sums
 
     def is_weight(self, atom: Any) -> bool:
         """Whether a value is an argument without rows, a part of one, or computed of one."""
-        return self._number(atom) is not None
+        return id(atom) in self._numbers
 
     def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int] = ()) -> None:
         """Takes note of an equation without jaxprs.
@@ -88,7 +85,8 @@ class Weights:
             for weight, summed in ((0, right), (1, left)):
                 if weight not in staying:
                     self._note_product(equation, operands, weight=weight, summed=summed)
-            self._note_sum(equation, operands, (left, right))
+            if all(map(self._trails.has_rows, operands)):
+                self._note_sum(equation, operands, (left, right))
         elif name == 'ragged_dot_general':
             (left, _), _ = params['ragged_dot_dimension_numbers'].dot_dimension_numbers
             self._note_product(equation, operands, weight=1, summed=left)
@@ -96,17 +94,16 @@ class Weights:
             self._note_product(equation, operands, weight=1, summed=params['dimension_numbers'].lhs_spec[1:2])
         elif name in SAME:
             operand, result = equation.invars[0], equation.outvars[0]
-            if name in _PARTS or _size(operand) == _size(result):
+            if self.is_weight(operand) and (name in _PARTS or _size(operand) == _size(result)):
                 self._note_same(operand, equation.outvars, part=name in _PARTS)
-        elif name in ELEMENTWISE and not any(map(self._has_rows, operands)):
+        elif name in ELEMENTWISE and not any(map(self._trails.has_rows, operands)):
             self._note_computed(equation)
-        if self._sums and name in _OF_SUMS and any(map(self.is_sum, equation.invars)):
-            self._sums.add(equation.outvars[0])
+        if name in _OF_SUMS and not self._sums.isdisjoint(map(id, equation.invars)):
+            self._sums.add(id(equation.outvars[0]))
 
     def passed(self, results: Sequence[Any]) -> dict[int, int]:
         """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
-        numbers = {i: self._number(atom) for i, atom in enumerate(results)}
-        return {i: number for i, number in numbers.items() if number is not None}
+        return {i: self._numbers[id(atom)] for i, atom in enumerate(results) if id(atom) in self._numbers}
 
     def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, Products]) -> None:
         """Takes note of the products in a jaxpr that runs once."""
@@ -123,7 +120,7 @@ class Weights:
         """Takes note of the results of a jaxpr that runs once."""
         for i, number in passed.items():
             self._note_same(operands[number], results[i : i + 1], part=True)
-        self._sums.update(var for i, var in enumerate(results) if i in summed)
+        self._sums.update(id(var) for i, var in enumerate(results) if i in summed)
 
     def note_loop(
         self, operands: Sequence[Any], multiplied: Mapping[int, Products], constants: int, rounds: int
@@ -157,7 +154,7 @@ class Weights:
             summed: the dimensions of the other one that are summed.
         """
         other = 1 - weight
-        if not self._has_rows(operands[other]):
+        if not self.is_weight(equation.invars[weight]) or not self._trails.has_rows(operands[other]):
             return
         atom = equation.invars[other]
         rows = self._count(atom, operands[other], summed, inside=False)
@@ -167,47 +164,45 @@ class Weights:
     def _note_sum(
         self, equation: Any, operands: Sequence[Trail], contracted: Sequence[Container[int]]
     ) -> None:
-        """A sum over few rows, if a product is one."""
+        """A sum over few rows, if a product of rows is one."""
         summed = [
-            tuple(axes if i in dims else () for i, axes in enumerate(trail))
+            tuple([axes if i in dims else () for i, axes in enumerate(trail)])
             for trail, dims in zip(operands, contracted, strict=True)
         ]
-        if all(map(self._has_rows, summed)):
+        if all(map(self._trails.has_rows, summed)):
             rows = self._count(equation.invars[0], operands[0], contracted[0], inside=True)
             if rows < FEW_ROWS:
-                self._sums.add(equation.outvars[0])
+                self._sums.add(id(equation.outvars[0]))
 
     def _count(self, atom: Any, trail: Trail, contracted: Container[int], *, inside: bool) -> int:
         """The rows of a matrix that each device has: the dimensions that are contracted, or the others."""
-        dims = [i for i in range(len(shape_of(atom))) if (i in contracted) is inside]
-        shards = math.prod(self._sizes[axis] for i in dims for axis in trail[i])
-        return math.prod(shape_of(atom)[i] for i in dims) // shards
-
-    def _number(self, atom: Any) -> int | None:
-        return None if isinstance(atom, Literal) else self._numbers.get(atom)
+        shape, sizes = shape_of(atom), self._trails.sizes
+        dims = [i for i in range(len(shape)) if (i in contracted) is inside]
+        shards = math.prod([sizes[axis] for i in dims for axis in trail[i]])
+        return math.prod([shape[i] for i in dims]) // shards
 
     def _note_same(self, atom: Any, results: Sequence[Any], *, part: bool) -> None:
         """Results that are a weight, or parts of one."""
-        number = self._number(atom)
+        number = self._numbers.get(id(atom))
         if number is not None:
-            self._numbers.update(dict.fromkeys(results, number))
-            if part or atom in self._parts:
-                self._parts.update(results)
+            self._numbers.update(dict.fromkeys(map(id, results), number))
+            if part or id(atom) in self._parts:
+                self._parts.update(map(id, results))
 
     def _note_computed(self, equation: Any) -> None:
         """A weight that is computed of another one of its size: scaled, masked, with an adapter added."""
         [result] = equation.outvars
         for atom in equation.invars:
-            if self._number(atom) is None or atom.aval.dtype != result.aval.dtype:  # such as a mask
+            if id(atom) not in self._numbers or atom.aval.dtype != result.aval.dtype:  # such as a mask
                 continue
-            if _size(atom) == _size(result):
+            if atom.aval.shape == result.aval.shape or _size(atom) == _size(result):
                 self._note_same(atom, equation.outvars, part=False)
                 return
 
     def _note_products(self, atom: Any, products: Products) -> None:
-        number = self._number(atom)
+        number = self._numbers.get(id(atom))
         if number is not None:
-            rows = max(products.rows, FEW_ROWS) if atom in self._parts else products.rows
+            rows = max(products.rows, FEW_ROWS) if id(atom) in self._parts else products.rows
             before = self.multiplied.get(number, Products(0, 0, 0))
             self.multiplied[number] = Products(
                 max(before.rows, rows),

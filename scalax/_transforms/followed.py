@@ -38,19 +38,20 @@ def run_followed(
         mesh: a mesh of Auto axes, in force.
     """
     compiled = jax.jit(fun, static_argnums=static)
-    # Values of an outer trace that the function closes over are constants of this jaxpr.
-    make = jax.make_jaxpr(lambda *args: compiled(*args), static_argnums=static, return_shape=True)
-    jaxpr, types = make(*args)
+    structure = None
+
+    def call(*args: Any) -> None:
+        nonlocal structure
+        structure = jax.tree.structure(compiled(*args))
+
+    # Values of an outer trace that the function closes over are constants of this jaxpr. It returns nothing:
+    # the results of its equation are the leaves, in order.
+    jaxpr = jax.make_jaxpr(call, static_argnums=static)(*args)
     outside = opened(jaxpr)
-    leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
-    values = dict(zip(outside.invars, leaves, strict=True))
-    values |= dict(zip(outside.constvars, jaxpr.consts, strict=True))
-    numbers = {var: i for i, var in enumerate(outside.invars)}
     [equation] = outside.eqns
-
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
+    leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
+    values = dict(zip((*outside.invars, *outside.constvars), (*leaves, *jaxpr.consts), strict=True))
+    numbers = {var: i for i, var in enumerate(outside.invars)}
     places = [None if isinstance(atom, Literal) else numbers.get(atom) for atom in equation.invars]
     operands = dataclasses.replace(
         arguments,
@@ -58,8 +59,6 @@ def run_followed(
         stored=[LOST if i is None else arguments.stored[i] for i in places],
     )
     found = follow(equation.params['jaxpr'], operands, mesh)
-    results = equation.primitive.bind(
-        *map(value, equation.invars), **{**equation.params, 'jaxpr': found.jaxpr}
-    )
-    values |= dict(zip(equation.outvars, results, strict=True))
-    return jax.tree.unflatten(jax.tree.structure(types), map(value, outside.outvars)), found
+    inputs = [atom.val if isinstance(atom, Literal) else values[atom] for atom in equation.invars]
+    results = equation.primitive.bind(*inputs, **{**equation.params, 'jaxpr': found.jaxpr})
+    return jax.tree.unflatten(structure, results), found
