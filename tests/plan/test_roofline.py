@@ -339,7 +339,7 @@ def test_text():
     )
     assert str(roofline).splitlines() == [
         'one call on 64 devices of v5p (at least): 750.000 ms if all overlaps, 1,501.000 ms if nothing does',
-        'bound by ici:fsdp+tp; MFU at most 40.0%',
+        'bound by ici:fsdp+tp; MFU at most 40.0%: the model needs 3e+14 flops',
         '  compute      500.000 ms',
         '  hbm          250.000 ms',
         '  ici:fsdp+tp  750.000 ms  ring of 4 (axis 0) x line of 2 (axis 1, 2 links apart)',
