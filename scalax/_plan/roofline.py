@@ -158,7 +158,11 @@ class Roofline:
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         known = '' if self.counted is Counted.EXACTLY else f' ({self.counted.value})'
-        used = '' if self.mfu is None else f'; MFU at most {self.mfu:.1%}'
+        used = (
+            ''
+            if self.mfu is None
+            else f'; MFU at most {self.mfu:.1%}: the model needs {self.model_flops:.4g} flops'
+        )
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
