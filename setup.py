@@ -69,6 +69,7 @@ setup(
     package_data={'scalax': ['py.typed', '_report/assets/*', 'explain/assets/*']},
     install_requires=['jax>=0.10', 'numpy'],
     extras_require=EXTRAS,
+    entry_points={'console_scripts': ['scalax = scalax.__main__:run']},
     classifiers=[
         'Development Status :: 4 - Beta',
         'Intended Audience :: Developers',

@@ -744,7 +744,7 @@ class MeshShardingHelper:
         if quick is not None:
             reject_own_argument(fun, 'quick')
             checked_flag('quick', quick)
-        return make_plan(self, fun, args, kwargs, quick=bool(quick))
+        return make_plan(self, fun, args, kwargs, quick=bool(quick), keep_program=True)
 
     # --- Batches and other host data -------------------------------------------------------------
 

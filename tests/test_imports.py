@@ -340,4 +340,8 @@ def test_file_is_short(path: Path) -> None:
 @pytest.mark.one_jax
 @each_file
 def test_xla_flags_are_left_alone(path: Path) -> None:
-    assert 'XLA_FLAGS' not in path.read_text(encoding='utf-8')
+    text = path.read_text(encoding='utf-8')
+    if path.parent.name == '_doctor':  # which reads them
+        assert not re.search(r'environ(\.setdefault|\.update|\[[^]]*\] *=[^=])|putenv\(', text)
+    else:
+        assert 'XLA_FLAGS' not in text

@@ -27,7 +27,7 @@ from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean, plural
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -242,7 +242,7 @@ def _progress(shown: bool | None) -> Iterator[Callable[[Trial], None]]:
         first = best[0]
         memory = human_bytes(first.memory)
         at_best = milliseconds(first.seconds) if math.isfinite(first.seconds) else 'no program'
-        return f'{count} layouts; best: {axis_sizes_text(first.layout.sizes)}, {at_best}, {memory}'
+        return f'{plural(count, "layout")}; best: {axis_sizes_text(first.layout.sizes)}, {at_best}, {memory}'
 
     if shown is None:
         shown = sys.stderr.isatty()

@@ -24,6 +24,7 @@ from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
+from scalax._plan.saved_program import Program
 from scalax._plan.torus import Place, places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.followed_batch import BatchOfCall
@@ -45,6 +46,7 @@ def make_plan(
     kwargs: Mapping[str, Any],
     *,
     quick: bool = False,
+    keep_program: bool = False,
 ) -> Plan:
     """Makes a plan, as `MeshShardingHelper.plan` does; options cannot clash with arguments of the function.
 
@@ -54,6 +56,8 @@ def make_plan(
         args: its arguments.
         kwargs: its keyword arguments.
         quick: as for `MeshShardingHelper.plan`.
+        keep_program: whether the plan keeps what `Plan.save_executable` needs, as that of
+            `MeshShardingHelper.plan` does.
 
     Raises:
         PlanError: the compiler failed, or the compiled program is written in an unknown form.
@@ -100,7 +104,7 @@ def make_plan(
     rows = (
         collectives(program, sizes, places, before, ids, in_batch, switched) if compiled.partitioned else ()
     )
-    return Plan(
+    plan = Plan(
         name=name,
         mesh=sizes,
         devices=compiled.devices,
@@ -123,6 +127,7 @@ def make_plan(
         followed=None if batch is None or fun is not function else batch.followed,
         batch_axes=() if batch is None else batch.axes,
     )
+    return plan.with_program(Program(lowered, mesh)) if keep_program else plan
 
 
 def _arguments_with_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -12,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
+from scalax._version import __version__
 from scalax.cli import _commands
+from scalax.cli._exit_codes import ExitCode
+from scalax.cli._terminal import show
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
-
-FITS, FAILED, USAGE, TOO_LARGE = 0, 1, 2, 3
 
 _MOST = 1 << 24  # devices, slices
 _LONGEST = 20  # digits of a number
 
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or nodes of GPUs, such as h100:4x8'
-_EPILOG = """\
-exit codes: 0 it fits, 3 it does not, 2 the command is invalid, 1 any other failure
-"""
+_UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
+_UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
+_ENTRY = re.compile(r'-|\w+(\+\w+)*')
+_EPILOG = '\n'.join(['exit codes:', *(f'  {code:<3}  {code.meaning}' for code in ExitCode)])
 _PLAN = """\
 Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
 send to one another, and what bounds the step.
@@ -46,6 +50,14 @@ after another. Ctrl-C gives the best so far.
 FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
 a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
 """
+_DOCTOR = """\
+Looks for what is wrong with the installation, its variables and its devices, and says what to do about
+each. Another process opens the devices and runs a program on each; it is ended if it hangs.
+
+Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
+processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
+variables too late.
+"""
 _EXPLAIN = """\
 Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
 
@@ -61,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; those of the process by default.
 
     Returns:
-        The exit code: 0; 3 if a step does not fit; 2 for an invalid command; 1 for other failures.
+        The exit code, an `ExitCode`.
     """
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
@@ -69,15 +81,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:
-        fits = asked.run(asked)
+        outcome = asked.run(asked)
     except ScalaxError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return FAILED if isinstance(error, PlanError | MissingDependencyError) else USAGE
-    return TOO_LARGE if fits is False else FITS
+        show(f'error: {error}', sys.stderr)
+        failed = isinstance(error, PlanError | MissingDependencyError)
+        return ExitCode.FAILED if failed else ExitCode.INVALID
+    if isinstance(outcome, ExitCode):
+        return outcome
+    return ExitCode.TOO_LARGE if outcome is False else ExitCode.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser('python -m scalax', description='Know before you run.', epilog=_EPILOG)
+    parser = argparse.ArgumentParser(
+        'scalax' if Path(sys.argv[0]).stem == 'scalax' else 'python -m scalax',
+        description='Know before you run.',
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    versions = f'scalax {__version__}, JAX {jax.__version__}, Python {sys.version.split()[0]}'
+    parser.add_argument('--version', action='version', version=versions)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
     plan = _command(commands, 'plan', 'memory, communication and time of a step', _PLAN)
@@ -88,8 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         action='store_true',
         help='seconds instead of minutes: makes no code; memory is that of the layout',
     )
-    plan.add_argument('--json', action='store_true', help='print the plan as JSON: Plan.load reads it')
-    plan.add_argument('--html', type=_page, metavar='OUT.html', help='also write the plan as a page')
+    _add_json(plan, 'print the plan as JSON: Plan.load reads it')
+    _add_page(plan, 'also write the plan as a page')
+    plan.add_argument('--png', type=_page, metavar='OUT.png', help='also draw the plan (needs matplotlib)')
+    plan.add_argument(
+        '--save-executable',
+        type=_page,
+        metavar='OUT.bin',
+        help='also compile the step, and write what scalax.plan.load_executable loads and calls',
+    )
     plan.set_defaults(run=_commands.plan)
 
     search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
@@ -102,10 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         '--full', type=_number, default=2, metavar='N', help='how many of the best to compile in full (2)'
     )
-    search.add_argument(
-        '--html', type=_page, metavar='OUT.html', help='write the plan of the best mesh as a page'
-    )
-    search.add_argument('--json', action='store_true', help='print the result as JSON')
+    _add_page(search, 'write the plan of the best mesh as a page')
+    _add_json(search, 'print the result as JSON')
     search.set_defaults(run=_commands.search)
 
     find = _command(commands, 'find', 'a mesh and a rule for a step of one device', _FIND)
@@ -121,8 +148,34 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument(
         '--donate', type=_positions, default=(), metavar='N,...', help='the arguments that may be overwritten'
     )
+    find.add_argument(
+        '--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)'
+    )
     _add_sizes(find)
     find.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    find.add_argument(
+        '--memory',
+        type=_bytes,
+        metavar='SIZE',
+        help='the memory of a device, in place of its own: 16GiB, 80GB',
+    )
+    find.add_argument(
+        '--headroom', type=_part, default=0.1, metavar='PART', help='the part of it that stays free (0.1)'
+    )
+    find.add_argument(
+        '--zero1',
+        action='store_true',
+        help='parameters are whole over the axes of the batch; only statistics of the optimizer are split',
+    )
+    find.add_argument(
+        '--keep',
+        action='append',
+        default=[],
+        type=_kept,
+        metavar='REGEX=SPEC',
+        help='where leaves are that are not searched, dimension by dimension: embed=fsdp,- or norm= (on all '
+        'devices) or head=-,fsdp+tp; once for each regex',
+    )
     find.add_argument(
         '--budget', type=_positive, default=600, metavar='SECONDS', help='when to stop trying more (600)'
     )
@@ -133,8 +186,8 @@ def _parser() -> argparse.ArgumentParser:
         help='where trials are kept: a search goes on from there',
     )
     find.add_argument('--code', action='store_true', help='print a program that uses what was found')
-    find.add_argument('--json', action='store_true', help='print the result as JSON')
-    find.add_argument('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
+    _add_json(find, 'print the result as JSON')
+    _add_page(find, 'also write the result as a page')
     find.set_defaults(run=_commands.find)
 
     explain = _command(commands, 'explain', 'the sharding of each leaf, and why', _EXPLAIN)
@@ -142,11 +195,27 @@ def _parser() -> argparse.ArgumentParser:
         'function', metavar='FILE.py:make_state', help='the function that makes the tree and its rules'
     )
     _add_mesh(explain)
-    explain.add_argument('--json', action='store_true', help='print the report as JSON')
+    _add_json(explain, 'print the report as JSON: ShardingReport.load reads it')
+    _add_page(explain, 'also write the report as a page')
     explain.set_defaults(run=_commands.explain)
 
     topologies = _command(commands, 'topologies', 'the known TPU slices', 'TPU slices, and their chips.')
+    _add_json(topologies, 'print them as JSON')
     topologies.set_defaults(run=_commands.topologies)
+
+    doctor = _command(commands, 'doctor', 'what is wrong here, and its cure', _DOCTOR)
+    doctor.add_argument(
+        'file', metavar='FILE.py', nargs='?', default='', help='a file to import first, as a program begins'
+    )
+    doctor.add_argument(
+        '--timeout',
+        type=_positive,
+        default=120,
+        metavar='SECONDS',
+        help='how long opening the devices may take (120)',
+    )
+    _add_json(doctor, 'print what was found as JSON')
+    doctor.set_defaults(run=_commands.doctor)
     return parser
 
 
@@ -160,6 +229,14 @@ def _command(commands: Any, name: str, summary: str, text: str) -> argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser
+
+
+def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument('--json', action='store_true', help=what)
+
+
+def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument('--html', type=_page, metavar='OUT.html', help=what)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -233,6 +310,42 @@ def _positions(text: str) -> tuple[int, ...]:
 _positive = functools.partial(_number, least=1)
 
 
+def _part(text: str) -> float:
+    """``'0.1'``, or ``'10%'``, as a part of a whole."""
+    try:
+        part = float(text.removesuffix('%')) / (100 if text.endswith('%') else 1)
+    except ValueError:
+        part = -1.0
+    if not 0 <= part < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} is no part from 0 to below 1 (as in 0.1, or 10%)')
+    return part
+
+
+def _bytes(text: str) -> int:
+    """``'16GiB'`` as bytes."""
+    found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
+    size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} is no size of memory (as in 16GiB, 80GB, or bytes)')
+    return size
+
+
+def _kept(text: str) -> tuple[str, PartitionSpec]:
+    """``'embed=fsdp,-'`` as a regex and a spec."""
+    pattern, equals, spec = text.rpartition('=')
+    entries = [entry.strip() for entry in spec.split(',')] if spec.strip() else []
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f'{pattern!r} is not a regex: {error}') from None
+    if not equals or not pattern or not all(map(_ENTRY.fullmatch, entries)):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not of the form REGEX=SPEC (as in embed=fsdp,- or head=-,fsdp+tp)'
+        )
+    axes = [None if entry == '-' else tuple(entry.split('+')) for entry in entries]
+    return pattern, PartitionSpec(*axes)
+
+
 def _page(text: str) -> Path:
     """The path of a file that can be written; checked here, before minutes of compiling."""
     path = Path(text)
@@ -240,4 +353,6 @@ def _page(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f'{text!r} cannot be written: it is a folder, or its parent directory does not exist'
         )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f'{text!r} cannot be written: this user may not write there')
     return path

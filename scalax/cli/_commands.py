@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
+import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,30 +17,61 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from scalax._doctor import diagnose
 from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
+from scalax._report import saved
 from scalax._report.tables import human_bytes
-from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
-from scalax.plan import HARDWARE, Hardware, make_plan
+from scalax.cli._exit_codes import ExitCode
+from scalax.cli._terminal import show, takes_colour
+from scalax.errors import ArgumentError, MissingDependencyError, PlanError, did_you_mean, near_names
+from scalax.plan import HARDWARE, Hardware, Plan, make_plan
 from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
 _MODULE_NAME = '__file_of_the_command__'
+_log = logging.getLogger('scalax.cli')
 
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
+    if asked.png and importlib.util.find_spec('matplotlib') is None:  # said before minutes of compiling
+        raise MissingDependencyError('--png needs matplotlib: pip install matplotlib')
     helper = _helper(asked)
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
-    made = make_plan(helper, step, arguments, {}, quick=asked.quick)
+    made = make_plan(helper, step, arguments, {}, quick=asked.quick, keep_program=bool(asked.save_executable))
     if asked.html:
         made.to_html(asked.html)
-    print(made.to_json() if asked.json else made)
+    if asked.png:
+        made.save_png(asked.png)
+    _print(_plan_as_json(made) if asked.json else made, asked)
+    if asked.save_executable and made.fits is not False:
+        sys.stdout.flush()  # it takes minutes
+        made.save_executable(asked.save_executable)
+        _log.info('wrote %s: scalax.plan.load_executable loads it', asked.save_executable)
     return made.fits
+
+
+def _plan_as_json(made: Plan) -> str:
+    """The JSON of a plan with what it computes of the seconds, which `Plan.load` does not read."""
+    values = made.to_dict()
+    roofline = made.known_roofline
+    if roofline is not None:
+        seconds = {'bound': roofline.step_seconds.bound, 'estimate': roofline.step_seconds.estimate}
+        values |= {'step_seconds': seconds, 'bound': roofline.bound, 'mfu': roofline.mfu}
+    return saved.write(values)
+
+
+def _print(result: Any, asked: argparse.Namespace) -> None:
+    """Prints a result: JSON as it is, text with colours where the terminal takes them."""
+    if asked.json:
+        print(result)
+    else:
+        show(result)
 
 
 def search(asked: argparse.Namespace) -> bool:
@@ -54,7 +88,7 @@ def search(asked: argparse.Namespace) -> bool:
         dcn_axis=asked.dcn,
         full=asked.full,
     )
-    print(json.dumps(found.to_dict()) if asked.json else found)
+    _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     if not any(candidate.plan for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
     if found.fits and asked.html:
@@ -76,12 +110,20 @@ def find(asked: argparse.Namespace) -> bool | None:
         donate_argnums=asked.donate,
         sizes=_sizes_of(asked),
         num_slices=asked.slices,
+        keep=asked.keep,
+        optimizer_state='zero1' if asked.zero1 else 'as parameters',
+        batch_dim=asked.batch_dim,
+        memory=asked.memory,
+        headroom=asked.headroom,
         budget_s=asked.budget,
         file=asked.file,
     )
-    print(json.dumps(found.to_dict()) if asked.json else found.to_code() if asked.code else found)
     if asked.html:
         found.to_html(asked.html)
+    if asked.code:
+        print(found.to_code())
+    else:
+        _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     return found.fits
 
 
@@ -110,11 +152,30 @@ def explain(asked: argparse.Namespace) -> None:
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
-    print(report.to_json() if asked.json else report)
+    if asked.html:
+        report.to_html(asked.html)
+    if not asked.json and takes_colour(sys.stdout):
+        report.print()  # by rich, if it is installed
+    else:
+        _print(report.to_json() if asked.json else report, asked)
 
 
-def topologies(_: argparse.Namespace) -> None:
+def doctor(asked: argparse.Namespace) -> ExitCode:
+    """Prints what is wrong here; of several processes only the first, and those with findings."""
+    if asked.file and not Path(asked.file).is_file():
+        raise ArgumentError(f'{asked.file!r} is not a Python file')
+    found = diagnose(asked.timeout, asked.file)
+    if found.process == 0 or found.findings:
+        _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+    return ExitCode.FOUND if found.findings else ExitCode.DONE
+
+
+def topologies(asked: argparse.Namespace) -> None:
     """Prints the known kinds of chips with their numbers, and the slices of each."""
+    if asked.json:
+        chips = {name: dataclasses.asdict(HARDWARE[name]) for name in SIZES}
+        print(json.dumps({name: {**chips[name], 'slices': SIZES[name].split()} for name in SIZES}))
+        return
     print('TPU slices, as --topology NAME:SIZE takes them:\n')
     for name, sizes in SIZES.items():
         print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
@@ -203,19 +264,34 @@ def _load_function(named: str) -> Callable[..., Any]:
     if not colon or not name.isidentifier():
         raise ArgumentError(f'{named!r} does not name a function: write FILE.py:function')
     path = Path(file).resolve()
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if not path.is_file():
         raise ArgumentError(f'{file!r} is not a Python file')
-    # As under `python FILE.py`, files beside it can be imported. Its own name hides no other module.
+    # As under `python -m`, this folder can be imported from; so can that of the file, as when it is run.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     sys.path.insert(0, str(path.parent))
+    name_of_module = _name_of_module(path)
+    spec = importlib.util.spec_from_file_location(name_of_module, path)
+    if spec is None or spec.loader is None:
+        raise ArgumentError(f'{file!r} is not a Python file')
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE_NAME] = module
+    sys.modules[name_of_module] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
         raise ArgumentError(f'{file!r} has no function {name!r} ({did_you_mean(name, own)})')
     return function
+
+
+def _name_of_module(path: Path) -> str:
+    """The name that `import` has for a file, under which saved programs find its classes again.
+
+    Another one if that is the name of another module, which the file must not hide.
+    """
+    name = path.stem
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    return name if spec and spec.origin and Path(spec.origin).resolve() == path else _MODULE_NAME
 
 
 def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:

@@ -1,15 +1,25 @@
 """`python -m scalax`: what it prints, and how it ends."""
 
+import inspect
+import io
 import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import scalax
+from scalax._doctor import Diagnosis
+from scalax._doctor.finding import Finding
 from scalax._mesh.topologies import KNOWN, chips
-from scalax.cli import main
+from scalax.cli import ExitCode, _commands, main
+from scalax.cli._terminal import show
+from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan
+from scalax.plan import find as find_rule
 from scalax.sharding import MeshShardingHelper, ShardingReport
 from tests.support import ROOT, tpu_compiler
 
@@ -98,6 +108,56 @@ def test_plan_as_json(job):
     assert (plan.mesh, plan.flops, plan.fits) == ({'fsdp': 2, 'tp': 2}, 2 * 64**3, None)
     assert Plan.load(plan.to_json()) == plan
     assert json.loads(done.stdout)['version'] == 1
+
+
+def test_the_json_of_a_plan_has_its_seconds_if_they_are_known(job, capsys):
+    done = here(capsys, 'plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2', '--json')
+    assert json.loads(done.stdout).keys().isdisjoint({'mfu', 'bound', 'step_seconds'})
+
+
+@tpu_compiler.needed
+def test_model_flops_and_mfu_need_no_option(job, capsys):
+    on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick')
+    done = here(capsys, 'plan', f'{job}:make_step', *on, '--json')
+    values, plan = json.loads(done.stdout), Plan.load(done.stdout)
+    assert (values['mfu'], values['bound']) == (plan.mfu, plan.bound)
+    assert values['step_seconds'] == {
+        'bound': plan.step_seconds.bound,
+        'estimate': plan.step_seconds.estimate,
+    }
+    assert values['model_flops'] == 2 * 64**3
+    done = here(capsys, 'plan', f'{job}:make_step', *on)
+    assert f'MFU at most {plan.mfu:.1%}: the model needs 5.243e+05 flops' in done.stdout
+
+
+def test_pages_and_pictures(job, capsys, tmp_path):
+    pytest.importorskip('matplotlib')
+    page, picture = tmp_path / 'plan.html', tmp_path / 'plan.png'
+    on = ('--mesh', 'fsdp=4,tp=2')
+    done = here(capsys, 'plan', f'{job}:make_step', *on, '--html', page, '--png', picture)
+    assert done.returncode == 0
+    assert '<title>Plan of step</title>' in page.read_text() and picture.read_bytes()[:4] == b'\x89PNG'
+    done = here(capsys, 'explain', f'{job}:make_state', *on, '--html', page)
+    assert done.returncode == 0 and "P('fsdp', 'tp')" in done.stdout
+    assert '<title>Sharding report</title>' in page.read_text()
+
+
+def test_a_picture_without_matplotlib_is_refused_at_once(job, capsys, monkeypatch):
+    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    done = here(capsys, 'plan', 'nofile.py:f', '--mesh', 'fsdp=4,tp=2', '--png', 'plan.png')
+    said = 'error: --png needs matplotlib: pip install matplotlib\n'
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@tpu_compiler.needed
+def test_what_does_not_fit_is_planned_and_not_saved(job, capsys, tmp_path):
+    file = tmp_path / 'step.bin'
+    on = ('--topology', 'v5e:2x2', '--mesh', 'fsdp=-1,tp=2', '--quick', '--save-executable', file)
+    done = here(capsys, 'plan', f'{job}:make_large', *on)
+    assert (done.returncode, done.stderr) == (3, '') and 'does NOT fit' in done.stdout
+    assert not file.exists()
+    done = here(capsys, 'plan', f'{job}:make_step', *on)
+    assert done.returncode == 0 and file.exists()
 
 
 @tpu_compiler.needed
@@ -194,6 +254,8 @@ def test_find(job, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
+        (('--batch', 1, '--keep', 'nobody=fsdp'), "keep has 'nobody', which is found in no path"),
+        (('--batch', 1, '--batch-dim', 7), 'divides the rows of the batch: dimension 7'),
         (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
         (('--batch', 1, '--sizes', 'tq=1'), "sizes names 'tq'"),
         (('--batch', 1, '--sizes', 'tp=1', '--sizes', 'tp=2'), '--sizes names an axis twice'),
@@ -203,6 +265,136 @@ def test_find(job, tmp_path, capsys):
 def test_invalid_commands_of_find(job, capsys, arguments, said):
     done = here(capsys, 'find', f'{job}:make_one_device', '--topology', 'v5e:2x2', *arguments)
     assert done.returncode == 2 and said in done.stderr
+
+
+def test_options_of_find_are_those_of_the_function(job, monkeypatch):
+    given = {}
+
+    def find(step, arguments, topology, **options):
+        given.update(options)
+        raise ArgumentError('enough')
+
+    monkeypatch.setattr(_commands, 'find_rule', find)
+    on = [
+        '--topology',
+        'v5e:2x2',
+        '--batch',
+        '1',
+        '--batch-dim',
+        '1',
+        '--memory',
+        '1.5 GiB',
+        '--headroom',
+        '5%',
+    ]
+    kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp', '--zero1']
+    assert main(['find', f'{job}:make_one_device', *on, *kept]) == 2
+    assert (given['batch_dim'], given['memory'], given['headroom']) == (1, 3 * 2**29, 0.05)
+    assert given['optimizer_state'] == 'zero1'
+    assert given['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
+    main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
+    left = inspect.signature(find_rule).parameters
+    for name in ('batch_dim', 'memory', 'headroom', 'optimizer_state', 'budget_s', 'num_slices'):
+        assert given[name] == left[name].default
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'said'),
+    [
+        (['--keep', 'a(=fsdp'], "'a(' is not a regex: missing )"),
+        (['--keep', 'a=fs dp'], "'a=fs dp' is not of the form REGEX=SPEC (as in embed=fsdp,- or"),
+        (['--keep', 'a'], "'a' is not of the form REGEX=SPEC"),
+        (['--keep', '=fsdp'], "'=fsdp' is not of the form REGEX=SPEC"),
+        (['--memory', '16XB'], "'16XB' is no size of memory (as in 16GiB, 80GB, or bytes)"),
+        (['--memory', '0'], "'0' is no size of memory"),
+        (['--memory', '9' * 5000], 'is no size of memory'),
+        (['--headroom', '1'], "'1' is no part from 0 to below 1 (as in 0.1, or 10%)"),
+        (['--headroom', 'nan'], "'nan' is no part from 0 to below 1"),
+        (['--headroom', 'little'], "'little' is no part"),
+        (['--batch-dim', '-1'], "'-1' is not a number of at least 0"),
+    ],
+)
+def test_usage_of_find(job, capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1', *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_version_and_no_command(capsys):
+    for arguments, code in ((['--version'], 0), ([], 2), (['frobnicate'], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+    said = capsys.readouterr()
+    assert said.out.startswith(f'scalax {scalax.__version__}, JAX {jax.__version__}, Python 3.')
+    assert 'usage: ' in said.err and 'required: COMMAND' in said.err and "'doctor'" in said.err
+
+
+def test_exit_codes_are_in_the_help_and_in_the_docs(capsys):
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    listed = capsys.readouterr().out.partition('exit codes:\n')[2].splitlines()
+    assert [line.split(None, 1) for line in listed] == [[str(int(code)), code.meaning] for code in ExitCode]
+    page = (ROOT / 'docs' / 'command_line.md').read_text()
+    rows = ''.join(f'| {int(code)} | {code.meaning} |\n' for code in ExitCode)
+    assert f'|---|---|\n{rows}\n' in page
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ('variables', 'coloured'), [({}, True), ({'NO_COLOR': '1'}, False), ({'TERM': 'dumb'}, False)]
+)
+def test_colours(monkeypatch, variables, coloured):
+    for name in ('NO_COLOR', 'TERM'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    text = 'step\nmemory: it does NOT fit\nanother: it fits'
+    terminal, pipe = Terminal(), io.StringIO()
+    show(text, terminal)
+    show(text, pipe)
+    assert pipe.getvalue() == f'{text}\n'
+    painted = '\x1b[1mstep\x1b[0m\nmemory: \x1b[31mit does NOT fit\x1b[0m\nanother: \x1b[32mit fits\x1b[0m'
+    assert terminal.getvalue() == (f'{painted}\n' if coloured else f'{text}\n')
+
+
+def test_json_and_errors_have_no_colours_in_pipes(job, capsys):
+    assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', '--json']) == 0
+    assert main(['explain', f'{job}:nope', '--mesh', 'fsdp=4,tp=2']) == 2
+    said = capsys.readouterr()
+    assert '\x1b' not in said.out + said.err
+
+
+@pytest.mark.parametrize('process', [0, 1])
+@pytest.mark.parametrize('findings', [(), (Finding('it is too late', 'sleep'),)], ids=['none', 'one'])
+def test_doctor(capsys, monkeypatch, process, findings):
+    asked = []
+
+    def diagnose(*arguments):
+        asked.append(arguments)
+        return Diagnosis({'versions': 'Python'}, findings, process)
+
+    monkeypatch.setattr(_commands, 'diagnose', diagnose)
+    done = here(capsys, 'doctor', '--timeout', 7)
+    assert done.returncode == (4 if findings else 0) and asked == [(7, '')]
+    silent = process and not findings
+    assert done.stdout == ('' if silent else f'{Diagnosis({"versions": "Python"}, findings)}\n')
+    done = here(capsys, 'doctor', '--json')
+    assert silent or json.loads(done.stdout)['findings'] == [each._asdict() for each in findings]
+
+
+def test_doctor_for_real(tmp_path):
+    path = tmp_path / 'train.py'
+    path.write_text("import os\nimport jax\nos.environ['JAX_ENABLE_X64'] = '1'\n")
+    done = run('doctor', path)
+    assert done.returncode == 4 and 'train.py:3 sets JAX_ENABLE_X64 after JAX was imported' in done.stdout
+    done = run('doctor', tmp_path / 'none.py')
+    assert (done.returncode, done.stderr) == (2, f"error: '{tmp_path}/none.py' is not a Python file\n")
 
 
 @tpu_compiler.needed
@@ -294,6 +486,11 @@ def test_topologies(capsys):
         'and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:'
         in lines
     )
+
+    assert main(['topologies', '--json']) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {f'{name}:{size}' for name, chip in listed.items() for size in chip['slices']} == {*KNOWN}
+    assert listed['v5e']['flops_per_second'] == HARDWARE['v5e'].flops_per_second
 
 
 GPUS = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'

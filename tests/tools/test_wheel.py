@@ -101,3 +101,6 @@ def test_every_module_imports_from_the_installed_wheel(distributions: Path, tmp_
     # -I: the current folder is not on the path.
     output = run(python, '-I', '-W', 'error', '-c', IMPORT_EVERYTHING, cwd=tmp_path)
     assert output.startswith('imported ')
+
+    version = run(clean / 'bin' / 'scalax', '--version', cwd=tmp_path)
+    assert version.startswith('scalax ') and ', JAX ' in version

@@ -1,0 +1,283 @@
+"""The devices as a process of its own opens them: it may hang or crash, and is ended then."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from scalax._doctor import opening
+from scalax._doctor.finding import Finding
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LAST_LINES = 6
+_LONGEST = 300  # characters of a line
+_GRACE = 5  # seconds for a process to end: one that waits in a driver may not
+_TOO_EARLY = (
+    'move that to where the program starts: something above it uses devices, such as jax.devices(), '
+    'jax.random.key(...) or an array in the body of a module that is imported'
+)
+# What JAX, XLA and the libraries of makers say, and what to do about it.
+_SAID = (
+    (
+        r'initialize\(\) must be called before any JAX',
+        'the processes cannot join: importing the file has used devices before',
+        _TOO_EARLY,
+    ),
+    (
+        r'already in use by (?:a )?process with pid (\d+)',
+        'the TPU is in use by process {0}',
+        'wait for it, or end it: ps -fp {0} shows what it is',
+    ),
+    (
+        r'libtpu\S* (?:is )?already in use|TPU.{0,40}in use',
+        'the TPU is in use by another process, or one that crashed has left a lock',
+        'sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, remove /tmp/libtpu_lockfile',
+    ),
+    (
+        r'Unknown (?:command line )?flags?(?: in XLA_FLAGS)?:? +(.*)',
+        'a flag is unknown, and ends every program: {0}',
+        'take it out of XLA_FLAGS or LIBTPU_INIT_ARGS: flags come and go with versions of jaxlib and libtpu',
+    ),
+    (
+        r'(.*PJRT API version.*|.*libtpu version.*)',
+        'a plugin does not fit jaxlib: {0}',
+        'pip install "jax[tpu]" or "jax[cuda13]" brings the one that fits',
+    ),
+    (
+        r'(Loaded runtime CuDNN library.*|.*cuBLAS version.*older.*|.*Found cu\w+ version.*)',
+        'a CUDA library does not fit: {0}',
+        'unset LD_LIBRARY_PATH, so that those are used that pip installed with JAX',
+    ),
+    (
+        r'(.*(?:driver version is insufficient|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|no CUDA-capable device).*)',
+        'the driver does not serve this JAX: {0}',
+        'nvidia-smi shows the driver: update it, or install the plugin for an older CUDA: jax[cuda12]',
+    ),
+    (
+        r'(.*(?:CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED).*)',
+        'the memory of a device is taken: {0}',
+        'nvidia-smi names the processes that hold it: end them, or set XLA_PYTHON_CLIENT_MEM_FRACTION',
+    ),
+    (
+        r"(.*Unable to initialize backend '\w+'.*|.*[Uu]nknown backend.*)",
+        'a platform cannot be opened: {0}',
+        'install its plugin, or take it out of JAX_PLATFORMS (empty: JAX takes the best that works)',
+    ),
+    (
+        r'(.*may be present on this machine.*)',
+        'JAX does not open an accelerator: {0}',
+        'install the package that opens it: https://docs.jax.dev/en/latest/installation.html',
+    ),
+)
+_JOINING = 'joining the other processes'
+_HANGS = {
+    _JOINING: (
+        'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
+        'the port of the coordinator must be reachable from each'
+    ),
+    'opening the devices': (
+        'on a slice of several hosts, start it on all of them at the same time; else another process may '
+        'hold the devices (lsof /dev/accel* /dev/vfio/*, nvidia-smi), or they need a restart'
+    ),
+    'running a program on each device': (
+        'the device takes programs and does not answer: restart the machine, or give it back'
+    ),
+    'comparing the processes': (
+        'devices of different hosts do not reach one another, or their programs differ: compare what is '
+        'above on each of them; check the network between them (NCCL_DEBUG=INFO shows what NCCL does)'
+    ),
+}
+_ENDLESS = 'the file does not end: put what it runs under if __name__ == "__main__"'
+
+
+@dataclasses.dataclass
+class Opened:
+    """What became of opening the devices.
+
+    Attributes:
+        values: what the process has said.
+        findings: what is wrong.
+    """
+
+    values: dict[str, Any]
+    findings: list[Finding]
+
+    @property
+    def summary(self) -> str:
+        """The devices of this process in a line; empty if they were not opened."""
+        if 'devices' not in self.values:
+            return ''
+        counts = Counter((platform, kind, memory) for platform, kind, memory in self.values['devices'])
+        each = ', '.join(
+            f'{count} x {kind} ({platform}{f", {memory / 2**30:.1f} GiB" if memory else ""})'
+            for (platform, kind, memory), count in counts.items()
+        )
+        more = '' if self.values['processes'] == 1 else f' here, {self.values["everywhere"]} in all'
+        return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
+
+
+def open_devices(
+    facts: Mapping[str, str], timeout: float, file: str = '', environ: Mapping[str, str] | None = None
+) -> Opened:
+    """Opens the devices of this machine in another process, runs a program on each, and ends it.
+
+    Where the environment says that there are several processes, it joins these, and compares what each says.
+
+    Args:
+        facts: what all processes have to have in common: name -> text.
+        timeout: the seconds that this may take.
+        file: a file of the user to import first.
+        environ: the variables that the process gets; those of this one by default.
+    """
+    reading, writing = os.pipe()
+    asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
+    # Else it would take most of the memory of a GPU, which a program that runs needs.
+    variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **(os.environ if environ is None else environ)}
+    with _log() as log:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, opening.__file__, asked],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[writing],
+                env=variables,
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        said: list[dict[str, Any]] = []
+        # It closes the pipe, too: only this thread waits for what holds the other end and never ends.
+        reader = threading.Thread(target=_read, args=(reading, said), daemon=True)
+        reader.start()
+        start = time.monotonic()
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            code = process.poll()
+            _end(process)
+        reader.join(1)
+        log.seek(0)
+        text = log.read().decode(errors='replace')
+    values: dict[str, Any] = {}
+    for each in list(said):
+        values.update(each)
+    return Opened(values, [*_findings(values, code, text, time.monotonic() - start, file)])
+
+
+def _log() -> BinaryIO:
+    """A file for what a process prints; none is kept where there is no folder for one, which is a finding."""
+    try:
+        return cast(BinaryIO, tempfile.TemporaryFile())
+    except OSError:
+        return open(os.devnull, 'r+b')
+
+
+def _read(descriptor: int, said: list[dict[str, Any]]) -> None:
+    # A process that is ended may leave half a line.
+    with contextlib.suppress(ValueError, OSError), os.fdopen(descriptor) as lines:
+        for line in lines:
+            said.append(json.loads(line))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and those that it has started, all of which have its id as their group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
+
+
+def _findings(
+    values: dict[str, Any], code: int | None, text: str, seconds: float, file: str
+) -> Iterator[Finding]:
+    """What is wrong, by what a process has said, its exit code (None: it was ended) and its output."""
+    for name, where, read in values.get('late', ()):
+        yield Finding(
+            f'{where} sets {name} after {read}: it has no effect',
+            'set it where the program starts, before it imports JAX'
+            + ('' if 'imported' in read else ' or anything that uses it'),
+        )
+    if 'raised' in values:
+        yield _raised(file, values['line'], values['raised'])
+        return
+    if 'wrong' in values:
+        yield Finding(values['wrong'], 'do not use this device: give the machine back, or have it repaired')
+    stage = values.get('stage', 'starting Python')
+    only_cpu = all(platform == 'cpu' for platform, *_ in values.get('devices', ()))
+    recognised = [*_recognised(text)] if code != 0 or stage or only_cpu else []
+    yield from recognised
+    own = bool(file) and stage.startswith('importing')
+    if code is None:
+        cure = _ENDLESS if own else _HANGS.get(stage, 'try again, with a longer --timeout')
+        yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
+    elif (code or stage) and not recognised:
+        how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
+        cure = 'what it printed says why, or where: it comes from JAX and its plugins'
+        cure = 'mend the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
+        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', cure)
+    yield from _disagreements(values.get('rows', ()))
+
+
+def _raised(file: str, line: int, error: str) -> Finding:
+    cure = 'mend it: nothing that comes after it was tried'
+    if (
+        'jax_num_cpu_devices' in error
+        or 'must be called before any JAX' in error
+        or 'before backends' in error
+    ):
+        cure = _TOO_EARLY
+    return Finding(f'{file}:{line} raises {error[:_LONGEST]}', cure)
+
+
+def _recognised(text: str) -> Iterator[Finding]:
+    """What is known of the lines that a process has written; each thing once."""
+    for pattern, what, cure in _SAID:
+        found = re.search(pattern, text)
+        if found:
+            groups = [str(group).strip()[:_LONGEST] for group in found.groups()]
+            yield Finding(what.format(*groups), cure.format(*groups))
+            return
+
+
+def _last_lines(text: str) -> str:
+    """The end of what a process has written, below a message about it."""
+    lines = [line.rstrip()[:_LONGEST] for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+    return ''.join(f'\n     {line}' for line in lines)
+
+
+def _disagreements(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """What is not the same on all processes."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            values.setdefault(row.get(name, 'not set'), []).append(index)
+        if len(values) > 1:
+            said = '; '.join(f'{text} on {_processes(those)}' for text, those in values.items())
+            yield Finding(
+                f'the processes disagree about {name}: {said}',
+                'start all of them with the same installation and variables: else they compile different '
+                'programs, and wait for one another',
+            )
+
+
+def _processes(indices: Sequence[int]) -> str:
+    shown = ', '.join(map(str, indices[:4]))
+    more = f' and {len(indices) - 4} more' if len(indices) > 4 else ''
+    return f'process{"es" if len(indices) > 1 else ""} {shown}{more}'

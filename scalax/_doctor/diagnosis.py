@@ -1,0 +1,120 @@
+"""A diagnosis: the facts about an installation and its devices, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from scalax._doctor import environment, packages
+from scalax._doctor.devices import open_devices
+from scalax._doctor.finding import Finding
+from scalax._report.pages import visible
+from scalax._report.tables import terminal_width, wrapped
+from scalax.errors import plural
+
+# Programs that are compiled with other values of these may differ, and those of one mesh must not.
+_SAME = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_ENABLE_X64', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_PLATFORMS')
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What is there, and what is wrong; ``str()`` of it is a page of text.
+
+    Attributes:
+        facts: what is there: name -> text.
+        findings: what is wrong, each with its cure.
+        process: which process of the program this is.
+    """
+
+    facts: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    process: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis in plain Python values, ready for ``json.dumps``."""
+        findings = [finding._asdict() for finding in self.findings]
+        return {'facts': dict(self.facts), 'findings': findings, 'process': self.process}
+
+    def __str__(self) -> str:
+        width = terminal_width(None)
+        longest = max(map(len, self.facts))
+        lines = [plural(len(self.findings), 'finding') if self.findings else 'nothing is wrong', '']
+        lines += wrapped((f'{name:<{longest}}  {text}' for name, text in self.facts.items() if text), width)
+        for number, (what, cure) in enumerate(self.findings, 1):
+            first, *more = what.splitlines()
+            lines += ['', *wrapped([f'{number}. {first}'], width), *more]
+            lines += wrapped([f'   cure: {cure}'], width)
+        return '\n'.join(map(visible, lines))
+
+
+def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
+    """Looks at the installation, the environment and the devices of this machine.
+
+    Nothing is opened in this process. Another one opens the devices, runs a program on each, and is ended
+    after the timeout; it joins the other processes of a program where the environment tells of any.
+
+    Args:
+        timeout: the seconds that opening the devices may take.
+        file: a Python file to import before, as a program would begin: variables that it sets too late are
+            findings.
+    """
+    versions = {**packages.installed((*packages.NEEDED, *packages.OPTIONAL)), **packages.plugins()}
+    present = environment.accelerators()
+    environ = environment.given(os.environ)
+    variables = environment.variables(environ)
+    required = importlib.metadata.requires('jax') or ()
+    findings = [
+        *packages.misfits(versions, required),
+        *environment.missing_plugins(present, versions),
+        *environment.wrong_variables(environ, jax.config.values, present),
+        *environment.full_disk(),
+    ]
+    own = {
+        'Python': platform.python_version(),
+        **{name: versions.get(name, 'not installed') for name in (*packages.NEEDED, 'libtpu')},
+        **{name: variables.get(name, 'not set') for name in _SAME},
+    }
+    opened = open_devices(own, timeout, file, environ)
+    values = opened.values
+    only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
+    if present and only_cpu and not findings and not opened.findings:
+        findings.append(_only_cpu(present))
+    facts = {
+        'versions': _listed({'Python': platform.python_version(), **_part(versions, packages.NEEDED)}),
+        'optional': _optional(versions),
+        'system': environment.system(),
+        'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
+        'variables': ' '.join(f'{name}={value}' for name, value in variables.items())
+        or 'none that JAX reads',
+        'processes': str(values.get('processes', 'not known')),
+        'devices': opened.summary or 'not opened',
+    }
+    return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))
+
+
+def _only_cpu(present: Iterable[str]) -> Finding:
+    return Finding(
+        f'this machine has {" and ".join(present)} devices, and JAX opens only the CPU',
+        'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why',
+    )
+
+
+def _part(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    return {name: versions[name] for name in names if name in versions}
+
+
+def _optional(versions: Mapping[str, str]) -> str:
+    here = {name: version for name, version in versions.items() if name not in packages.NEEDED}
+    missing = [name for name in packages.OPTIONAL if name not in versions]
+    without = f'not installed: {", ".join(missing)}' if missing else ''
+    return '; '.join(filter(None, [_listed(here), without]))
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ', '.join(f'{name} {version}' for name, version in versions.items())

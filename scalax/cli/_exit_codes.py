@@ -1,0 +1,25 @@
+"""The exit codes of the command line, all of them."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What the exit code of a command means; `docs/command_line.md` has the same table."""
+
+    DONE = 0, 'done: the step fits, or its memory is not known; doctor finds nothing'
+    FAILED = 1, 'it failed: the compiler, the file, a missing package'
+    INVALID = 2, 'the command is invalid'
+    TOO_LARGE = 3, 'the step does not fit into memory'
+    FOUND = 4, 'doctor has findings'
+    INTERRUPTED = 130, 'Ctrl-C has ended it'
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        """A code with its meaning."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member

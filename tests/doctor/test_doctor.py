@@ -1,0 +1,397 @@
+"""`scalax._doctor`: what it finds in processes that hang, crash, begin too late or disagree."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from examples.launch.ports import held_port
+from scalax._doctor import Diagnosis, diagnose, environment
+from scalax._doctor.devices import _disagreements, _recognised, open_devices
+from scalax._doctor.finding import Finding
+from scalax._doctor.packages import installed, misfits
+from tests.support import ROOT
+
+LONG = 200  # seconds, on a busy machine
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Writes a file of a user, and goes to its folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
+
+    def write(text):
+        (tmp_path / 'train.py').write_text(text)
+        return 'train.py'
+
+    return write
+
+
+def whats(found):
+    return [finding.what.replace(f'{os.getcwd()}/', '') for finding in found]
+
+
+def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '3')
+    before = dict(os.environ)
+    opened = open_devices({}, LONG)
+    assert opened.findings == []
+    assert opened.summary.startswith('3 x cpu (cpu), opened in ')
+    assert (opened.values['stage'], opened.values['processes'], opened.values['everywhere']) == ('', 1, 3)
+    assert dict(os.environ) == before
+
+
+def test_no_folder_for_temporary_files_is_a_finding(monkeypatch):
+    def none(*_, **__):
+        raise FileNotFoundError(2, 'No usable temporary directory found')
+
+    monkeypatch.setattr('tempfile.TemporaryFile', none)
+    monkeypatch.setattr('tempfile.gettempdir', none)
+    found = diagnose(LONG)
+    assert any('No usable temporary directory' in what for what in whats(found.findings))
+    assert found.facts['devices'] != 'not opened'
+
+
+LATE = """
+import os
+os.environ['JAX_ENABLE_X64'] = '1'  # in time
+import jax
+import scalax.sharding
+os.environ['JAX_ENABLE_X64'] = '1'  # as it is
+os.environ['JAX_DEBUG_NANS'] = '1'
+os.environ['JAX_COORDINATOR_BIND_ADDRESS'] = ''  # read when processes join
+os.environ['XLA_FLAGS'] = '--xla_cpu_enable_fast_math=true'  # in time
+key = jax.random.key(0)
+os.environ['XLA_FLAGS'] = ''
+os.environ.setdefault('NCCL_DEBUG', 'INFO')
+os.environ['HOME'] = '/'
+assert jax.config.jax_enable_x64
+"""
+
+
+def test_variables_that_are_set_too_late(file):
+    opened = open_devices({}, LONG, file(LATE))
+    assert whats(opened.findings) == [
+        'train.py:7 sets JAX_DEBUG_NANS after JAX was imported: it has no effect',
+        'train.py:11 sets XLA_FLAGS after JAX has used its devices: it has no effect',
+        'train.py:12 sets NCCL_DEBUG after JAX has used its devices: it has no effect',
+    ]
+    assert opened.summary  # the rest is looked at all the same
+
+
+@pytest.mark.parametrize(
+    ('text', 'what', 'cure'),
+    [
+        (
+            "import jax\njax.devices()\n\njax.config.update('jax_num_cpu_devices', 8)",
+            'train.py:4 raises RuntimeError: jax_num_cpu_devices',
+            'move that to where the program starts',
+        ),
+        (
+            'import no_such_module',
+            "train.py:1 raises ModuleNotFoundError: No module named 'no_such",
+            'mend it',
+        ),
+        ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'mend the'),
+        ('raise SystemExit(3)', 'train.py:1 raises SystemExit: 3', 'mend it'),
+    ],
+    ids=['too late', 'an import', 'a crash', 'an exit'],
+)
+def test_files_that_fail(file, text, what, cure):
+    [found] = open_devices({}, LONG, file(text)).findings
+    assert found.what.startswith(what) and found.cure.startswith(cure)
+    if 'almost' in text:
+        assert 'almost' in found.what.splitlines()[1]
+
+
+def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
+    # Its own process ignores what can be ignored, and so does the one that it starts.
+    child = 'import time; open("alive", "w").close(); time.sleep(300)'
+    text = (
+        'import os, signal, subprocess, sys, time\n'
+        'signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
+        f'child = subprocess.Popen([sys.executable, "-c", {child!r}])\n'
+        'open("pid", "w").write(str(child.pid))\n'
+        'while not os.path.exists("alive"): time.sleep(0.1)\n'
+        'open("both", "w").close()\n'
+        'time.sleep(300)\n'
+    )
+    [found] = open_devices({}, 20, file(text)).findings
+    assert found.what.startswith('importing train.py has not ended after ')
+    assert found.cure.startswith('the file does not end: put what it runs under')
+    assert (tmp_path / 'both').exists()
+    pid, deadline = int((tmp_path / 'pid').read_text()), time.monotonic() + 60
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(pid)
+
+
+def test_what_has_left_the_group_is_not_waited_for(file, tmp_path):
+    named = file(
+        'import os, time\n'
+        'pid = os.fork()\n'
+        'if not pid:\n'
+        '    os.setsid()\n'
+        '    time.sleep(1000)\n'
+        'open("pid", "w").write(str(pid))\n'
+        'raise SystemExit(0)\n'
+    )
+    try:
+        [found] = open_devices({}, LONG, named).findings
+        assert found.what == 'train.py:7 raises SystemExit: 0'
+    finally:
+        os.kill(int((tmp_path / 'pid').read_text()), signal.SIGKILL)
+
+
+def _runs(pid):
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'what'),
+    [
+        (
+            'XLA_FLAGS',
+            '--xla_no_such_flag=1',
+            'a flag is unknown, and ends every program: --xla_no_such_flag=1',
+        ),
+        ('JAX_PLATFORMS', 'nonsense', "Unable to initialize backend 'nonsense'"),
+    ],
+)
+def test_variables_with_which_nothing_opens(monkeypatch, name, value, what):
+    monkeypatch.setenv(name, value)
+    [found] = open_devices({}, LONG).findings
+    assert what in found.what and found.cure
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """The variables of a program of two processes."""
+    with held_port() as port:
+        monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', f'127.0.0.1:{port}')
+        monkeypatch.setenv('JAX_NUM_PROCESSES', '2')
+        monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
+        yield
+
+
+def test_processes_that_disagree(pair):
+    code = (
+        'import sys; from scalax._doctor.devices import open_devices\n'
+        "opened = open_devices({'jax': '0.10.' + sys.argv[1], 'Python': '3.11'}, 200)\n"
+        'print(opened.values["process"]); print(opened.findings[0].what, len(opened.findings)); '
+        'print(opened.summary)'
+    )
+    env = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, '-c', code, str(index)],
+            env={**env, 'JAX_PROCESS_ID': str(index)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    said = [process.communicate(timeout=LONG * 2)[0].splitlines() for process in running]
+    for index, lines in enumerate(said):
+        assert lines[:2] == [
+            str(index),
+            'the processes disagree about jax: 0.10.0 on process 0; 0.10.1 on process 1 1',
+        ]
+        assert lines[2].startswith('1 x cpu (cpu) here, 2 in all, opened in ')
+
+
+def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
+    monkeypatch.setenv('JAX_PROCESS_ID', '1')
+    [found] = open_devices({}, 25).findings
+    assert found.what.startswith('joining the other processes ')
+    assert 'waiting for the other processes at 127.0.0.1' in found.what
+
+
+def test_a_file_that_uses_devices_before_processes_join(pair, file, monkeypatch):
+    monkeypatch.setenv('JAX_PROCESS_ID', '1')
+    [found] = open_devices({}, LONG, file('import jax\nkey = jax.random.key(0)')).findings
+    assert found.what == 'the processes cannot join: importing the file has used devices before'
+    assert 'jax.random.key' in found.cure
+
+
+def test_who_disagrees():
+    rows = [{'jax': '1'} for _ in range(8)] + [{'jax': '2'}]
+    [found] = _disagreements(rows)
+    assert found.what.endswith('jax: 1 on processes 0, 1, 2, 3 and 4 more; 2 on process 8')
+    assert not [*_disagreements(rows[:8])] and not [*_disagreements(())]
+    [found] = _disagreements([{}, {'a': 'x'}])
+    assert found.what.endswith('a: not set on process 0; x on process 1')
+
+
+# Lines as users have reported them.
+REPORTED = {
+    'ABORTED: The TPU is already in use by process with pid 176028. Not attempting to load libtpu.so': (
+        'the TPU is in use by process 176028',
+        'ps -fp 176028',
+    ),
+    'libtpu.so already in use by another process probably owned by another user.': (
+        'the TPU is in use by another process',
+        'lsof',
+    ),
+    "RuntimeError: Unable to initialize backend 'cuda': Mismatched PJRT plugin PJRT API version": (
+        'a plugin does not fit jaxlib: RuntimeError',
+        'pip install',
+    ),
+    'E0715 18:02 cuda_dnn.cc:523] Loaded runtime CuDNN library: 9.0.0 but source was compiled with: 9.1.1.': (
+        'a CUDA library does not fit: Loaded runtime CuDNN library: 9.0.0',
+        'LD_LIBRARY_PATH',
+    ),
+    'WARNING: An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed.': (
+        'JAX does not open an accelerator: ',
+        'install the package',
+    ),
+}
+
+
+@pytest.mark.parametrize('line', REPORTED, ids=range(len(REPORTED)))
+def test_lines_that_are_known(line):
+    [found] = _recognised(f'I0000 something before\n{line}\nsomething {{after}}')
+    what, cure = REPORTED[line]
+    assert found.what.startswith(what) and cure in found.cure
+
+
+def test_lines_that_are_not_known():
+    assert [*_recognised('I0000 all is well {0}\n')] == []
+
+
+@pytest.mark.parametrize(
+    ('versions', 'what'),
+    [
+        ({}, []),
+        ({'jaxlib': '0.9.0'}, ['jaxlib 0.9.0 does not fit JAX 0.10.0, which takes <=0.10.0,>=0.10.0']),
+        ({'jaxlib': '0.10.0.dev20260101'}, []),
+        ({'libtpu': '0.0.40.1'}, []),
+        ({'libtpu': '0.0.50'}, ['libtpu 0.0.50 does not fit JAX 0.10.0, which takes ==0.0.40.*']),
+        (
+            {'jax-cuda12-plugin': '0.9.1'},
+            ['jax-cuda12-plugin 0.9.1 does not fit JAX 0.10.0, which takes <=0.10.0,>=0.10.0'],
+        ),
+        (
+            {'jax-cuda12-plugin': '0.10.0', 'jax-cuda13-plugin': '0.10.0', 'jax-cuda13-pjrt': '0.10.0'},
+            ['plugins for cuda12 and cuda13 are both installed: JAX may open either'],
+        ),
+    ],
+)
+def test_packages_that_do_not_fit(versions, what):
+    required = [
+        'jaxlib<=0.10.0,>=0.10.0',
+        'numpy>=2.0',
+        'jaxlib==0.8.0; extra == "old"',
+        'libtpu==0.0.40.*; extra == "tpu"',
+        'jax-cuda12-plugin[with-cuda]<=0.10.0,>=0.10.0; extra == "cuda12"',
+        'jax-cuda13-plugin<=0.10.0,>=0.10.0; extra == "cuda13"',
+    ]
+    found = [*misfits({'jax': '0.10.0', 'jaxlib': '0.10.0', 'numpy': '2.3.1', **versions}, required)]
+    assert whats(found) == what
+    assert all(finding.cure.startswith('pip ') for finding in found)
+
+
+def test_this_installation_fits():
+    assert set(installed(['jax', 'jaxlib', 'no-such-package'])) == {'jax', 'jaxlib'}
+
+
+@pytest.mark.parametrize(
+    ('environ', 'present', 'what'),
+    [
+        ({'JAX_ENABLE_X46': '1'}, (), ['JAX_ENABLE_X46 is set, and JAX has no such setting']),
+        ({'JAX_ENABLE_X64': '1', 'JAX_PROCESS_ID': '0', 'JAX_ZZ': ''}, (), []),
+        ({'JAX_PLATFORMS': 'cpu'}, (), []),
+        ({'JAX_PLATFORMS': 'cpu'}, ('TPU',), ['JAX_PLATFORMS=cpu hides the TPU devices of this machine']),
+        ({'JAX_PLATFORMS': 'tpu,cpu'}, ('TPU',), []),
+        (
+            {'TPU_LIBRARY_PATH': '/no/libtpu.so'},
+            (),
+            ['TPU_LIBRARY_PATH=/no/libtpu.so is no file: JAX finds no libtpu'],
+        ),
+        ({'http_proxy': 'http://proxy'}, (), []),
+        ({'http_proxy': 'http://proxy', 'TPU_WORKER_ID': '0', 'NO_PROXY': '10.0.0.1'}, (), []),
+        (
+            {'HTTP_PROXY': 'http://proxy', 'TPU_WORKER_ID': '0'},
+            (),
+            ['HTTP_PROXY can keep processes from joining: gRPC takes it to the coordinator too'],
+        ),
+        ({'JAX_COMPILATION_CACHE_DIR': 'gs://bucket/folder'}, (), []),
+        (
+            {'JAX_COMPILATION_CACHE_DIR': '/dev/null/cache'},
+            (),
+            ['JAX_COMPILATION_CACHE_DIR=/dev/null/cache cannot be written: nothing compiled is kept'],
+        ),
+    ],
+)
+def test_variables(environ, present, what):
+    assert whats(environment.wrong_variables(environ, ['jax_enable_x64', 'check_vma'], present)) == what
+
+
+def test_what_jax_has_set_is_not_the_users(monkeypatch):
+    monkeypatch.setenv('TPU_SET_IN_THIS_PROCESS', '1')
+    monkeypatch.setenv('JAX_ENABLE_X64', '1')
+    given = environment.given(os.environ)
+    assert 'TPU_SET_IN_THIS_PROCESS' not in given
+    assert {'PATH': os.environ['PATH'], 'JAX_ENABLE_X64': '1'}.items() <= given.items()
+
+
+def test_devices_without_a_package():
+    assert not [*environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax-cuda13-plugin'])]
+    [found] = environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax'])
+    assert 'NVIDIA' in found.what and 'jax[cuda13]' in found.cure
+
+
+def test_a_disk_that_is_full(monkeypatch):
+    assert not [*environment.full_disk()]
+    full = type('usage', (), {'free': 5 * 2**20})
+    monkeypatch.setattr(environment.shutil, 'disk_usage', lambda folder: full)
+    [found] = environment.full_disk()
+    assert 'has 5.0 MiB left' in found.what
+
+
+def test_a_diagnosis(monkeypatch):
+    monkeypatch.setenv('JAX_ENABLE_X46', '\x1b[31m1')
+    found = diagnose(LONG)
+    assert isinstance(found, Diagnosis)
+    text = str(found)
+    assert '\x1b' not in text and 'JAX_ENABLE_X46=\\x1b[31m1' in text
+    assert '1. JAX_ENABLE_X46 is set, and JAX has no such setting' in text and '   cure: did you mean' in text
+    values = found.to_dict()
+    assert values['process'] == 0
+    assert {'what': 'JAX_ENABLE_X46 is set, and JAX has no such setting'}.items() <= values['findings'][
+        0
+    ].items()
+
+
+def test_ctrl_c_ends_the_other_process(file, tmp_path):
+    named = file(
+        'import os, time\n'
+        'open("pid", "w").write(str(os.getpid()))\n'
+        'open("both", "w").close()\n'
+        'time.sleep(300)\n'
+    )
+
+    def press():
+        while not (tmp_path / 'both').exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), 2)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_devices({}, LONG, named)
+    assert not _runs(int((tmp_path / 'pid').read_text()))
+
+
+def test_nothing_is_wrong():
+    assert str(Diagnosis({'versions': 'Python 3'}, ())) == 'nothing is wrong\n\nversions  Python 3'
+    text = str(Diagnosis({'versions': 'Python 3'}, (Finding('it failed\n     why', 'mend it'),)))
+    assert text.endswith('\n1. it failed\n     why\n   cure: mend it')
