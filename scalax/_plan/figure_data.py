@@ -11,7 +11,7 @@ from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline
 from scalax._report import blocks
-from scalax._report.tables import human_bytes, human_flops, milliseconds
+from scalax._report.tables import human_bytes, milliseconds
 from scalax._util.folding import MOST_RUNS, fold
 
 if TYPE_CHECKING:
@@ -203,8 +203,5 @@ def bound_texts(roofline: Roofline) -> Mapping[str, str]:
         'bounds it': roofline.bound,
     }
     if roofline.mfu is not None:
-        needs = (
-            '' if roofline.model_flops is None else f' by {human_flops(roofline.model_flops)} of the model'
-        )
-        texts[f'MFU at most{needs}'] = f'{roofline.mfu:.1%}'
+        texts['MFU at most'] = f'{roofline.mfu:.1%}'
     return texts

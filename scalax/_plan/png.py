@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,8 +71,7 @@ def _draw_head(part: Any, plan: Plan) -> None:
     ink_ = colors[tone or 'text']
     part.text(0.03, 0.27, said, fontsize=11, fontweight='bold', color=ink_, bbox=box, va='center')
     if roofline is not None:
-        short = {re.split('; | by ', label)[0]: value for label, value in bound_texts(roofline).items()}
-        figures = [f'{value}\n{label}' for label, value in short.items()]
+        figures = [f'{value}\n{label.partition(";")[0]}' for label, value in bound_texts(roofline).items()]
     else:
         lines, code = no_seconds(plan)
         figures = ['\n'.join(_short(line.partition('. ')[0], 90) for line in (*lines, *code))]
