@@ -203,5 +203,5 @@ def bound_texts(roofline: Roofline) -> Mapping[str, str]:
         'bounds it': roofline.bound,
     }
     if roofline.mfu is not None:
-        texts['MFU, at most'] = f'{roofline.mfu:.1%}'
+        texts['MFU at most'] = f'{roofline.mfu:.1%}'
     return texts

@@ -94,7 +94,8 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
         for label, value in bound_texts(roofline).items():
             yield Figure(value, label)
     if plan.flops:
-        yield Figure(f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', 'one call, on all devices')
+        needs = plan.model_flops and f'the model needs {human_flops(plan.model_flops)}'
+        yield Figure(f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs or 'on all devices')
 
 
 def _callouts(plan: Plan) -> Iterator[str]:

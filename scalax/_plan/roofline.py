@@ -19,7 +19,7 @@ from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
-from scalax._report.tables import milliseconds
+from scalax._report.tables import human_flops, milliseconds
 from scalax.errors import PlanError
 
 
@@ -158,11 +158,9 @@ class Roofline:
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         known = '' if self.counted is Counted.EXACTLY else f' ({self.counted.value})'
-        used = (
-            ''
-            if self.mfu is None
-            else f'; MFU at most {self.mfu:.1%}: the model needs {self.model_flops:.4g} flops'
-        )
+        used = ''
+        if self.mfu is not None and self.model_flops is not None:
+            used = f'; MFU at most {self.mfu:.1%}: the model needs {human_flops(self.model_flops)}'
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '

@@ -142,8 +142,8 @@ def test_words_of_a_page():
             f'{1e3 * roofline.step_seconds.bound:.2f} ms'
         ),
         'bounds it': 'hbm',
-        'MFU, at most': f'{roofline.mfu:.1%}',
-        'one call, on all devices': '2.20 TFLOPs',
+        'MFU at most': f'{roofline.mfu:.1%}',
+        'the model needs 2.20 TFLOPs': '2.20 TFLOPs',
     }
     memory = said.index('Memory of each device')
     assert said[memory + 1 : memory + 5] == [

@@ -339,7 +339,7 @@ def test_text():
     )
     assert str(roofline).splitlines() == [
         'one call on 64 devices of v5p (at least): 750 ms if all overlaps, 1,500 ms if nothing does',
-        'bound by ici:fsdp+tp; MFU at most 40.0%: the model needs 3e+14 flops',
+        'bound by ici:fsdp+tp; MFU at most 40.0%: the model needs 300 TFLOPs',
         '  compute       500 ms',
         '  hbm           250 ms',
         '  ici:fsdp+tp   750 ms  ring of 4 along x and line of 2 along y, 2 links apart',

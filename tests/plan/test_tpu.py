@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from examples import plan_llama
 from scalax._plan import compilation
+from scalax._report.tables import human_flops
 from scalax.errors import ArgumentError, PlanError
 from scalax.plan import HARDWARE, HostMoves, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -233,7 +234,9 @@ def test_the_text_says_what_fits_and_what_bounds():
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
     # Of two products a layer, forward and twice back, one is computed again: 6 of 7 are the model's.
     [bound] = [line for line in lines if line.startswith('bound by ')]
-    assert bound == f'bound by compute; MFU at most 85.7%: the model needs {refused().model_flops:.4g} flops'
+    assert (
+        bound == f'bound by compute; MFU at most 85.7%: the model needs {human_flops(refused().model_flops)}'
+    )
 
 
 def test_what_stays_on_the_host():
