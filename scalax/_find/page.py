@@ -35,7 +35,7 @@ def _blocks(found: Found, title: str) -> str:
             blocks.notes(head(found)),
             blocks.section('The rule', blocks.code_block(rule_code(found.rule))),
             blocks.section(SAVED, _groups(found)),
-            memory_against_seconds(_alternatives(found), found.plan.memory.limit),
+            memory_against_seconds(alternatives(found), found.plan.memory.limit),
             blocks.section(TRIED, _meshes(found)),
         ]
     )
@@ -64,7 +64,8 @@ def _columns(heads: Sequence[str], kinds: Iterable[blocks.Kind]) -> list[Column]
     return [Column(text, kind) for text, kind in zip(heads, kinds, strict=True)]
 
 
-def _alternatives(found: Found) -> list[Alternative]:
+def alternatives(found: Found) -> list[Alternative]:
+    """The best layout of each mesh and placement of the batch."""
     return [
         Alternative(
             f'{axis_sizes_text(row.mesh)}, batch {row.batch}',

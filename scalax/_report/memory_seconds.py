@@ -11,6 +11,7 @@ from scalax._report.tables import human_bytes, milliseconds, three_figures
 
 _GIB = 2**30
 _TITLE = 'Memory against seconds'
+ABOUT = 'Each: from the time if all overlaps up to that if nothing does. Green is the best.'
 _NEAR = 1 / 3  # of the limit: below that, a line at the limit would leave the points no room
 
 
@@ -52,8 +53,7 @@ def memory_against_seconds(every: Sequence[Alternative], limit: int | None) -> s
         _TITLE,
     )
     dashed = ' Dashed: the limit.' if is_near else ''
-    about = f'Each: from the time if all overlaps up to that if nothing does. Green is the best.{dashed}'
-    return blocks.section(_TITLE, drawn, about)
+    return blocks.section(_TITLE, drawn, ABOUT + dashed)
 
 
 def _point(each: Alternative) -> Point:

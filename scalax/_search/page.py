@@ -30,7 +30,7 @@ def render_page(search: Search, title: str | None) -> str:
     shown = dict(planned[:MOST_PLANS])
     parts = [
         _head(search, title),
-        _scatter(search, shown),
+        memory_against_seconds(*alternatives(search, shown)),
         blocks.target(_MESHES, _section_of_meshes(search, shown)),
         blocks.section('Plans', ''.join(_plan(place, each) for place, each in shown.items()), _rest(planned)),
     ]
@@ -41,7 +41,11 @@ def render_fragment(search: Search) -> str:
     """The search for a notebook: without the plans, each of which the notebook can show itself."""
     title = f'Meshes for {_step_name(search)} on {search.topology}'
     note = 'The plan of each: search.candidates[i].plan' if any(c.plan for c in search.candidates) else ''
-    body = [_head(search, title), _scatter(search, ()), _section_of_meshes(search, (), note)]
+    body = [
+        _head(search, title),
+        memory_against_seconds(*alternatives(search)),
+        _section_of_meshes(search, (), note),
+    ]
     return blocks.fragment(''.join(body))
 
 
@@ -180,8 +184,8 @@ def _bytes(size: int, is_known: bool) -> Cell:
     return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
 
 
-def _scatter(search: Search, shown: Container[int]) -> str:
-    """Memory against seconds of all that were planned."""
+def alternatives(search: Search, shown: Container[int] = ()) -> tuple[list[Alternative], int | None]:
+    """All that were planned, and the bytes that a device may use; *shown* are those that are on a page."""
     planned = [
         Alternative(
             each.name,
@@ -195,7 +199,7 @@ def _scatter(search: Search, shown: Container[int]) -> str:
         if each.plan and (roofline := each.plan.known_roofline)
     ]
     limits = (each.plan.memory.limit for each in search.candidates if each.plan)
-    return memory_against_seconds(planned, next(limits, None))
+    return planned, next(limits, None)
 
 
 def _plan(place: int, candidate: Candidate) -> str:

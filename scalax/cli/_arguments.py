@@ -112,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_json(plan, 'print the plan as JSON: Plan.load reads it')
     _add_page(plan, 'also write the plan as a page')
-    plan.add_argument('--png', type=_page, metavar='OUT.png', help='also draw the plan (needs matplotlib)')
     plan.add_argument(
         '--save-executable',
         type=_page,
@@ -245,6 +244,7 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument('--html', type=_page, metavar='OUT.html', help=what)
+    parser.add_argument('--png', type=_page, metavar='OUT.png', help='also draw it (needs matplotlib)')
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

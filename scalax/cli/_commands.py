@@ -22,6 +22,7 @@ from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report import saved
+from scalax._report.picture import WIDTH, save_picture
 from scalax._report.tables import human_bytes
 from scalax.cli._exit_codes import ExitCode
 from scalax.cli._terminal import show, takes_colour
@@ -38,8 +39,7 @@ _log = logging.getLogger('scalax.cli')
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
-    if asked.png and importlib.util.find_spec('matplotlib') is None:  # said before minutes of compiling
-        raise MissingDependencyError('--png needs matplotlib: pip install matplotlib')
+    _require_matplotlib(asked)
     helper = _helper(asked)
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
@@ -66,6 +66,12 @@ def _plan_as_json(made: Plan) -> str:
     return saved.write(values)
 
 
+def _require_matplotlib(asked: argparse.Namespace) -> None:
+    """Before minutes of compiling."""
+    if asked.png and importlib.util.find_spec('matplotlib') is None:
+        raise MissingDependencyError('--png needs matplotlib: pip install matplotlib')
+
+
 def _print(result: Any, asked: argparse.Namespace) -> None:
     """Prints a result: JSON as it is, text with colours where the terminal takes them."""
     if asked.json:
@@ -76,6 +82,7 @@ def _print(result: Any, asked: argparse.Namespace) -> None:
 
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
+    _require_matplotlib(asked)
     _require_dcn(asked)
     _simulate_gpus(asked.topology, asked.slices)
     make_step = _load_function(asked.function)
@@ -92,6 +99,8 @@ def search(asked: argparse.Namespace) -> bool:
     _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     if asked.html:
         found.to_html(asked.html)
+    if asked.png:
+        found.save_png(asked.png)
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
     return found.fits
@@ -99,6 +108,7 @@ def search(asked: argparse.Namespace) -> bool:
 
 def find(asked: argparse.Namespace) -> bool | None:
     """Prints the mesh and the rule that are best for a step."""
+    _require_matplotlib(asked)
     _simulate_gpus(asked.topology, asked.slices)
     step, arguments = _pair(
         _load_function(asked.function)(), asked.function, 'the step and the tuple of its arguments'
@@ -121,6 +131,8 @@ def find(asked: argparse.Namespace) -> bool | None:
     )
     if asked.html:
         found.to_html(asked.html)
+    if asked.png:
+        found.save_png(asked.png)
     if asked.code:
         print(found.to_code())
     else:
@@ -149,12 +161,15 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 def explain(asked: argparse.Namespace) -> None:
     """Prints the sharding of each leaf of a tree."""
+    _require_matplotlib(asked)
     helper = _helper(asked, compiles=False)
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     if asked.html:
         report.to_html(asked.html)
+    if asked.png:
+        save_picture(report.to_text(WIDTH), (), None, asked.png)
     if not asked.json and takes_colour(sys.stdout):
         report.print()  # by rich, if it is installed
     else:
