@@ -40,6 +40,8 @@ def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
     if asked.png and importlib.util.find_spec('matplotlib') is None:  # said before minutes of compiling
         raise MissingDependencyError('--png needs matplotlib: pip install matplotlib')
+    if asked.save_executable and asked.topology and gpu_nodes(asked.topology, asked.slices or 1):
+        raise ArgumentError(f'--save-executable: programs for {asked.topology} are not compiled, only timed')
     helper = _helper(asked)
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
@@ -222,7 +224,7 @@ def _helper_without_topology(
 ) -> MeshShardingHelper:
     """A helper over simulated devices; over an abstract mesh if nothing is compiled."""
     if asked.slices or asked.dcn:
-        raise ArgumentError('--slices and --dcn are for TPUs: give --topology')
+        raise ArgumentError('--slices and --dcn are for TPUs and GPUs: give --topology')
     if -1 in sizes.values():
         raise ArgumentError(
             'without --topology the number of devices is not known: give every axis of --mesh a size'
