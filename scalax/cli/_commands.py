@@ -46,16 +46,30 @@ def plan(asked: argparse.Namespace) -> bool | None:
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick, keep_program=bool(asked.save_executable))
-    if asked.html:
-        made.to_html(asked.html)
-    if asked.png:
-        made.save_png(asked.png)
-    _print(_plan_as_json(made) if asked.json else made, asked)
+    try:
+        _write(made.to_html, asked.html)
+        _write(made.save_png, asked.png)
+    finally:  # it took minutes, and is not lost where a file cannot be written
+        _print(_plan_as_json(made) if asked.json else made, asked)
     if asked.save_executable and made.fits is not False:
         sys.stdout.flush()  # it takes minutes
-        made.save_executable(asked.save_executable)
+        _write(made.save_executable, asked.save_executable)
         _log.info('wrote %s: scalax.plan.load_executable loads it', asked.save_executable)
     return made.fits
+
+
+def _write(write: Callable[[Path], object], path: Path | None) -> None:
+    """Writes a file, if one is asked for.
+
+    Raises:
+        PlanError: it cannot be written, such as to a disk that is full.
+    """
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise PlanError(f'{os.fspath(path)!r} cannot be written: {error.strerror or error}') from error
 
 
 def _plan_as_json(made: Plan) -> str:
@@ -93,8 +107,8 @@ def search(asked: argparse.Namespace) -> bool:
     _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     if not any(candidate.plan for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
-    if found.fits and asked.html:
-        found.best.to_html(asked.html)
+    if found.fits:
+        _write(found.best.to_html, asked.html)
     return found.fits
 
 
@@ -120,12 +134,13 @@ def find(asked: argparse.Namespace) -> bool | None:
         budget_s=asked.budget,
         file=asked.file,
     )
-    if asked.html:
-        found.to_html(asked.html)
-    if asked.code:
-        print(found.to_code())
-    else:
-        _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+    try:
+        _write(found.to_html, asked.html)
+    finally:
+        if asked.code:
+            print(found.to_code())
+        else:
+            _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     return found.fits
 
 
@@ -154,8 +169,7 @@ def explain(asked: argparse.Namespace) -> None:
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
-    if asked.html:
-        report.to_html(asked.html)
+    _write(report.to_html, asked.html)
     if not asked.json and takes_colour(sys.stdout):
         report.print()  # by rich, if it is installed
     else:

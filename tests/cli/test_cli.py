@@ -65,6 +65,14 @@ def job(tmp_path):
     return path
 
 
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='a disk that is full')
+@pytest.mark.parametrize('option', ['--html', '--png'])
+def test_a_plan_is_printed_though_its_page_cannot_be_written(job, capsys, option):
+    done = here(capsys, 'plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2', option, '/dev/full')
+    assert done.returncode == 1 and 'memory of each device' in done.stdout
+    assert done.stderr == "error: '/dev/full' cannot be written: No space left on device\n"
+
+
 def run(*arguments):
     """In a process of its own, whose devices are not those of the tests."""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}

@@ -172,7 +172,7 @@ def test_arguments_that_it_does_not_take(product, snapshot, arguments):
 def test_transformations_are_refused_by_jax(product, transform):
     loaded = load_executable(product[2], HELPER)
     w = np.ones((16, 8), 'float32')
-    with pytest.raises(TypeError, match='(?i)transformation'):
+    with pytest.raises(TypeError, match=r'(?i)transformation'):
         transform(lambda x: loaded(w, x))(np.ones((32, 16), 'float32'))
 
 
