@@ -17,6 +17,7 @@ from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Roofline, Seconds
 from scalax._plan.saved_program import Program
+from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
 
@@ -42,6 +43,8 @@ __all__ = [
     'PlanDiff',
     'Program',
     'Roofline',
+    'ScopeRuns',
+    'ScopeWork',
     'Search',
     'Seconds',
     'Source',

@@ -2,8 +2,8 @@
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
-and of the pages of a plan and of a found rule, where the TPU compiler is installed. It needs Chromium. The
-pictures depend on its version and on the fonts at hand, so no test compares them.
+and of the pages of a plan, a search and a found rule, where the TPU compiler is installed. It needs Chromium.
+The pictures depend on its version and on the fonts at hand, so no test compares them.
 """
 
 import contextlib
@@ -31,9 +31,15 @@ FOUND = (
     *(sys.executable, '-m', 'scalax', 'find', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
     *('--batch', '1', '--donate', '0'),
 )
+SEARCH = (
+    *(sys.executable, '-m', 'scalax', 'search', 'examples/plan_llama.py:make_8b', '--topology', 'v5p:4x4x4'),
+    *('--axes', 'data,fsdp,tp', '--sizes', 'data=1,2,4', '--sizes', 'tp=1,2,4,8'),
+)
+# name of the picture -> what writes the page, and how much of that is shown
+PAGES = {'plan-llama-8b': (PLAN, 1480), 'found-mixer': (FOUND, 1100), 'search-llama-8b': (SEARCH, 1060)}
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
-COLORS = 128
+COLORS = 256
 MOST_BYTES = 200_000
 SECONDS = 120
 
@@ -44,22 +50,20 @@ def main() -> int:
         print(f'none of {", ".join(CHROMIUM_NAMES)} is installed', file=sys.stderr)
         return 1
     IMAGES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
         run_blocks(scratch)
         shutil.copy(scratch / 'blocks.svg', IMAGES / 'blocks.svg')
         for dark in (False, True):
             picture = IMAGES / f'llama-405b{"-dark" if dark else ""}.png'
             photograph(chromium, scratch / 'llama-405b.html', picture, scratch, dark)
         if importlib.util.find_spec('libtpu'):
-            subprocess.run([*PLAN, '--html', scratch / 'plan.html'], cwd=ROOT, check=True, timeout=SECONDS)
-            subprocess.run([*FOUND, '--html', scratch / 'found.html'], cwd=ROOT, check=True, timeout=SECONDS)
-            for dark in (False, True):
-                picture = IMAGES / f'found-mixer{"-dark" if dark else ""}.png'
-                photograph(chromium, scratch / 'found.html', picture, scratch, dark, height=1100)
-            for dark in (False, True):
-                picture = IMAGES / f'plan-llama-8b{"-dark" if dark else ""}.png'
-                photograph(chromium, scratch / 'plan.html', picture, scratch, dark, height=1480)
+            for name, (command, height) in PAGES.items():
+                page = scratch / f'{name}.html'
+                subprocess.run([*command, '--html', page], cwd=ROOT, check=True, timeout=SECONDS)
+                for dark in (False, True):
+                    picture = IMAGES / f'{name}{"-dark" if dark else ""}.png'
+                    photograph(chromium, page, picture, scratch, dark, height)
     for picture in sorted(IMAGES.iterdir()):
         print(f'{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes')
         if picture.stat().st_size > MOST_BYTES:

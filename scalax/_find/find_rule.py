@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -26,6 +25,7 @@ from scalax._find.trial import Trial, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
 from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.trial_file import TrialFile
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean, plural
 from scalax.rules import TreePathShardingRule
@@ -105,6 +105,7 @@ def find(
         PlanError: the compiler makes no program of any layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
+        DataError: *file* holds something other than trials.
 
     Example:
         >>> from scalax.plan import find
@@ -112,7 +113,8 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress, file)
+    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
+    kept = TrialFile(file)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
     steps += [make_step(*_further(each)) for each in also or ()]
     if topology is None and num_slices > 1:
@@ -130,7 +132,7 @@ def find(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('error', IndivisibleWarning)
         note = stack.enter_context(_progress(show_progress))
-        trials = stack.enter_context(Trials(problem, usable, None if file is None else Path(file), note))
+        trials = stack.enter_context(Trials(problem, usable, kept, note))
         search = Search(trials, meshes, batch_dim, started + budget_s)
         ended: Literal['', 'time', 'stopped'] = ''
         try:
@@ -170,7 +172,6 @@ def _check(
     optimizer_state: str,
     batch_dim: int,
     show_progress: bool | None,
-    file: str | os.PathLike[str] | None,
 ) -> None:
     if memory is not None and (not isinstance(memory, int) or memory < 1):
         raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
@@ -186,10 +187,6 @@ def _check(
         raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
-    if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-        raise ArgumentError(
-            f'{os.fspath(file)!r} cannot be written: it is a folder, or its parent does not exist'
-        )
 
 
 def _further(each: Any) -> tuple[Any, Any, Any]:

@@ -14,22 +14,15 @@ from jax.sharding import PartitionSpec
 from scalax._find.descent import EQUAL
 from scalax._find.layout import spec_of
 from scalax._find.readable import readable_rule
-from scalax._find.source import program_code, rule_code, spec_code
+from scalax._find.source import program_code
+from scalax._find.text import render
 from scalax._find.trial import Trial, Trials, attempt
 from scalax._plan.plan import Plan
 from scalax._report import saved
-from scalax._report.pages import escape, paragraphs, still_page
-from scalax._report.pages import table as html_table
-from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
-from scalax._tree.specs import axis_sizes_text
-from scalax.errors import plural
+from scalax._report.tables import human_bytes
 from scalax.rules import TreePathShardingRule
 
-_GROUPS = ('group', 'spec', 'next best', 'seconds', 'memory', 'bytes')
 Ended = Literal['', 'time', 'stopped']
-_SAVED = 'What moving one group to its next best place costs'
-_TRIED = 'The best layout of each mesh and placement of the batch'
-_MESHES = ('mesh', 'batch', 'seconds', 'at least', 'at most', 'memory', 'outcome')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,112 +127,29 @@ class Found:
         Args:
             width: the width in columns; that of the terminal by default.
         """
-        width = terminal_width(width)
-        parts = [
-            '\n'.join(wrapped(self._head, width)),
-            rule_code(self.rule),
-            f'{_SAVED}:',
-            '\n'.join(table([_GROUPS, *self._group_cells()], width, 0, 3)),
-            f'{_TRIED}:',
-            '\n'.join(table([_MESHES, *self._mesh_cells()], width, 6, 5)),
-        ]
-        return '\n\n'.join(part.rstrip('\n') for part in parts)
+        return render(self, width)
 
     def _repr_html_(self) -> str:
-        parts = [
-            paragraphs(self._head),
-            f'<pre>{"<br/>".join(map(escape, rule_code(self.rule).splitlines()))}</pre>',
-            f'<h2>{_SAVED}</h2>',
-            html_table(_GROUPS, self._group_cells(), right=[3, 4]),
-            f'<h2>{_TRIED}</h2>',
-            html_table(_MESHES, self._mesh_cells(), right=[2, 3, 4, 5]),
-        ]
-        return f'<div class="scalax-static">{"".join(parts)}</div>'
+        from scalax._find.page import render_fragment  # here, because few programs show pages
+
+        return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the result, with the plan below it, as a page that loads nothing and runs no script.
+        """Writes the result, with the plan below it, as a page that loads nothing.
 
         Args:
             path: the file to write.
             title: the title of the page.
         """
-        title = title or f'A rule for {self.plan.name}'
-        heading = f'<h1>{escape(title)}</h1>'
-        plan = f'<h2>The plan</h2>{self.plan._repr_html_()}'
-        Path(path).write_text(still_page(title, heading + self._repr_html_() + plan), encoding='utf-8')
+        from scalax._find.page import render_page
+
+        Path(path).write_bytes(render_page(self, title or f'A rule for {self.plan.name}').encode())
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain = saved.plain({name: value for name, value in own.items() if name not in ('rule', '_code')})
         return {**plain, 'rule': repr(self.rule), 'code': self._code}
-
-    @property
-    def _head(self) -> list[str]:
-        where = self.topology or f'{self.plan.devices} {self.plan.platform} devices'
-        fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[self.fits]
-        peak = human_bytes(self.memory)
-        lines = [
-            f'{axis_sizes_text(self.mesh)} on {where}, batch {spec_code(self.batch)}: {fits} '
-            f'({peak} a device), {milliseconds(self.bound)} if all overlaps, '
-            f'{milliseconds(self.estimate)} if nothing does',
-        ]
-        lines += filter(None, [self.plan.not_compiled_for])
-        if self.lower_bound is not None:
-            lines.append(
-                f'all operations take {milliseconds(self.lower_bound)} if they are divided evenly: no layout '
-                f'is faster; this one takes {self.bound / self.lower_bound:.2f} times that if all overlaps, '
-                f'{self.estimate / self.lower_bound:.2f} times if nothing does'
-            )
-        if not self.fits and self.plan.buffers:
-            first = self.plan.buffers[0]
-            lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
-        ends = {
-            '': 'until nothing got better',
-            'time': 'until the time was up; more may be found with a larger budget_s',
-            'stopped': 'until it was stopped',
-        }
-        lines.append(f'{plural(self.tried, "layout")} in {self.seconds:.0f} s, {ends[self.ended]}')
-        return lines
-
-    def _group_cells(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
-        for group in self.groups:
-            if group.next_spec is None:
-                rows.append((group.name, spec_code(group.spec), '', '', '', ''))
-                continue
-            near = abs(group.seconds) < EQUAL * (self.bound + self.estimate) / 2
-            seconds = 'nearly equal' if near else f'{1e3 * group.seconds:+,.3f} ms'
-            if not group.fits:
-                seconds = 'does not fit'
-            moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
-            rows.append(
-                (
-                    group.name,
-                    spec_code(group.spec),
-                    spec_code(group.next_spec),
-                    seconds,
-                    _more(group.memory),
-                    moved,
-                )
-            )
-        return rows
-
-    def _mesh_cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                axis_sizes_text(row.mesh),
-                spec_code(row.batch),
-                *('' if each is None else milliseconds(each) for each in (row.mean, row.bound, row.estimate)),
-                human_bytes(row.memory),
-                row.lost or 'best',
-            )
-            for row in self.meshes
-        ]
-
-
-def _more(size: int) -> str:
-    return f'{"-" if size < 0 else "+"}{human_bytes(abs(size))}'
 
 
 def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.dimensions import Dimensions, dimensions
@@ -20,8 +18,8 @@ from scalax._helper import MeshShardingHelper
 from scalax._mesh.gpu_nodes import StandIns
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
+from scalax._report.trial_file import identity
 from scalax._tree.specs import entries, entry_axes, spec_axes
-from scalax._version import __version__
 from scalax.errors import ArgumentError, did_you_mean
 from scalax.rules import TreePathShardingRule
 
@@ -112,8 +110,6 @@ class Problem:
     def identity(self, limit: int | None) -> str:
         """What a search has in common with one whose trials it can use."""
         parts = [
-            __version__,
-            jax.__version__,
             *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in self.steps),
             *(str(key) for key in self.leaves),
             *(group.name for group in self.groups),
@@ -122,9 +118,7 @@ class Problem:
             f'{self.devices.nodes if isinstance(self.devices, StandIns) else None}',
             f'{self.slices} {self.axes} {self.zero1} {limit}',
         ]
-        # Addresses of functions differ from process to process.
-        text = re.sub('0x[0-9a-f]+', '', '\n'.join(parts))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return identity(parts)
 
 
 def make_problem(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from scalax._find.layout import Layout, Placement
 from scalax._find.problem import Problem
 from scalax._plan.plan import Plan
+from scalax._report.trial_file import TrialFile
 from scalax._trace.threads import ThreadState
 from scalax.errors import ScalaxError
 
@@ -114,7 +113,7 @@ class Trials:
     Args:
         problem: what is searched for.
         limit: the bytes of memory that a device may use.
-        file: where the trials are written, a line for each.
+        file: where the trials are written.
         note: called with each new trial.
     """
 
@@ -122,17 +121,15 @@ class Trials:
         self,
         problem: Problem,
         limit: int | None,
-        file: Path | None,
+        file: TrialFile,
         note: Callable[[Trial], None],
     ) -> None:
         self.problem, self._limit, self._file = problem, limit, file
         self._note = note
-        self._identity = problem.identity(limit) if file is not None else ''
+        self._identity = problem.identity(limit) if file.path else ''
         self.known: dict[Layout, Trial] = {}
-        self._saved: dict[Layout, Trial] = {}
-        if file is not None and file.exists():
-            for line in file.read_text().splitlines():
-                self._read(line)
+        read = (_read(values) for values in file.known(self._identity))
+        self._saved = {trial.layout: trial for trial in read if trial is not None}
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
 
     def __enter__(self) -> Trials:
@@ -170,30 +167,29 @@ class Trials:
 
     def _add(self, trial: Trial) -> None:
         self.known[trial.layout] = trial
-        if self._file is not None:
-            with self._file.open('a') as out:
-                out.write(json.dumps({'of': self._identity, **dataclasses.asdict(trial)}) + '\n')
+        self._file.add(self._identity, _written(trial))
         self._note(trial)
 
-    def _read(self, line: str) -> None:
-        try:
-            values = json.loads(line)
-            if values.pop('of') != self._identity:
-                return
-            own = values.pop('layout')
-            layout = Layout(
-                tuple((name, size) for name, size in own['mesh']),
-                _placement(own['batch']),
-                tuple(map(_placement, own['groups'])),
-            )
-            self._saved[layout] = Trial(layout, **values)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # a line that was cut off when a search was stopped
-            return
+
+def _written(trial: Trial) -> dict[str, Any]:
+    """A trial as values of JSON, which has no infinite numbers."""
+    values = dataclasses.asdict(trial)
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
+def _read(values: dict[str, Any]) -> Trial | None:
+    """The trial of which these were written; None if they are of something else."""
+    try:
+        own = values['layout']
+        layout = Layout(
+            tuple((name, size) for name, size in own['mesh']),
+            _placement(own['batch']),
+            tuple(map(_placement, own['groups'])),
+        )
+        seconds = {name: math.inf if values[name] is None else values[name] for name in ('bound', 'estimate')}
+        return Trial(**{**values, **seconds, 'layout': layout})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _placement(value: Any) -> Placement:

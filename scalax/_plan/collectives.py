@@ -14,7 +14,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,13 @@ from scalax._plan.collective_runs import Kind, Run, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.provenance import Source, is_of_the_partitioner, neighbourhood, source_of
+from scalax._plan.provenance import (
+    Source,
+    frame_number,
+    is_of_the_partitioner,
+    neighbourhood,
+    source_of,
+)
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -35,6 +42,7 @@ from scalax._plan.replica_groups import (
 )
 from scalax._plan.rows import RowsMoved, RowsOfProgram
 from scalax._plan.scattered import is_reduce_scatter
+from scalax._plan.scopes import ScopeRuns, Scopes
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
 
@@ -80,6 +88,7 @@ class Collective:
         rows: ``'moved'`` if it moves or sums rows of the batch, and so activations; ``'asked for'`` if a
             constraint, or the sharding of an output, says so; empty for weights, for sums over rows, such as
             gradients, and in programs whose batch is not known.
+        scopes: the modules or named scopes that it runs in, and how often in each.
     """
 
     kind: Kind
@@ -96,6 +105,7 @@ class Collective:
     partitioned_as: Literal['', Kind] = ''
     phase: Part = 'other'
     rows: RowsMoved = ''
+    scopes: tuple[ScopeRuns, ...] = ()
 
 
 def collectives(
@@ -129,7 +139,8 @@ def collectives(
         if partitioned is None
         else Partitioned(partitioned, lambda run: devices.groups_of(run, partitioned.partitions).axes)
     )
-    counts: collections.Counter[Collective] = collections.Counter()
+    counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    scope_of = _scope_of(module, None if before is None else before.module)
     for run in runs(module):
         found = devices.groups_of(run, module.partitions)
         if found.group > 1:
@@ -145,9 +156,28 @@ def collectives(
                 networks=found.networks,
                 phase=_phase(run),
             )
-            counts[_explained(row, run, module, before, found.groups, rows_of)] += run.visit.count
-    rows = (dataclasses.replace(row, count=count) for row, count in counts.items())
+            origin = None if before is None else before.origin(run, module, row.axes, row.group)
+            row = _explained(row, run, module, before, origin, found.groups, rows_of)
+            counts[row][scope_of(run, origin)] += run.visit.count
+    rows = (
+        dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
+        for row, times in counts.items()
+    )
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def _scope_of(module: Module, before: Module | None) -> Callable[[Run, Run | None], str]:
+    """Gives the scope of a collective of a program, which comes from one of the program before, if any."""
+    own, earlier = Scopes(module), None if before is None else Scopes(before)
+
+    def scope(run: Run, origin: Run | None) -> str:
+        found = own.of(run.op_name, frame_number(module, *run.holder))
+        if not found and origin is not None and before is not None and earlier is not None:
+            place = origin.computation, origin.instruction
+            found = earlier.of(origin.op_name, frame_number(before, *place))
+        return found
+
+    return scope
 
 
 def _explained(
@@ -155,6 +185,7 @@ def _explained(
     run: Run,
     module: Module,
     before: Partitioned | None,
+    origin: Run | None,
     groups: Groups,
     rows_of: RowsOfProgram,
 ) -> Collective:
@@ -169,7 +200,6 @@ def _explained(
             cause=_cause(run),
             rows=rows_of.moved_by(*own),
         )
-    origin = before.origin(run, module, row.axes, row.group)
     if origin is None:
         return dataclasses.replace(row, source=source_of(module, *run.holder), cause='compiler')
     padded = row.kind == 'collective-permute' != origin.kind

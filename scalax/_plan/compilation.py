@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import tempfile
 import time
@@ -18,6 +19,7 @@ from scalax._plan.hlo import devices_of
 from scalax._plan.layout import Layout, MemoryTables, read_layout
 from scalax._plan.memory import Memory, assigned_memory
 from scalax._trace.threads import in_a_thread
+from scalax._tree.specs import spec_axes
 from scalax.errors import PlanError
 
 _PASS = 'spmd-partitioning'
@@ -39,6 +41,8 @@ _PLENTY = 2**40
 _NO_TABLES = MemoryTables('', '', '')
 _SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?>')
 _DIMENSION = re.compile(r'\{([^}]*)\}')
+_ARRAY = re.compile(r'tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)')
+_ON_HOST = re.compile(r'memory_kind = "\w*host"')
 _CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
@@ -209,12 +213,44 @@ def lowered_shardings(
         names: the names of the arguments in the traced program, including unused ones.
         mesh: the mesh of the program.
     """
-    operations = lowered.compiler_ir().body.operations
-    [main] = [each for each in operations if str(each.attributes['sym_name']) == '"main"']
+    main = _main(lowered)
     # Locations are written as ``loc("params['w']")``.
     arguments = [str(argument.location)[len('loc("') : -len('")')] for argument in main.arguments]
     known = dict(zip(arguments, _shardings_in(main.attributes['arg_attrs'], mesh), strict=True))
     return [known.get(name) for name in names], [*_shardings_in(main.attributes['res_attrs'], mesh)]
+
+
+def lowered_bytes(lowered: Any, mesh: Mesh) -> tuple[int, int]:
+    """The bytes of the arguments and of the results of a lowered program in the memory of each device.
+
+    Memory holds no less. Arguments that the program does not use are not there; what has no sharding yet is
+    divided evenly; arrays in the memory of the host do not count.
+    """
+    main = _main(lowered)
+    types = [each.type for each in main.arguments], main.type.results
+    attributes = main.attributes['arg_attrs'], main.attributes['res_attrs']
+    given, returned = (_bytes(*each, mesh) for each in zip(types, attributes, strict=True))
+    return given, returned
+
+
+def _bytes(types: Iterable[Any], attributes: Iterable[Any], mesh: Mesh) -> int:
+    total = 0
+    for kind, attribute in zip(types, attributes, strict=True):
+        array, text = _ARRAY.match(str(kind)), str(attribute)
+        if array is None or _ON_HOST.search(text):  # what is no array orders effects
+            continue
+        sizes, is_complex, width = array.groups()
+        bits = 8 if width == '1' else int(width) * (2 if is_complex else 1)  # a bool takes a byte
+        spec = written_spec(text)
+        shards = math.prod(mesh.shape[axis] for axis in (mesh.shape if spec is None else spec_axes(spec)))
+        total += math.prod(map(int, sizes.split('x')[:-1])) * bits // (8 * shards)
+    return total
+
+
+def _main(lowered: Any) -> Any:
+    operations = lowered.compiler_ir().body.operations
+    [main] = [each for each in operations if str(each.attributes['sym_name']) == '"main"']
+    return main
 
 
 def _shardings_in(attributes: Iterable[Any], mesh: Mesh) -> Iterable[NamedSharding | None]:

@@ -1,113 +1,207 @@
-"""Figures of a plan for pages and pictures: bars of memory and seconds, and mesh axes on the torus."""
+"""Figures of a plan for its page, its picture and its text: bars of memory and seconds, and sums by scope."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline
-from scalax._plan.torus import Place
-from scalax._report.svg import told_apart
+from scalax._report import blocks
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._util.folding import MOST_RUNS, fold
 
-NO_DEVICE = -1
-"""Marks a position in the torus without a device of the mesh."""
-_ARGUMENTS, _TEMPORARIES, _OUTPUTS = told_apart(3)
-_GAPS = '#bbbbbb'
-_TIME_COLORS = {'compute': _OUTPUTS, 'hbm': _ARGUMENTS}
+if TYPE_CHECKING:
+    from scalax._plan.plan import Plan
 
-
-class Bar(NamedTuple):
-    """One bar, or one part of one.
-
-    Attributes:
-        label: its text.
-        value: bytes or seconds.
-        color: such as ``'#77AADD'``.
-        marked: whether it bounds the step.
-    """
-
-    label: str
-    value: float
-    color: str
-    marked: bool = False
+STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'other')
+"""The parts of a step as they are shown."""
+NO_SCOPE = 'not known'
+_ROUNDING = 1e-9
+_DEEPEST = 50  # scopes inside of one another; the names of deeper ones stay joined
 
 
-def memory_bars(memory: Memory) -> tuple[float, list[Bar]]:
-    """The length of the whole bar in bytes, and its parts from the left."""
+def memory_parts(memory: Memory) -> list[blocks.Part]:
+    """The parts of the memory of a device from the first bytes on."""
     kept = min(memory.arguments + memory.outputs, memory.peak)
-    bars = [
-        Bar('arguments', min(memory.arguments, memory.peak), _ARGUMENTS),
-        Bar('outputs', max(0, kept - memory.arguments), _OUTPUTS),
-        Bar('temporaries at the peak', memory.peak - kept, _TEMPORARIES),
-    ]
-    if memory.total > memory.peak:
-        bars.append(Bar('gaps at the peak', memory.total - memory.peak, _GAPS))
-    return max(memory.peak, memory.total, memory.limit or 0, 1), bars
-
-
-def time_bars(roofline: Roofline) -> list[Bar]:
-    """A bar for each part of a step."""
+    sizes = {
+        'arguments': min(memory.arguments, memory.peak),
+        'outputs': max(0, kept - memory.arguments),
+        'temporaries': memory.peak - kept,
+        'gaps': max(0, memory.total - memory.peak),
+    }
+    labels = {'temporaries': 'temporaries at the peak', 'gaps': 'gaps at the peak'}
     return [
-        Bar(name, seconds, _TIME_COLORS.get(name, _TEMPORARIES), name == roofline.bound)
-        for name, seconds in roofline.parts.items()
+        blocks.Part(labels.get(kind, kind), size, human_bytes(size), kind)
+        for kind, size in sizes.items()
+        if size or kind != 'gaps'
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class AxisOnTorus:
-    """One mesh axis on the torus of one slice.
+def time_parts(plan: Plan, roofline: Roofline) -> dict[str, list[blocks.Part]]:
+    """The seconds of each part of a roofline, forward, backward, recomputed and other ones apart."""
+    networks = {row.name: row.axes for row in roofline.communication}
+    shares: dict[str, Callable[[Part], float]] = {
+        'compute': lambda part: plan.work.by_part.get(part, 0) / (plan.work.flops or 1),
+        'hbm': lambda part: (
+            sum(row.bytes for row in plan.work.by_scope if row.part == part)
+            * _rate(roofline, 'hbm')
+            / (roofline.hbm or 1)
+        ),
+    }
+    shown = {}
+    for name, seconds in roofline.parts.items():
+        if name in shares:
+            parts = {part: seconds * shares[name](part) for part in STEP}
+        else:
+            alike = [(row, time) for row, time in roofline.collectives if row.axes == networks.get(name, ())]
+            whole = sum(time for _, time in alike) or 1
+            parts = {
+                part: seconds * sum(time for row, time in alike if row.phase == part) / whole for part in STEP
+            }
+        parts['other'] += max(0.0, seconds - sum(parts.values()))
+        shown[name] = [
+            blocks.Part(part, time, milliseconds(time), part)
+            for part, time in parts.items()
+            if time > _ROUNDING * seconds
+        ]
+    return shown
+
+
+def _rate(roofline: Roofline, unit: str) -> float:
+    """The seconds of a device for one operation, or for one byte of its memory."""
+    hardware = roofline.hardware
+    flops_rate, hbm_rate = hardware.flops_per_second or 1, hardware.hbm_bytes_per_second or 1
+    seconds = roofline.devices / roofline.peak
+    return seconds if unit == 'compute' else seconds * flops_rate / hbm_rate
+
+
+@dataclasses.dataclass
+class Sums:
+    """What a device computes and moves in a part of a step, or in a scope.
 
     Attributes:
-        axis: the mesh axis.
-        size: its size.
-        layers: for each position along the third axis of the torus a grid: rows along the second axis,
-            columns along the first; the devices of a chip are side by side. Numbers are indices along the
-            mesh axis, or `NO_DEVICE`.
-        slices: the number of slices of the mesh.
-        across: whether the axis runs from slice to slice only: its index is the same all over a slice.
+        flops: the floating-point operations.
+        bytes: the bytes that products move from and to the memory.
+        moved: the bytes of collectives, as `Plan.totals` counts them.
+        compute: the seconds of the operations; by the part of the step.
+        network: the seconds of the collectives, one after the other.
     """
 
-    axis: str
-    size: int
-    layers: tuple[npt.NDArray[np.int64], ...]
-    slices: int
-    across: bool
+    flops: int = 0
+    bytes: int = 0
+    moved: int = 0
+    compute: collections.Counter[Part] = dataclasses.field(default_factory=collections.Counter)
+    network: float = 0.0
+
+    def add(self, other: Sums) -> None:
+        self.flops += other.flops
+        self.bytes += other.bytes
+        self.moved += other.moved
+        self.network += other.network
+        for part, seconds in other.compute.items():
+            self.compute[part] += seconds
 
     @property
-    def label(self) -> str:
-        """The heading of its drawing."""
-        return f'{self.axis}={self.size}: a colour for each place along it'
+    def is_none(self) -> bool:
+        return not (self.flops or self.bytes or self.moved)
 
 
-def axes_on_torus(mesh: Mapping[str, int], places: Sequence[Place]) -> tuple[AxisOnTorus, ...]:
-    """One for each mesh axis larger than 1, on the first slice; none if the devices are not in a torus.
+def sums(plan: Plan, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
+    """What each scope computes and moves: (scope, part of the step, its sums)."""
+    rate = 0.0 if roofline is None else _rate(roofline, 'compute')
+    for row in plan.work.by_scope:
+        compute = collections.Counter({row.part: row.flops * rate})
+        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute)
+    times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
+    for each in plan.collectives:
+        once = times.get(id(each), 0.0) / max(1, each.count)
+        known = sum(runs.count for runs in each.scopes)
+        for scope, count in [
+            *((runs.scope, runs.count) for runs in each.scopes),
+            ('', max(0, each.count - known)),
+        ]:
+            if count:
+                yield scope, each.phase, Sums(moved=count * each.bytes, network=count * once)
 
-    Args:
-        mesh: mesh axis name -> size.
-        places: the positions of the devices, in the order of the mesh.
+
+def sums_by_part(plan: Plan, roofline: Roofline | None) -> dict[Part, Sums]:
+    """The sums of each part of the step that has any."""
+    found = {part: Sums() for part in STEP}
+    for _, part, more in sums(plan, roofline):
+        found[part].add(more)
+    return {part: each for part, each in found.items() if not each.is_none}
+
+
+@dataclasses.dataclass
+class Scope:
+    """A module or named scope, with all that is inside of it.
+
+    Attributes:
+        name: its name, without those around it; of several that are alike, such as ``'layers_{0..31}'``.
+        sums: its sums.
+        inside: the scopes inside of it, in the order of the program.
     """
-    if not places or not all(place.coords for place in places):
-        return ()
-    first = min(place.slice for place in places)
-    slices = len({place.slice for place in places})
-    inside = np.array([place.slice == first for place in places])
-    coords = np.array([(*place.coords, 0, 0)[:3] for place in places])[inside]
-    cores = np.array([place.core for place in places])[inside]
-    coords -= coords.min(axis=0)
-    per_chip = int(cores.max()) + 1
-    wide, high, deep = coords.max(axis=0) + 1
-    at_axes = np.unravel_index(np.arange(len(places)), tuple(mesh.values()))
-    shown = []
-    for (axis, size), at in zip(mesh.items(), at_axes, strict=True):
-        if size == 1:
-            continue
-        grid = np.full((deep, high, wide * per_chip), NO_DEVICE, np.int64)
-        grid[coords[:, 2], coords[:, 1], coords[:, 0] * per_chip + cores] = at[inside]
-        across = slices > 1 and len(np.unique(at[inside])) == 1
-        shown.append(AxisOnTorus(axis, size, tuple(grid), slices, across))
-    return tuple(shown)
+
+    name: str
+    sums: Sums = dataclasses.field(default_factory=Sums)
+    inside: dict[str, Scope] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_of_functions(self) -> bool:
+        """Whether the program has no named scopes, so that functions stand for them."""
+        return all(name.partition('/')[0].endswith('()') for name in self.inside if name != NO_SCOPE)
+
+    def settled(self) -> Scope:
+        """The same scope; one that holds nothing but another one is that, with a longer name."""
+        inside = {name: scope.settled() for name, scope in self.inside.items()}
+        own = Sums(self.sums.flops, self.sums.bytes, self.sums.moved)
+        for scope in inside.values():
+            own.flops -= scope.sums.flops
+            own.bytes -= scope.sums.bytes
+            own.moved -= scope.sums.moved
+        if len(inside) == 1 and own.is_none and self.name:
+            [only] = inside.values()
+            return Scope(f'{self.name}/{only.name}', only.sums, only.inside)
+        return Scope(self.name, self.sums, inside)
+
+
+def scopes(plan: Plan, roofline: Roofline | None) -> Scope:
+    """All scopes of a plan in one without a name; numbered ones that compute alike are one."""
+    found: dict[str, Sums] = {}
+    # The first of many layers needs no gradient of its input, so backward passes may differ.
+    forward: collections.Counter[str] = collections.Counter()
+    for scope, part, more in sums(plan, roofline):
+        found.setdefault(scope, Sums()).add(more)
+        forward[scope] += more.flops if part in ('forward', 'other') else 0
+    top = Scope('')
+    for item in fold((scope, forward[scope]) for scope in found):
+        total = Sums()
+        for path in item.paths:
+            total.add(found[path])
+        names = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in item.parts]
+        if len(names) > _DEEPEST:
+            names = [*names[:_DEEPEST], '/'.join(names[_DEEPEST:])]
+        here = top
+        here.sums.add(total)
+        for name in names if any(names) else [NO_SCOPE]:
+            here = here.inside.setdefault(name, Scope(name))
+            here.sums.add(total)
+    return top.settled()
+
+
+def bound_texts(roofline: Roofline) -> Mapping[str, str]:
+    """The headline figures of a roofline: what they are -> the figure."""
+    step = roofline.step_seconds
+    known = '' if roofline.counted.value == 'exactly' else f'{roofline.counted.value} '
+    texts = {
+        f'one call if all overlaps; {milliseconds(step.estimate)} if nothing does': known
+        + milliseconds(step.bound),
+        'bounds it': roofline.bound,
+    }
+    if roofline.mfu is not None:
+        texts['MFU at most'] = f'{roofline.mfu:.1%}'
+    return texts

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from scalax._plan.formulas import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
 from scalax._plan.hlo import MAIN, Array, Instruction, Module
 from scalax._plan.hlo_loops import Visit, executed
+from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._util.strict_json import brief
 from scalax.errors import PlanError
 
@@ -42,6 +43,8 @@ class Work:
         counted: how well both are known.
         by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
             ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
+        by_scope: the flops and bytes of each module or named scope, in the order of the program; forward,
+            backward and recomputed ones apart.
         kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
             which the compiler has kernels of its own, such as ragged ones on TPUs, and most on GPUs.
 
@@ -54,9 +57,11 @@ class Work:
     counted: Counted = Counted.EXACTLY
     by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
     kernels: int = 0
+    by_scope: tuple[ScopeWork, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = sorted(self.by_part.keys() - set(PARTS))
+        parts = self.by_part.keys() | {row.part for row in self.by_scope}
+        unknown = sorted(parts - set(PARTS))
         if unknown:
             raise PlanError(f'a step has no part {brief(unknown[0])}, only {", ".join(PARTS)}')
 
@@ -67,17 +72,19 @@ def work_of(module: Module) -> Work:
     Args:
         module: the program after partitioning; optimized, if it is to count what runs.
     """
-    by_part: collections.Counter[Part] = collections.Counter()
-    moved, counted = 0, Counted.EXACTLY
-    for visit, instruction, flops in executed(module, flops_of):
-        by_part[visit.part_of(instruction)] += flops
-        counted = counted.along(visit.counted)
-    for visit, _, size in executed(module, _bytes_of):
-        moved += size
-        counted = counted.along(visit.counted)
-    parts = {part: by_part[part] for part in PARTS if by_part[part]}
+    scopes, counted = Scopes(module), Counted.EXACTLY
+    rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
+    for place, measure in enumerate((flops_of, _bytes_of)):
+        for visit, instruction, amount in executed(module, measure):
+            scope = scopes.of(visit.op_name(instruction) or visit.scope, instruction.frame)
+            rows[scope, visit.part_of(instruction)][place] += amount
+            counted = counted.along(visit.counted)
+    by_scope = tuple(ScopeWork(*key, *amounts) for key, amounts in rows.items())
+    sums = {part: sum(row.flops for row in by_scope if row.part == part) for part in PARTS}
+    by_part = {part: flops for part, flops in sums.items() if flops}
     kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
-    return Work(sum(parts.values()), moved, counted, parts, kernels)
+    flops, moved = (sum(amounts[place] for amounts in rows.values()) for place in range(2))
+    return Work(flops, moved, counted, by_part, kernels, by_scope)
 
 
 def _is_kernel(instruction: Instruction) -> bool:

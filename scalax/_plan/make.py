@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._mesh.meshes import require_devices
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
-from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered, lowered_shardings
+from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import hardware_of_mesh
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
+from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
 from scalax._plan.saved_program import Program
-from scalax._plan.torus import Place, places_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.followed_batch import BatchOfCall
-from scalax._transforms.sjit import batch_of, name_of, names_of_arguments, sjit
+from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError, PlanError
@@ -64,48 +60,38 @@ def make_plan(
         MeshError: the helper was made from an AbstractMesh.
         ArgumentError: *fun* is not a function, or nothing says that it runs on devices that are not here.
     """
-    if not callable(fun):
-        raise ArgumentError(
-            f'plan takes a function first, got {type(fun).__name__}: helper.plan(step, *arguments)'
-        )
-    mesh = helper.mesh
-    if isinstance(mesh, AbstractMesh):
-        require_devices(mesh, 'plan')
-    if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
-        # Attributes of a bound method are those of the function, which do not know the bound object.
-        bound: types.MethodType = fun
-        fun, args = bound.__func__, (bound.__self__, *args)
-    function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    name = name_of(fun)
-    traced = _trace(function, name, args, kwargs)
-    lowered = traced.lower()
+    step = lower_step(helper, fun, args, kwargs)
+    plan = plan_lowered(step, quick=quick)
+    return plan.with_program(Program(step.lowered, step.mesh)) if keep_program else plan
+
+
+def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
+    """Makes the plan of a step that is lowered; raises as `make_plan` does."""
+    mesh, lowered, traced = step.mesh, step.lowered, step.traced
     device = mesh.devices.flat[0]
-    simulates = helper.simulates
-    hardware = hardware_of_mesh(device.device_kind, simulates)
+    simulates, hardware = step.simulates, step.hardware
     limit = hardware.hbm_bytes if hardware else None
-    asked = lowered_shardings(lowered, traced.jaxpr.debug_info.arg_names or (), mesh)
-    layout_for = _bytes_of_arguments(lowered, asked[0], mesh) if quick else None
-    compiled = _compile(lowered, mesh, name, limit, layout_for)
+    compiled = _compile(lowered, mesh, step.name, limit, step.stored_bytes[0] if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
-        raise _not_on_mesh(name)
+        raise _not_on_mesh(step.name)
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     program = parse(compiled.optimized) if compiled.optimized else partitioned
     flops = count_flops(traced.jaxpr)
-    places = tuple(map(Place, simulates.nodes)) if simulates else places_of(mesh.devices.flat)
+    places = step.places
     switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
-    given, returned = _shardings(compiled, lowered, asked)
+    given, returned = _shardings(compiled, lowered, step.shardings)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
-    inputs = _report_of_arguments(function, args, lowered.args_info, given, mesh)
-    batch = batch_of(function, args, kwargs)
+    inputs = _report_of_arguments(step.function, step.args, lowered.args_info, given, mesh)
+    batch = batch_of(step.function, step.args, step.kwargs)
     in_batch = {} if batch is None else _arguments_with_rows(batch, inputs, traced)
     rows = (
         collectives(program, sizes, places, before, ids, in_batch, switched) if compiled.partitioned else ()
     )
-    plan = Plan(
-        name=name,
+    return Plan(
+        name=step.name,
         mesh=sizes,
         devices=compiled.devices,
         platform=device.platform,
@@ -124,10 +110,9 @@ def make_plan(
         refusal=compiled.refusal,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
-        followed=None if batch is None or fun is not function else batch.followed,
+        followed=None if batch is None or not step.made_by_user else batch.followed,
         batch_axes=() if batch is None else batch.axes,
     )
-    return plan.with_program(Program(lowered, mesh)) if keep_program else plan
 
 
 def _arguments_with_rows(
@@ -140,18 +125,6 @@ def _arguments_with_rows(
         for name, row in zip(names, inputs.rows, strict=False)
         if row.path in batch.rows
     }
-
-
-def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Traces a jitted function; *name* is that of the user's, for messages."""
-    try:
-        return function.trace(*args, **kwargs)
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(
-            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
-            'argument (static_argnames), or use jax.lax.cond or jnp.where'
-        )
-        raise
 
 
 def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for: int | None) -> Compiled:
@@ -201,16 +174,6 @@ def reject_own_argument(fun: Any, name: str) -> None:
         )
 
 
-def _bytes_of_arguments(lowered: Any, shardings: Sequence[NamedSharding | None], mesh: Mesh) -> int:
-    """The bytes of the arguments on each device; those without a sharding are taken to be divided evenly."""
-    total = 0
-    for leaf, sharding in zip(jax.tree.leaves(lowered.args_info), shardings, strict=False):
-        own = None if sharding is None else _sharding_of_leaf(sharding, leaf)
-        size = math.prod(own.shard_shape(leaf.shape) if own else leaf.shape) * leaf.dtype.itemsize
-        total += size if own else size // mesh.size
-    return total
-
-
 def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tuple[Any, Any]:
     """The shardings of arguments and outputs; those that were asked for if the program was refused."""
     if compiled.executable is not None:
@@ -221,10 +184,6 @@ def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tupl
         return given, outputs.flatten_up_to(compiled.executable.output_shardings)
     given, returned = asked
     return given[: len(jax.tree.leaves(lowered.args_info))], returned
-
-
-def _is_jitted(fun: Any) -> bool:
-    return hasattr(fun, 'trace') and hasattr(fun, 'lower')
 
 
 def _positions(function: Any, given: int, count: int) -> list[str]:

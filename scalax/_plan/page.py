@@ -1,215 +1,344 @@
-"""Plans as HTML without scripts: bars of memory and seconds, the collectives, and the torus."""
+"""Plans as HTML: headline figures, memory, seconds, modules, collectives, the batch, and the torus."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from scalax._plan.batch import advice, kept
-from scalax._plan.figure_data import NO_DEVICE, AxisOnTorus, Bar, axes_on_torus, memory_bars, time_bars
+from scalax._plan.figure_data import (
+    STEP,
+    Scope,
+    Sums,
+    bound_texts,
+    memory_parts,
+    scopes,
+    sums_by_part,
+    time_parts,
+)
+from scalax._plan.formulas import Counted
+from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
-    collective_cells,
-    head,
+    SIGNS,
+    because,
     held_heading,
     held_text,
+    how_known,
     moved_to_host,
+    no_seconds,
     notes_on_collectives,
+    runs_on,
     shown_buffers,
-    verdict,
+    shown_fits,
+    sums_heads,
+    sums_texts,
 )
-from scalax._report.pages import escape, paragraphs, still_page, table
-from scalax._report.svg import Drawn, below, document, text_lines, told_apart
-from scalax._report.tables import human_bytes, milliseconds
+from scalax._plan.torus import line_text
+from scalax._plan.torus_figures import axes_on_torus
+from scalax._plan.torus_svg import layers
+from scalax._report import blocks
+from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
+from scalax._report.pages import escape
+from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._transforms.followed_batch import kept_cells, lost_cells
-from scalax.errors import PlanError
+from scalax.errors import plural
 
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan
 
 MOST_ROWS = 100
-_MOST_LAYERS = 32
-_MOST_SQUARES = 8  # in a row
-_PANEL = 132  # pixels: the largest width of a layer of chips
-_TRACK = 'background: rgba(128, 128, 128, 0.22); border-radius: 4px; overflow: hidden; display: flex'
-_HEADING = 'font-size: 15px; font-weight: 650; margin: 26px 0 8px'
-_NUMBER = 'text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums'
+_MOST_SCOPES = 1000
+_OPEN_AT_FIRST = 25  # rows of a tree
 
 
 def render_fragment(plan: Plan) -> str:
-    """A plan as part of a page, in the colours and fonts of that page."""
-    parts = [
-        _texts([head(plan), *([plan.refusal] if plan.refusal else [])]),
-        _section('Memory of each device', _memory(plan)),
-        _section('Seconds of one call', _times(plan)),
-        _section('Collectives of one call', _collectives(plan)),
-        _section('Rows of the batch', _batch(plan)),
-        _section('Mesh axes on the torus', _torus(plan)),
-    ]
-    return f'<div style="font-size: 14px; line-height: 1.5" class="scalax-static">{"".join(parts)}</div>'
+    """A plan for the output of a notebook."""
+    return blocks.fragment(plan_blocks(plan, f'Plan of {plan.name}'))
 
 
 def render_page(plan: Plan, title: str) -> str:
-    """A plan as a page of HTML that loads nothing and runs no script."""
-    return still_page(title, f'<h1 style="font-size: 21px">{escape(title)}</h1>{render_fragment(plan)}')
+    """A plan as a page of HTML that loads nothing."""
+    return blocks.page(title, plan_blocks(plan, title))
 
 
-def _section(heading: str, body: str) -> str:
-    return f'<section><h2 style="{_HEADING}">{escape(heading)}</h2>{body}</section>' if body else ''
+def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
+    """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
+    roofline = plan.known_roofline
+    return ''.join(
+        [
+            blocks.heading(title, plan.mesh, runs_on(plan), level),
+            blocks.figures(headline(plan, roofline)),
+            *_callouts(plan),
+            blocks.section('Memory of each device', _memory(plan)),
+            blocks.section('Seconds of one call', _times(plan, roofline)),
+            blocks.section('Forward, backward, recomputed', _parts(plan, roofline)),
+            blocks.section(*_scopes(plan, roofline)),
+            blocks.section('Collectives of one call', _collectives(plan, roofline)),
+            blocks.section('Rows of the batch', _batch(plan)),
+            blocks.section('Mesh axes on the torus', *_torus(plan)),
+        ]
+    )
 
 
-def _texts(lines: Sequence[str]) -> str:
-    return paragraphs(lines, 'overflow-wrap: anywhere')
+def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
+    """The headline figures of a plan."""
+    said, tone = shown_fits(plan)
+    of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
+    of += ', by an estimate' if plan.memory.estimated and plan.fits is not None else ''
+    yield Figure(said, of, tone, is_badge=True)
+    memory = plan.memory
+    of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
+    part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
+    yield Figure(human_bytes(memory.peak), f'peak of memory{of}{part}')
+    if roofline is not None:
+        for label, value in bound_texts(roofline).items():
+            yield Figure(value, label)
+    if plan.flops:
+        needs = plan.model_flops and f'the model needs {human_flops(plan.model_flops)}'
+        yield Figure(f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs or 'on all devices')
+
+
+def _callouts(plan: Plan) -> Iterator[str]:
+    if plan.not_compiled_for:
+        yield blocks.callout([plan.not_compiled_for], 'warn')
+    if plan.refusal:
+        yield blocks.callout([plan.refusal], 'bad')
+    if said := advice(plan):
+        yield blocks.callout([said], 'warn')
+    lines, code = no_seconds(plan)
+    if lines:
+        yield blocks.callout(lines, code='\n'.join(code))
 
 
 def _memory(plan: Plan) -> str:
-    whole, bars = memory_bars(plan.memory)
-    parts = ''.join(
-        f'<div title="{escape(bar.label)}" style="width: {_percent(bar.value, whole)}; '
-        f'background: {bar.color}"></div>'
-        for bar in bars
-    )
-    shown = ''.join(
-        '<span style="white-space: nowrap; margin-right: 18px; display: inline-block">'
-        f'<span style="display: inline-block; width: 11px; height: 11px; border-radius: 3px; '
-        f'background: {bar.color}; margin-right: 6px"></span>'
-        f'{escape(bar.label)} {human_bytes(round(bar.value))}</span>'
-        for bar in bars
-    )
-    largest = ''
+    parts, memory = memory_parts(plan.memory), plan.memory
+    body = blocks.bar(parts, memory.limit or 0, memory.limit, is_tall=True) + blocks.legend(parts)
+    known = how_known(plan).strip(' ()')
+    notes = [f'{known[:1].upper()}{known[1:]}.'] if known else []
+    if memory.limit is not None and memory.peak <= memory.limit < memory.total:
+        notes.append(f'With the gaps between arrays it takes {human_bytes(memory.total)}.')
+    if memory.donated:
+        notes.append(f'{human_bytes(memory.donated)} of the arguments are reused for outputs.')
+    if moved := moved_to_host(plan):
+        notes.append(f'on the host: {human_bytes(memory.host)}, {moved}')
+    body += blocks.notes(notes)
     if plan.buffers:
-        largest_ones, rest = shown_buffers(plan)
-        rows = [(human_bytes(row.bytes), held_text(row), str(row.source)) for row in largest_ones]
-        rows += [(human_bytes(rest), 'smaller ones', '')] if rest > 0 else []
-        largest = _texts([held_heading(plan)]) + _wide(
-            table(('bytes', 'array', 'what it is'), rows, right=[0])
-        )
-    moved = moved_to_host(plan)
-    host = _texts([f'on the host: {human_bytes(plan.memory.host)}, {moved}'] if moved else [])
-    return (
-        f'{_texts([verdict(plan)])}<div style="{_TRACK}; height: 26px; position: relative">{parts}'
-        f'{_limit(plan, whole)}</div><div style="margin: 8px 0 12px">{shown}</div>{host}{largest}'
-    )
-
-
-def _limit(plan: Plan, whole: float) -> str:
-    """A line at the limit of the memory, if the program is larger."""
-    limit = plan.memory.limit
-    if limit is None or limit >= whole:
-        return ''
-    return (
-        f'<div title="limit" style="position: absolute; left: {_percent(limit, whole)}; top: 0; bottom: 0; '
-        'border-left: 3px dashed currentColor"></div>'
-    )
-
-
-def _times(plan: Plan) -> str:
-    try:
-        roofline = plan.roofline()
-    except PlanError as error:
-        return _texts([f'Not known: {error}'])
-    bars = time_bars(roofline)
-    longest = max(bar.value for bar in bars) or 1
-    rows = ''.join(_time_row(bar, longest) for bar in bars)
-    summary = str(roofline).splitlines()[:2]  # without its table, which the bars show
-    return (
-        f'{_texts(summary)}<div style="display: grid; grid-template-columns: max-content 1fr max-content; '
-        f'gap: 5px 12px; align-items: center">{rows}</div>'
-    )
-
-
-def _time_row(bar: Bar, longest: float) -> str:
-    weight = 'font-weight: 650' if bar.marked else ''
-    return (
-        f'<span style="{weight}">{escape(bar.label)}</span><span style="{_TRACK}; height: 16px">'
-        f'<span style="width: {_percent(bar.value, longest)}; background: {bar.color}"></span></span>'
-        f'<span style="{_NUMBER}; {weight}">{milliseconds(bar.value)}</span>'
-    )
-
-
-def _collectives(plan: Plan) -> str:
-    if not plan.collectives:
-        return _texts(['none'])
-    heads, rows = collective_cells(plan, MOST_ROWS)
-    shown = table(heads, rows, right=range(2, len(heads) - 1))
-    notes = notes_on_collectives(plan, MOST_ROWS)
-    return _wide(shown) + _texts(['Bytes are those of the whole array of one group, each time.', *notes])
-
-
-def _batch(plan: Plan) -> str:
-    """What is followed of the batch, with all values that are kept and all places where rows are lost."""
-    body = _texts([*filter(None, [advice(plan)])])
-    if plan.followed is not None and plan.followed.lost:
-        body += _texts(['Rows are lost at:']) + _first_rows(lost_cells(plan.followed))
-    body += _texts([*filter(None, [kept(plan)])])
-    if plan.followed is not None and plan.followed.kept:
-        body += _first_rows(kept_cells(plan.followed))
+        largest, rest = shown_buffers(plan)
+        rows = [
+            [Cell(human_bytes(row.bytes), row.bytes), Cell(held_text(row)), Cell(str(row.source))]
+            for row in largest
+        ]
+        rows += [[Cell(human_bytes(rest), rest), Cell('smaller ones'), Cell('')]] if rest > 0 else []
+        columns = [Column('bytes', 'number'), Column('array', 'code'), Column('what it is', 'wide')]
+        body += blocks.fold(held_heading(plan), blocks.table(columns, rows))
     return body
 
 
-def _first_rows(cells: Sequence[Sequence[str]]) -> str:
-    """A table with its third column to the right, and how many rows it leaves out."""
-    heads, *rows = cells
-    rest = len(rows) - MOST_ROWS
-    return _wide(table(heads, rows[:MOST_ROWS], right=[2])) + _texts(
-        [f'... and {rest} more'] if rest > 0 else []
-    )
-
-
-def _wide(body: str) -> str:
-    """A part that scrolls on a narrow screen."""
-    return f'<div style="overflow-x: auto">{body}</div>'
-
-
-def _torus(plan: Plan) -> str:
-    shown = axes_on_torus(plan.mesh, plan.places)
-    if not shown:
+def _times(plan: Plan, roofline: Roofline | None) -> str:
+    if roofline is None:
         return ''
-    slices = shown[0].slices
-    notes = ['Devices on the torus: columns along x, rows along y, a panel for each z.']
-    if slices > 1:
-        notes.append(f'This is the first of {slices} slices.')
-    return _texts(notes) + ''.join(map(_axis, shown))
-
-
-def _axis(chips: AxisOnTorus) -> str:
-    if chips.across:
-        return _texts([f'{chips.axis}={chips.size}: from slice to slice'])
-    colors = told_apart(chips.size)
-    layers = chips.layers[:_MOST_LAYERS]
-    most = max(*layers[0].shape, 4)
-    cell = min(24.0, max(4.0, _PANEL / most))
-    drawn = [
-        below([*([text_lines([f'z={z}'])] if len(layers) > 1 else []), _layer(layer, cell, colors)], 2)
-        for z, layer in enumerate(layers)
+    shown = time_parts(plan, roofline)
+    rows = [
+        (_unit(name, plan, roofline), parts, milliseconds(roofline.parts[name]), name == roofline.bound)
+        for name, parts in shown.items()
     ]
-    figures = ''.join(
-        '<span style="display: inline-block; margin: 0 14px 10px 0">'
-        f'{document(part, f"{chips.label}, z={z}", "")}</span>'
-        for z, part in enumerate(drawn)
+    kinds = {part.kind for parts in shown.values() for part in parts}
+    legend = (
+        blocks.legend(Part(kind, 0, '', kind) for kind in STEP if kind in kinds) if kinds - {'other'} else ''
     )
+    ways = [
+        f'{row.name}: {" and ".join(map(line_text, row.lines))}'
+        for row in roofline.communication
+        if row.lines
+    ]
+    known = '' if roofline.counted is Counted.EXACTLY else f'Seconds are {roofline.counted.value} these. '
+    note = f'{known}If all overlaps, the longest is the time of a call; if nothing does, their sum.'
     return (
-        f'<figure style="margin: 0 0 16px"><figcaption>{escape(chips.label)}</figcaption>{figures}</figure>'
+        legend
+        + blocks.bars(rows, max(roofline.parts.values(), default=0) or 1)
+        + blocks.notes([note, *(['; '.join(ways)] if ways else [])])
     )
 
 
-def _layer(layer: np.ndarray, cell: float, colors: Sequence[str]) -> Drawn:
-    """A square for each device; in wide layers, neighbours of one colour form one rectangle."""
-    body = []
-    high, wide = layer.shape
-    for y, row in enumerate(layer):
-        joins = wide > _MOST_SQUARES
-        starts = [0, *(np.flatnonzero(np.diff(row)) + 1 if joins else range(1, wide)), wide]
-        for start, end in itertools.pairwise(starts):
-            if row[start] != NO_DEVICE:
-                body.append(
-                    f'<rect x="{start * cell:.1f}" y="{y * cell:.1f}" width="{(end - start) * cell - 1:.1f}" '
-                    f'height="{cell - 1:.1f}" fill="{colors[row[start]]}"/>'
-                )
-    return Drawn(''.join(body), wide * cell, high * cell)
+def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
+    """The name of a part of a roofline, mesh axes in their colours."""
+    for row in roofline.communication:
+        if row.name == name:
+            axes = '+'.join(blocks.axis_name(axis, plan.mesh) for axis in row.axes)
+            return f'{escape(row.network)}:{axes}'
+    return escape(name)
 
 
-def _percent(part: float, whole: float) -> str:
-    return f'{100 * part / whole:.2f}%'
+def _sums_cells(each: Sums, plan: Plan, roofline: Roofline | None) -> list[Cell]:
+    keys: list[float] = [each.flops, each.bytes, *([each.moved] if plan.collectives else [])]
+    if roofline is not None:
+        keys += [each.compute.total(), *([each.network] if plan.collectives else [])]
+    return [Cell(text, key) for text, key in zip(sums_texts(each, plan, roofline), keys, strict=True)]
+
+
+def _parts(plan: Plan, roofline: Roofline | None) -> str:
+    found = sums_by_part(plan, roofline)
+    if set(found) <= {'other'}:
+        return ''
+    total = Sums()
+    for each in found.values():
+        total.add(each)
+    rows = [
+        [Cell(part, html=f'{blocks.swatch(part)}{part}'), *_sums_cells(each, plan, roofline)]
+        for part, each in found.items()
+    ]
+    rows += [[Cell('all'), *_sums_cells(total, plan, roofline)]] if len(rows) > 1 else []
+    columns = [Column('part', 'lead'), *(Column(head, 'number') for head in sums_heads(plan, roofline))]
+    return blocks.table(columns, rows, best=len(rows) - 1 if len(rows) > 1 else None) + blocks.notes(
+        ['On each device. Bytes of collectives are those of the whole array of a group.']
+    )
+
+
+def _scopes(plan: Plan, roofline: Roofline | None) -> tuple[str, str]:
+    """The tree of modules or functions, and what it is called."""
+    top = scopes(plan, roofline)
+    if len(top.inside) == 0:
+        return '', ''
+    heads = ['function' if top.is_of_functions else 'module or scope', *sums_heads(plan, roofline)]
+    whole = top.sums.compute.total() if roofline is not None else 0.0
+    heads += ['share of compute'] if whole else []
+    left = [_MOST_SCOPES]
+    depth = _open_depth(top)
+    nodes = [_node(each, plan, roofline, whole, depth, left) for each in top.inside.values()]
+    note = [] if left[0] > 0 else [f'The first {_MOST_SCOPES} scopes are shown.']
+    body = blocks.tree(heads, [node for node in nodes if node]) + blocks.notes(note)
+    return ('By function' if top.is_of_functions else 'By module and named scope'), body
+
+
+def _open_depth(top: Scope) -> int:
+    """How many levels of a tree are open at first: as many as have few rows."""
+    level, rows, depth = [*top.inside.values()], len(top.inside), 0
+    while level:
+        level = [each for scope in level for each in scope.inside.values()]
+        rows += len(level)
+        if rows > _OPEN_AT_FIRST:
+            break
+        depth += 1
+    return depth
+
+
+def _node(
+    scope: Scope, plan: Plan, roofline: Roofline | None, whole: float, depth: int, left: list[int]
+) -> Node | None:
+    left[0] -= 1
+    if left[0] < 0:
+        return None
+    cells = _sums_cells(scope.sums, plan, roofline)
+    if whole:
+        compute = scope.sums.compute
+        parts = [
+            Part(part, compute[part], milliseconds(compute[part]), part) for part in STEP if compute[part]
+        ]
+        share = f'<span class="plain">{three_figures(100 * compute.total() / whole)} %</span>'
+        cells.append(Cell(html=f'{share}{blocks.bar(parts, whole)}' if parts else ''))
+    children = [_node(each, plan, roofline, whole, depth - 1, left) for each in scope.inside.values()]
+    return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
+
+
+def _collectives(plan: Plan, roofline: Roofline | None) -> str:
+    if not plan.collectives:
+        return blocks.notes(['none'])
+    return _along(plan, roofline) + _each_collective(plan, roofline)
+
+
+def _along(plan: Plan, roofline: Roofline | None) -> str:
+    """A card for each set of mesh axes that collectives run along."""
+    cards = []
+    for axes, kinds in plan.totals.items():
+        networks = ' and '.join(plan.networks[axes])
+        moved = ''.join(f'<li>{human_bytes(size)} in {escape(kind)}s</li>' for kind, size in kinds.items())
+        head = f'{blocks.axis_names(axes, plan.mesh)}{f" ({networks})" if networks else ""}'
+        times = [] if roofline is None else [s for row, s in roofline.collectives if row.axes == axes]
+        seconds = f'{milliseconds(sum(times))}, ' if times else ''
+        summary = f'<p><b>{seconds}{human_bytes(sum(kinds.values()))}</b></p>'
+        cards.append(f'<h3>{head}</h3>{summary}<ul class="lines">{moved}</ul>')
+    return blocks.cards(cards)
+
+
+def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
+    columns = [
+        Column('collective', 'lead'),
+        Column('axes', 'code'),
+        Column('times', 'number'),
+        Column('bytes', 'number'),
+        Column('total bytes', 'number'),
+    ]
+    has_phases = any(row.phase != 'other' for row in plan.collectives)
+    columns += [Column('ms', 'number')] if roofline is not None else []
+    columns += [Column('phase')] if has_phases else []
+    columns.append(Column('because of', 'wide'))
+    rows = []
+    for place, row in enumerate(plan.collectives[:MOST_ROWS]):
+        total = row.count * row.bytes
+        networks = f' ({escape(" and ".join(row.networks))})' if row.networks else ''
+        cells = [
+            Cell(f'{row.kind}, scattered' if row.scattered else row.kind),
+            Cell(' x '.join(row.axes), html=f'{blocks.axis_names(row.axes, plan.mesh)}{networks}'),
+            Cell(f'{SIGNS[row.counted]}{row.count:,}', row.count),
+            Cell(human_bytes(row.bytes), row.bytes),
+            Cell(human_bytes(total), total),
+        ]
+        if roofline is not None:
+            seconds = roofline.collectives[place][1]
+            cells.append(Cell(milliseconds(seconds).removesuffix(' ms'), seconds))
+        if has_phases:
+            cells.append(Cell(row.phase, html=f'{blocks.swatch(row.phase)}{row.phase}'))
+        rows.append([*cells, Cell(because(row))])
+    notes = [
+        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
+        'each time; the total is that of all times.',
+        *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
+        *notes_on_collectives(plan, MOST_ROWS),
+    ]
+    return blocks.scrolled(blocks.table(columns, rows)) + blocks.notes(notes)
+
+
+def _batch(plan: Plan) -> str:
+    """What is followed of the batch: the places where rows are lost, and the values that are kept."""
+    body = blocks.notes(filter(None, [kept(plan)]))
+    if plan.followed is not None and plan.followed.lost:
+        kinds: list[Kind] = ['lead', '', 'number', 'code']
+        keys: list[float] = [each.bytes for each in plan.followed.lost]
+        body += blocks.callout(['Rows of the batch are lost at:'], 'warn')
+        body += _first_rows(lost_cells(plan.followed), kinds, keys)
+    if plan.followed is not None and plan.followed.kept:
+        kinds = ['lead', '', 'number', 'code', 'code']
+        keys = [each.count for each in plan.followed.kept]
+        many = f'The {plural(len(keys), "kind")} of values that are kept with their rows'
+        body += blocks.fold(many, _first_rows(kept_cells(plan.followed), kinds, keys))
+    return body
+
+
+def _first_rows(cells: Sequence[Sequence[str]], kinds: Sequence[Kind], keys: Sequence[float]) -> str:
+    """A table of texts, and how many rows it leaves out; *keys* are those of its column of numbers."""
+    heads, *rows = cells
+    columns = [Column(head, kind) for head, kind in zip(heads, kinds, strict=True)]
+    shown = [
+        [Cell(text, key if kind == 'number' else None) for text, kind in zip(row, kinds, strict=True)]
+        for row, key in zip(rows[:MOST_ROWS], keys, strict=False)
+    ]
+    rest = len(rows) - MOST_ROWS
+    return blocks.table(columns, shown) + blocks.notes([f'... and {rest} more'] if rest > 0 else [])
+
+
+def _torus(plan: Plan) -> tuple[str, str]:
+    """The drawings, and a note on how to read them."""
+    shown = axes_on_torus(plan.mesh, plan.places, plan.device_kind)
+    if not shown:
+        return '', ''
+    slices = f' This is the first of {shown[0].slices} slices.' if shown[0].slices > 1 else ''
+    note = (
+        'Each square is a device, with its place along the axis; columns are along x, rows along y, panels '
+        f'along z. Lines are links: those that the axis runs over have its colour.{slices}'
+    )
+    figures = []
+    for chips in shown:
+        name = f'{blocks.axis_name(chips.axis, plan.mesh)}{escape(chips.label.removeprefix(chips.axis))}'
+        panels = '' if chips.across else f'<div class="panels">{layers(chips)}</div>'
+        figures.append(f'<figure><figcaption>{name}</figcaption>{panels}</figure>')
+    return ''.join(figures), note

@@ -351,7 +351,7 @@ class Plan:
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing and runs no script.
+        """Writes the plan as a page that loads nothing; scripts only sort its tables.
 
         Args:
             path: the file to write.
@@ -362,7 +362,7 @@ class Plan:
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the plan: memory, seconds, and mesh axes on the torus.
+        """Draws the plan: whether it fits, memory, seconds, and mesh axes on the torus.
 
         Args:
             path: the file to write.

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scalax._plan.text import collective_cells, head, memory_lines, memory_taken
+from scalax._plan.text import collective_cells, head, memory_lines, memory_taken, numbers_in
 from scalax._report.pages import visible
 from scalax._report.tables import distinct_texts, human_bytes, milliseconds, table
 from scalax.errors import ArgumentError, did_you_mean
@@ -86,4 +86,4 @@ def _number(name: str, limit: Any) -> float:
 def _largest(plan: Plan) -> Iterator[str]:
     heads, rows = collective_cells(plan, _SHOWN)
     yield 'its largest collectives:'
-    yield from table([heads, *rows], _WIDTH, len(heads) - 1, 3)
+    yield from table([heads, *rows], _WIDTH, len(heads) - 1, numbers_in(heads))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._util.user_frames import users_own
+from scalax._plan.hlo import Computation, Frame, Instruction, Module
+from scalax._util.user_frames import file_text, is_cell, users_own
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
 # Instructions that only forward a value.
@@ -26,7 +25,7 @@ class Source(NamedTuple):
 
     Attributes:
         annotation: the name of the `with_sharding_annotation` behind it.
-        file: the path of the file.
+        file: the path of the file; of the cell of a notebook, its number, such as ``'In[5]'``.
         line: the line, from 1.
         function: the function.
         operand: the argument, if it is moved before anything is computed from it.
@@ -40,7 +39,7 @@ class Source(NamedTuple):
 
     def __str__(self) -> str:
         function = self.function.rpartition('<locals>.')[2]
-        place = f'{os.path.basename(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
+        place = f'{file_text(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
         named = f'annotation {self.annotation!r}' if self.annotation else ''
         moved = f'argument {self.operand}' if self.operand else ''
         return ', '.join(part for part in (named, place or moved) if part) or 'not known'
@@ -61,12 +60,23 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     near = [*neighbourhood(computation, instruction)]
     annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:
-        frame = users_own(module.stack(item.frame), lambda each: each.file)
+        frame = _users_frame(module, item)
         if frame is not None:
-            return Source(annotation, frame.file, frame.line, frame.function)
+            file = file_text(frame.file) if is_cell(frame.file) else frame.file
+            return Source(annotation, file, frame.line, frame.function)
     # An argument has no line; its op_name is its name.
     given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
     return Source(annotation, operand=given)
+
+
+def _users_frame(module: Module, instruction: Instruction) -> Frame | None:
+    return users_own(module.stack(instruction.frame), lambda each: each.file)
+
+
+def frame_number(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """The stack frame that `source_of` reads; 0 if there is none."""
+    near = neighbourhood(computation, instruction)
+    return next((item.frame for item in near if _users_frame(module, item) is not None), 0)
 
 
 def neighbourhood(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:

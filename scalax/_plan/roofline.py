@@ -18,8 +18,8 @@ from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import devices_along
-from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, route_of, torus_of
-from scalax._report.tables import milliseconds
+from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
+from scalax._report.tables import human_flops, milliseconds
 from scalax.errors import PlanError
 
 
@@ -153,16 +153,14 @@ class Roofline:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
-            (name, milliseconds(seconds), ' x '.join(map(_line_text, lines.get(name, ()))))
+            (name, milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         known = '' if self.counted is Counted.EXACTLY else f' ({self.counted.value})'
-        used = (
-            ''
-            if self.mfu is None
-            else f'; MFU at most {self.mfu:.1%}: the model needs {self.model_flops:.4g} flops'
-        )
+        used = ''
+        if self.mfu is not None and self.model_flops is not None:
+            used = f'; MFU at most {self.mfu:.1%}: the model needs {human_flops(self.model_flops)}'
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
@@ -175,11 +173,6 @@ class Roofline:
                 ),
             ]
         )
-
-
-def _line_text(line: Line) -> str:
-    apart = f', {line.stride} links apart' if line.stride > 1 else ''
-    return f'{"ring" if line.ring else "line"} of {line.length} (axis {line.axis}{apart})'
 
 
 def not_compiled_for(hardware: Hardware, device_kind: str) -> str:

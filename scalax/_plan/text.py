@@ -1,18 +1,30 @@
-"""Plans as text: memory, seconds, and the collectives with their mesh axes and sources."""
+"""Plans as text: memory, seconds, modules, and the collectives with their mesh axes and sources."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scalax._plan.batch import advice, kept, lost_lines
 from scalax._plan.buffers import Buffer
 from scalax._plan.collectives import Collective
+from scalax._plan.figure_data import Scope, Sums, scopes, sums_by_part
 from scalax._plan.formulas import Counted
 from scalax._plan.provenance import Source
+from scalax._plan.roofline import Roofline
+from scalax._plan.torus_figures import axes_on_torus
+from scalax._report.blocks import Tone
 from scalax._report.pages import visible
-from scalax._report.tables import human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import (
+    human_bytes,
+    human_flops,
+    milliseconds,
+    table,
+    terminal_width,
+    three_figures,
+    wrapped,
+)
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
@@ -20,6 +32,9 @@ if TYPE_CHECKING:
     from scalax._plan.plan import Plan
 
 _SHOWN = 15
+_LITTLE_FLOPS = 0.005  # of all
+_TORUS_AXES = 3  # of the torus of a v5p
+_NUMBERS = ('times', 'bytes', 'total', 'ms')
 _WHY = {
     'halo': 'halo exchange',
     'ring': 'ring beside a product',
@@ -29,53 +44,167 @@ _WHY = {
 _MOST_BUFFERS = 20
 _LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
-_SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
+SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
 def render(plan: Plan, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
     caveat = wrapped(filter(None, [plan.not_compiled_for]), width)
-    lines = [head(plan), *caveat, _flops(plan), *memory_lines(plan), '', *_times(plan)]
-    lines += _collectives(plan, width)
-    return '\n'.join([*map(visible, lines), *_batch(plan, width)])
+    lines = [
+        *(head(plan), *caveat, _flops(plan), *memory_lines(plan), ''),
+        *_times(plan, width),
+        *_parts(plan, width),
+        *_scopes(plan, width),
+        *_collectives(plan, width),
+    ]
+    return '\n'.join([*map(visible, lines), *_batch(plan, width), *_torus(plan, width)])
 
 
 def head(plan: Plan) -> str:
     """The name of the step, and what it runs on."""
+    return f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'
+
+
+def runs_on(plan: Plan) -> str:
+    """The devices: ``'64 devices of v5p'``."""
     size = math.prod(plan.mesh.values())
-    kind = f'{plan.platform} devices for {plan.simulates}' if plan.simulates else f'{plan.platform} devices'
-    on = f'{size} {kind}' if plan.devices == size else f'{plan.devices} of {size} devices'
-    return f'{plan.name} on {on} ({axis_sizes_text(plan.mesh)})'
+    many = f'{size}' if plan.devices == size else f'{plan.devices} of {size}'
+    if plan.hardware is None or plan.simulates:
+        kind = f'{plan.platform} devices'
+        return f'{many} {kind} for {plan.simulates}' if plan.simulates else f'{many} {kind}'
+    return f'{many} devices of {plan.hardware.name}'
 
 
 def verdict(plan: Plan) -> str:
     """The memory needed and available, whether the program fits, and how well that is known."""
-    return f'{_verdict(plan)}{_how_known(plan)}'
+    return f'{_verdict(plan)}{how_known(plan)}'
+
+
+def shown_fits(plan: Plan) -> tuple[str, Tone]:
+    """Whether the program fits, for a badge, and the tone of that."""
+    if plan.fits is None:
+        return 'no limit known', ''
+    return ('fits', 'good') if plan.fits else ('does not fit', 'bad')
 
 
 def _flops(plan: Plan) -> str:
     """One line; blank without any flops."""
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
-    return f'{_SIGNS[plan.flops_counted]}{plan.flops:.4g} flops in one call, on all devices together'
+    return f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
 
 
-def _times(plan: Plan) -> Iterable[str]:
-    """The roofline, or why there is none; nothing for simulated devices."""
-    if plan.platform != 'cpu' or plan.simulates:
-        try:
-            roofline = str(plan.roofline()).splitlines()
-            yield from (line for line in roofline if line != plan.not_compiled_for)  # it is above
-        except PlanError as error:
-            yield f'no roofline: {error}'
-        yield ''
+def _times(plan: Plan, width: int) -> Iterable[str]:
+    """The roofline, or why there is none and what to do."""
+    roofline = plan.known_roofline
+    if roofline is not None:
+        # What it was not compiled for is above.
+        yield from (line for line in str(roofline).splitlines() if line != plan.not_compiled_for)
+    lines, code = no_seconds(plan)
+    yield from wrapped(lines, width)
+    yield from (f'  {line}' for line in code)
+    yield ''
+
+
+def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
+    """Why there are no seconds, and what to do; and code for it. Nothing if there are."""
+    if plan.known_roofline is not None:
+        return [], []
+    if plan.hardware is None:
+        axes = {name: size for name, size in plan.mesh.items() if size > 1}
+        torus = dict(list(axes.items())[:_TORUS_AXES])
+        line = (
+            f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
+            'MeshShardingHelper.from_topology, or time this program on chips that you name:'
+        )
+        return [line], [f"plan.roofline('v5p', torus={torus})"]
+    try:
+        plan.roofline()
+    except PlanError as error:
+        return [f'No seconds: {error}'], []
+    return [], []
+
+
+def _parts(plan: Plan, width: int) -> Iterable[str]:
+    """What is computed and moved forward, backward, and again; nothing without a gradient."""
+    roofline = plan.known_roofline
+    found = sums_by_part(plan, roofline)
+    if set(found) <= {'other'}:
+        return
+    rows = [[part, *sums_texts(each, plan, roofline)] for part, each in found.items()]
+    heads = sums_heads(plan, roofline)
+    yield 'on each device:'
+    yield from table([['part', *heads], *rows], width, 0, range(1, len(heads) + 1))
+    yield ''
+
+
+def _scopes(plan: Plan, width: int) -> Iterable[str]:
+    """The modules that take the most, each below the one that it is in."""
+    roofline = plan.known_roofline
+    top = scopes(plan, roofline)
+    rows = []
+    for level, name, scope in _largest_scopes(top):
+        rows.append([f'{"  " * level}{name}', *sums_texts(scope.sums, plan, roofline)])
+    if len(rows) < 2:
+        return
+    heads = sums_heads(plan, roofline)
+    head = 'function' if top.is_of_functions else 'module'
+    yield from table([[head, *heads], *rows], width, 0, range(1, len(heads) + 1))
+    yield ''
+
+
+def _largest_scopes(top: Scope) -> list[tuple[int, str, Scope]]:
+    """The scopes with the most flops, each with its level and name, in the order of the tree."""
+    every = [*_walk(top, 0, '')]
+    most = sorted(every, key=lambda found: (-found[2].sums.flops, -found[2].sums.moved, found[0]))
+    least = top.sums.flops * _LITTLE_FLOPS
+    kept = [id(scope) for *_, scope in most[:_SHOWN] if scope.sums.flops > least or not top.sums.flops]
+    return [found for found in every if id(found[2]) in kept]
+
+
+def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Scope]]:
+    """All scopes inside of one; one of which another has all flops shares its line."""
+    for each in scope.inside.values():
+        name = f'{outside}{each.name}'
+        if any(inner.sums.flops == each.sums.flops > 0 for inner in each.inside.values()):
+            yield from _walk(each, level, f'{name}/')
+        else:
+            yield level, name, each
+            yield from _walk(each, level + 1, '')
+
+
+def sums_heads(plan: Plan, roofline: Roofline | None) -> list[str]:
+    """The heads of `sums_texts`."""
+    heads = ['FLOPs', 'HBM bytes', *(['collectives'] if plan.collectives else [])]
+    if roofline is None:
+        return heads
+    return [*heads, 'compute', *(['network'] if plan.collectives else [])]
+
+
+def sums_texts(each: Sums, plan: Plan, roofline: Roofline | None) -> list[str]:
+    """What a part of a step or a module computes and moves; blank for nothing."""
+    texts = [
+        human_flops(each.flops) if each.flops else '',
+        human_bytes(each.bytes) if each.bytes else '',
+    ]
+    texts += [human_bytes(each.moved) if each.moved else ''] if plan.collectives else []
+    if roofline is None:
+        return texts
+    seconds = [each.compute.total(), *([each.network] if plan.collectives else [])]
+    return [*texts, *(milliseconds(time) if time else '' for time in seconds)]
+
+
+def _torus(plan: Plan, width: int) -> Iterable[str]:
+    """Where each mesh axis runs, after a blank line."""
+    known = [chips.label for chips in axes_on_torus(plan.mesh, plan.places, plan.device_kind)]
+    return ['', *wrapped(['mesh axes on the torus: ' + '; '.join(known)], width)] if known else []
 
 
 def memory_lines(plan: Plan) -> Iterable[str]:
     """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
     memory = plan.memory
-    yield f'memory of each device{_how_known(plan)}: {_verdict(plan)}'
+    yield f'memory of each device{how_known(plan)}: {_verdict(plan)}'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     yield f'  arguments    {human_bytes(memory.arguments):>10}{donated}'
     yield f'  outputs      {human_bytes(memory.outputs):>10}'
@@ -95,7 +224,7 @@ def moved_to_host(plan: Plan) -> str:
     moves = plan.host_moves
     if not (plan.memory.host or moves.to_host or moves.from_host):
         return ''
-    sign = _SIGNS[moves.counted]
+    sign = SIGNS[moves.counted]
     return (
         f'{sign}{human_bytes(moves.to_host)} are written there and {sign}{human_bytes(moves.from_host)} '
         'read in one call'
@@ -134,7 +263,8 @@ def held_text(row: Buffer) -> str:
     return array if row.count == 1 else f'{row.count} x {array}'
 
 
-def _how_known(plan: Plan) -> str:
+def how_known(plan: Plan) -> str:
+    """How well the memory is known, in brackets; empty if a compiler has made the program."""
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
     if not plan.quick:
@@ -164,7 +294,7 @@ def _collectives(plan: Plan, width: int) -> Iterable[str]:
     ms = '' if plan.known_roofline is None else '; ms: all of them, one after the other'
     yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
     heads, rows = collective_cells(plan, _SHOWN)
-    yield from table([heads, *rows], width, len(heads) - 1, 3)
+    yield from table([heads, *rows], width, len(heads) - 1, numbers_in(heads))
     yield from notes_on_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
@@ -194,32 +324,41 @@ def notes_on_collectives(plan: Plan, shown: int) -> list[str]:
 
 def collective_cells(plan: Plan, shown: int) -> tuple[list[str], list[list[str]]]:
     """The heads and the rows of a table of the first collectives; with seconds where these are known."""
-    heads, rows = ['collective', 'axes', 'times', 'bytes'], [_cells(row) for row in plan.collectives[:shown]]
+    heads, rows = (
+        ['collective', 'axes', 'times', 'bytes', 'total'],
+        [_cells(row) for row in plan.collectives[:shown]],
+    )
     roofline = plan.known_roofline
     if roofline is not None:
         heads.append('ms')
         for cells, (_, seconds) in zip(rows, roofline.collectives, strict=False):
-            cells.append(f'{1e3 * seconds:.3g}')
+            cells.append(three_figures(1e3 * seconds))
     if any(row.phase != 'other' for row in plan.collectives):
         heads.append('phase')
         for cells, row in zip(rows, plan.collectives, strict=False):
             cells.append(row.phase)
     for cells, row in zip(rows, plan.collectives, strict=False):
-        cells.append(_because(row))
+        cells.append(because(row))
     return [*heads, 'because of'], rows
+
+
+def numbers_in(heads: Sequence[str]) -> list[int]:
+    """The columns of `collective_cells` that hold numbers."""
+    return [place for place, head in enumerate(heads) if head in _NUMBERS]
 
 
 def _cells(row: Collective) -> list[str]:
     return [
         f'{row.kind}, scattered' if row.scattered else row.kind,
         _along(row.axes, row.networks),
-        f'{_SIGNS[row.counted]}{row.count}',
+        f'{SIGNS[row.counted]}{row.count:,}',
         human_bytes(row.bytes),
+        human_bytes(row.count * row.bytes),
     ]
 
 
-def _because(row: Collective) -> str:
-    """``'halo exchange: model.py:12 forward'``."""
+def because(row: Collective) -> str:
+    """Why it is there: ``'halo exchange: model.py:12 forward'``."""
     why = _WHY.get(row.cause, '')
     if not why and row.partitioned_as and row.kind != 'reduce-scatter':
         why = f'for an {row.partitioned_as}'

@@ -23,6 +23,7 @@ from scalax.errors import PlanError, did_you_mean
 
 Network = Literal['ici', 'dcn', 'chip']
 NETWORKS: tuple[Network, ...] = get_args(Network)
+_DIRECTIONS = 'xyz'
 
 
 class Place(NamedTuple):
@@ -185,6 +186,18 @@ class Line:
     def hops(self) -> float:
         """The links to the farthest chip; in a ring the average of both directions, as the book counts."""
         return self.stride * (self.length / 2 if self.ring else self.length - 1)
+
+
+def line_text(line: Line) -> str:
+    """Where chips are along an axis of the torus.
+
+    Example:
+        >>> line_text(Line(0, 4, True)), line_text(Line(2, 4, False, 2))
+        ('ring of 4 along x', 'line of 4 along z, 2 links apart')
+    """
+    apart = f', {line.stride} links apart' if line.stride > 1 else ''
+    direction = _DIRECTIONS[line.axis] if line.axis < len(_DIRECTIONS) else f'axis {line.axis}'
+    return f'{"ring" if line.ring else "line"} of {line.length} along {direction}{apart}'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,27 @@ def still_page(title: str, body: str) -> str:
     return _document(title, body)
 
 
-def _document(title: str, body: str, scripts: str = '') -> str:
+def live_page(title: str, body: str, style: str, script: str) -> str:
+    """A whole document, which runs its own script only and loads nothing.
+
+    Args:
+        title: plain text.
+        body: HTML, well-formed as XML is; whole without the script.
+        style: CSS.
+        script: JavaScript, which runs below the body.
+    """
+    # As XML, scripts and styles are text, in which "<" and "&" would be markup.
+    script = f'//<![CDATA[\n"use strict";\n{{\n{script}\n}}\n//]]>'
+    return _document(title, f'{body}\n<script>{script}</script>', _allowed(script), style)
+
+
+def _allowed(script: str) -> str:
+    """The part of a security policy that lets a script run."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"script-src 'sha256-{digest}'; "
+
+
+def _document(title: str, body: str, scripts: str = '', style: str = '') -> str:
     """A whole document that loads nothing; *scripts* are those that may run, for its security policy."""
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {scripts}"
@@ -95,7 +115,7 @@ def _document(title: str, body: str, scripts: str = '') -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
-        f'<style>\n{_shared("palette.css")}{_shared("page.css")}</style>\n</head>\n'
+        f'<style>\n{_shared("palette.css")}{_shared("page.css")}{style}</style>\n</head>\n'
         f'<body>\n{body}\n</body>\n</html>\n'
     )
 
@@ -149,9 +169,8 @@ class Widget:
             static: HTML for readers without scripts.
             data: the data that the script shows, ready for ``json.dumps``.
         """
-        digest = base64.b64encode(hashlib.sha256(self._name_and_script[1].encode()).digest()).decode()
         fragment = self.fragment(f'<h1>{escape(title)}</h1>\n{static}', data)
-        return _document(title, fragment, f"script-src 'sha256-{digest}'; ")
+        return _document(title, fragment, _allowed(self._name_and_script[1]))
 
 
 def _packed(data: object) -> str:

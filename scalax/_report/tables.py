@@ -6,9 +6,10 @@ little room for the other columns, every path has one, and the rest of its row i
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from scalax._report.pages import visible
@@ -19,6 +20,8 @@ Piece = tuple[int, str]
 
 GAP = '  '
 _INDENT = 4
+_PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
+_SMALLEST = -4  # the exponent of the smallest number that is written without one
 _LEAST = 20  # characters of a line for the parts of a path
 
 
@@ -39,14 +42,42 @@ def human_bytes(count: int) -> str:
     return f'{size:.1f} TiB'
 
 
+def three_figures(value: float) -> str:
+    """A number with as many figures as a plan knows: measured steps differ in the third one.
+
+    Example:
+        >>> [three_figures(value) for value in (1959.974, 56.93, 3.1, 0.01234, 0, math.inf)]
+        ['1,960', '56.9', '3.10', '0.0123', '0', 'inf']
+    """
+    if not value or not math.isfinite(value):
+        return f'{value:g}'
+    rounded = float(f'{value:.2e}')
+    exponent = math.floor(math.log10(abs(rounded)))
+    return f'{rounded:.3g}' if exponent < _SMALLEST else f'{rounded:,.{max(0, 2 - exponent)}f}'
+
+
 def milliseconds(seconds: float) -> str:
     """A time as tables show it.
 
     Example:
-        >>> milliseconds(1.5)
-        '1,500.000 ms'
+        >>> milliseconds(1.5), milliseconds(0.0123456)
+        ('1,500 ms', '12.3 ms')
     """
-    return f'{1e3 * seconds:,.3f} ms'
+    return f'{three_figures(1e3 * seconds)} ms'
+
+
+def human_flops(count: float) -> str:
+    """A number of floating-point operations.
+
+    Example:
+        >>> human_flops(1.673e16), human_flops(999_600), human_flops(12)
+        ('16.7 PFLOPs', '1.00 MFLOPs', '12 FLOPs')
+    """
+    rounded = float(f'{count:.2e}')
+    for prefix, size in _PREFIXES:
+        if rounded >= size:
+            return f'{three_figures(rounded / size)} {prefix}FLOPs'
+    return f'{count:,.0f} FLOPs'
 
 
 def distinct_texts(one: float, other: float, text: Callable[[Any], str], unit: str) -> tuple[str, str]:
@@ -87,34 +118,36 @@ def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
-def lay_out(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[list[list[Piece]]]:
+def lay_out(
+    cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]
+) -> list[list[list[Piece]]]:
     """The lines of each row, without characters that control a terminal.
 
     Args:
         cells: the heads and the rows.
         width: the largest width of a line.
         path: the column that may take lines of its own.
-        size: the column that is aligned to the right.
+        size: the column that is aligned to the right, or several.
     """
+    right = [size] if isinstance(size, int) else size
     cells = [[visible(text) for text in texts] for texts in cells]
     widths = _widths(cells)
     room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]
     if room < len(cells[0][path]):
-        return [_packed(texts, widths, width, path) for texts in cells]
+        return [_packed(texts, widths, width, path, right) for texts in cells]
     widths[path] = max(len(texts[path]) for texts in cells if len(texts[path]) <= room)
     rows = []
     for texts in cells:
-        above = _above(texts, widths, width, path) if len(texts[path]) > widths[path] else []
+        above = _above(texts, widths, width, path, right) if len(texts[path]) > widths[path] else []
         left = [*[''] * (path + 1), *texts[path + 1 :]] if above else texts
         padded = [
-            (column, text.rjust(widths[column]) if column == size else text.ljust(widths[column]))
-            for column, text in enumerate(left)
+            (column, _padded(text, widths[column], column in right)) for column, text in enumerate(left)
         ]
         rows.append([*above, padded] if any(left) else above)
     return rows
 
 
-def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int) -> list[str]:
+def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]) -> list[str]:
     """The lines of a table, its heads underlined."""
     heads, *rows = [[plain(line) for line in row] for row in lay_out(cells, width, path, size)]
     lines = [line for row in rows for line in row]
@@ -157,20 +190,28 @@ def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*cells, strict=True)]
 
 
-def _above(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
+def _above(
+    texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
+) -> list[list[Piece]]:
     """The lines of a path and the columns before it."""
-    before = [(column, texts[column].ljust(widths[column])) for column in range(path)]
+    before = [(column, _padded(texts[column], widths[column], column in right)) for column in range(path)]
     blank = [(column, ' ' * widths[column]) for column in range(path)]
     room = width - sum(size + len(GAP) for size in widths[:path])
     first, *others = broken(texts[path], room if len(texts[path]) <= room else room - len(GAP))
     return [[*before, (path, first)], *[[*blank, (path, f'{GAP}{name}')] for name in others]]
 
 
-def _packed(texts: Sequence[str], widths: Sequence[int], width: int, path: int) -> list[list[Piece]]:
+def _padded(text: str, width: int, is_right: bool) -> str:
+    return text.rjust(width) if is_right else text.ljust(width)
+
+
+def _packed(
+    texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
+) -> list[list[Piece]]:
     """The lines of a row whose path has lines of its own, with as many other columns on a line as fit."""
     rest = range(path + 1, len(texts))
     if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
-        lines = _above(texts, widths, width, path)
+        lines = _above(texts, widths, width, path, right)
     else:  # the columns before the path leave no room for it on their line
         rest = range(len(texts))
         lines = [[(path, part)] for part in broken(texts[path], width)]

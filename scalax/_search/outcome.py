@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scalax._plan.plan import Plan
 from scalax._report import saved
-from scalax._report.pages import paragraphs
-from scalax._report.pages import table as html_table
-from scalax._report.tables import human_bytes, table, terminal_width, wrapped
+from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
 
-_HEADS = ('', 'mesh', 'at least', 'memory', 'outcome')
-_OUTCOME = 4
+_HEADS = ('', 'mesh', 'at least', 'bound by', 'memory', 'outcome')
+_MEMORY, _OUTCOME = 4, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,19 @@ class Candidate:
         rules: the name of the set of rules; empty if the search was given none.
         plan: the plan of the step on it; None if it could not be planned.
         lost: why it is not the best; empty for the best.
+        ruled_out: whether it lost before it was compiled, by what any program of the step needs.
+        least_memory: bytes of a device that any program needs: those of the arguments.
+        least_seconds: seconds that any program takes: those of reading the arguments from memory, and of
+            writing the results.
     """
 
     mesh: Mapping[str, int]
     rules: str = ''
     plan: Plan | None = None
     lost: str = ''
+    ruled_out: bool = False
+    least_memory: int = 0
+    least_seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -42,12 +49,16 @@ class Candidate:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row of a table: its name, seconds, memory, and the outcome."""
+        """Its row of a table: its name, seconds, what bounds them, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
-        time = '' if roofline is None else f'{1e3 * roofline.step_seconds.bound:,.1f} ms'
+        seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
+        time = milliseconds(seconds) if roofline or self.ruled_out else ''
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
+        if self.ruled_out:
+            peak = f'>{human_bytes(self.least_memory)}'
         how = '' if self.plan is None or self.plan.quick or self.plan.simulates else ' (in full)'
-        return self.name, time, peak, f'{self.lost or "best"}{how}'
+        bound = roofline.bound if roofline else ''
+        return self.name, time, bound, peak, f'{self.lost or "best"}{how}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +68,22 @@ class Search:
     Attributes:
         candidates: the best first; after those that fit, those that do not, or could not be planned.
         topology: the hardware.
-        interrupted: whether it was stopped before all candidates were planned.
+        interrupted: whether it was stopped before its end.
+        not_tried: how many candidates were not reached.
+        compiled: how many quick plans were compiled.
+        compiled_in_full: how many full plans were.
+        read: how many plans were read from the file of an earlier search.
+        seconds: how long the search took.
     """
 
     candidates: tuple[Candidate, ...]
     topology: str
     interrupted: bool = False
+    not_tried: int = 0
+    compiled: int = 0
+    compiled_in_full: int = 0
+    read: int = 0
+    seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -79,6 +100,8 @@ class Search:
         first = self.candidates[0] if self.fits else None
         if first is None or first.plan is None:
             reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
+            if not self.candidates:
+                raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
             raise PlanError(f'no mesh was found on {self.topology} that the step fits on{reasons}')
         return first.plan
 
@@ -92,11 +115,25 @@ class Search:
             width: the width in columns; that of the terminal by default.
         """
         width = terminal_width(width)
-        rows = table([_HEADS, *self._cells()], width, _OUTCOME, 3)
-        return '\n'.join([*wrapped(self._heads, width), '', *rows])
+        lines = [self.head, *filter(None, [self.not_compiled_for])]
+        rows = table([_HEADS, *self._cells()], width, _OUTCOME, _MEMORY)
+        return '\n'.join([*wrapped(lines, width), '', *rows])
 
     def _repr_html_(self) -> str:
-        return f'{paragraphs(self._heads)}{html_table(_HEADS, self._cells(), right=[0, 2, 3])}'
+        from scalax._search.page import render_fragment  # here, because few programs show pages
+
+        return render_fragment(self)
+
+    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Writes the search as a page of its own, which loads nothing: all meshes, and the plan of each.
+
+        Args:
+            path: the file to write.
+            title: the title of the page.
+        """
+        from scalax._search.page import render_page
+
+        Path(path).write_bytes(render_page(self, title).encode())
 
     @property
     def not_compiled_for(self) -> str:
@@ -104,12 +141,19 @@ class Search:
         return next((each.plan.not_compiled_for for each in self.candidates if each.plan), '')
 
     @property
-    def _heads(self) -> list[str]:
-        planned = sum(candidate.plan is not None for candidate in self.candidates)
-        stopped = '; stopped before its end' if self.interrupted else ''
+    def head(self) -> str:
+        """How many meshes there are, and how they were planned."""
         meshes = plural(len(self.candidates), 'mesh', 'meshes')
-        first = f'{meshes} on {self.topology}, {planned} of them planned{stopped}'
-        return [first, *filter(None, [self.not_compiled_for])]
+        ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
+        how = {
+            'planned quickly': self.compiled,
+            'in full': self.compiled_in_full,
+            'read from the file': self.read,
+            'ruled out by a bound': ruled_out,
+        }
+        counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
+        stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
+        return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]
@@ -119,5 +163,10 @@ class Search:
         return {
             'topology': self.topology,
             'interrupted': self.interrupted,
+            'not_tried': self.not_tried,
+            'compiled': self.compiled,
+            'compiled_in_full': self.compiled_in_full,
+            'read': self.read,
+            'seconds': self.seconds,
             'candidates': saved.plain(self.candidates),
         }

@@ -17,7 +17,7 @@ from scalax._follow.follow import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._transforms.calls.call_key import Call
 from scalax._tree.specs import text
-from scalax._util.user_frames import users_own
+from scalax._util.user_frames import file_text, users_own
 
 _SAY_WHICH = (
     'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
@@ -202,5 +202,5 @@ def _line(found: Kept | Lost) -> str:
             written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
             frame = users_own(written, lambda each: each.filename)
             if frame is not None:
-                return f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+                return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
     return str(found.equation.source_info.name_stack)

@@ -1,8 +1,10 @@
-"""Which frame of a stack is a user's line, for the sources of plans and of followed values alike."""
+"""Which frames of a stack are the user's, for the sources of plans and of followed values alike."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -10,7 +12,10 @@ Frame = TypeVar('Frame')
 
 # Of the package.
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TRACES = tuple(f'{_OWN}{room}{os.sep}' for room in (os.path.join('_transforms', 'sjit'), '_plan'))
 _LIBRARIES = ('site-packages', 'dist-packages')
+# Cells of IPython, of Jupyter and of Colab: each is a file of its own, which is gone when it has run.
+_CELL = re.compile(r'<ipython-input-\d+-|.*\bipykernel_\d+[/\\]\d+\.py$|.*\bipython-input-[\d-]+\.py$')
 
 
 def users_own(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame | None:
@@ -24,8 +29,58 @@ def users_own(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame
         >>> users_own(['<string>', '/usr/lib/python3/site-packages/optax/a.py', '/home/me/train.py'], str)
         '/home/me/train.py'
     """
-    written = [frame for frame in frames if not file_of(frame).startswith(('<', _OWN))]
-    for frame in written:
-        if not any(part in _LIBRARIES for part in file_of(frame).split(os.sep)):
-            return frame
-    return written[0] if written else None
+    return next(iter(_users(frames, file_of)), None)
+
+
+def users_path(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
+    """The frames of the user from the innermost up to the function that is traced, in that order.
+
+    Args:
+        frames: the frames, the innermost first.
+        file_of: the path of a frame's file.
+
+    Example:
+        >>> users_path(['/me/model.py', '/me/train.py', f'{_TRACES[1]}make.py', '/me/main.py'], str)
+        ['/me/model.py', '/me/train.py']
+    """
+    inside = []
+    for frame in frames:
+        if file_of(frame).startswith(_TRACES):
+            break
+        inside.append(frame)
+    return _users(inside, file_of)
+
+
+def _users(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
+    """The frames that are neither ours nor generated; without those of libraries, if any others are left."""
+    written = [
+        frame for frame in frames if not file_of(frame).startswith(('<', _OWN)) or is_cell(file_of(frame))
+    ]
+    own = [frame for frame in written if not any(part in _LIBRARIES for part in file_of(frame).split(os.sep))]
+    return own or written
+
+
+def is_cell(file: str) -> bool:
+    """Whether a file is the cell of a notebook.
+
+    Example:
+        >>> is_cell('/tmp/ipykernel_81/1220511822.py'), is_cell('/home/me/train.py')
+        (True, False)
+    """
+    return bool(_CELL.match(file))
+
+
+def file_text(file: str) -> str:
+    """The name of a file as messages say it; of the cell of a notebook, its number if it is known.
+
+    Example:
+        >>> file_text('/home/me/train.py'), file_text('/tmp/ipykernel_81/1220511822.py')
+        ('train.py', 'notebook')
+    """
+    if not is_cell(file):
+        return os.path.basename(file)
+    # The shell of the notebook knows which cell it is, if this runs in it.
+    ipython = sys.modules.get('IPython')
+    shell = None if ipython is None else ipython.get_ipython()
+    label = getattr(getattr(shell, 'compile', None), 'format_code_name', lambda _: None)(file)
+    return label[1] if label else 'notebook'

@@ -38,8 +38,8 @@ the step (such as helper.sjit makes) and the tuple of its arguments, which may b
 jax.ShapeDtypeStruct.
 """
 _SEARCH = """\
-Plans a step on every mesh of a slice, quickly, and the best of them in full. Ranks the meshes, and
-says why each of the others lost. Ctrl-C ranks those that were planned so far.
+Plans a step on every mesh of a slice, quickly; in full where only that says whether the best fits.
+Ranks the meshes, and says why each of the others lost. Ctrl-C ranks those that were planned so far.
 
 FILE.py:make_step as in `plan`.
 """
@@ -128,10 +128,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(search)
     search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
-    search.add_argument(
-        '--full', type=_number, default=2, metavar='N', help='how many of the best to compile in full (2)'
+    how = search.add_mutually_exclusive_group()
+    how.add_argument('--quick', action='store_true', help='no full plans, not even where one would decide')
+    how.add_argument(
+        '--full', type=_number, default=None, metavar='N', help='how many of the best to compile in full'
     )
-    _add_page(search, 'write the plan of the best mesh as a page')
+    search.add_argument(
+        '--file',
+        type=_page,
+        metavar='TRIALS.jsonl',
+        help='where plans are kept: a search goes on from there',
+    )
+    _add_page(search, 'also write all meshes and their plans as a page')
     _add_json(search, 'print the result as JSON')
     search.set_defaults(run=_commands.search)
 

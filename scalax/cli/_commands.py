@@ -102,13 +102,13 @@ def search(asked: argparse.Namespace) -> bool:
         constraints=_sizes_of(asked),
         num_slices=asked.slices,
         dcn_axis=asked.dcn,
-        full=asked.full,
+        full=0 if asked.quick else asked.full,
+        file=asked.file,
     )
     _print(json.dumps(found.to_dict()) if asked.json else found, asked)
-    if not any(candidate.plan for candidate in found.candidates):
+    _write(found.to_html, asked.html)
+    if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
-    if found.fits:
-        _write(found.best.to_html, asked.html)
     return found.fits
 
 

@@ -18,7 +18,8 @@ def widget() -> pages.Widget:
     markup, style, model, view = (
         pages.asset('scalax.explain', name) for name in ('report.html', 'report.css', 'tree.js', 'report.js')
     )
-    return pages.Widget(markup, style, f'{model}\n{view}')
+    head = pages.asset('scalax._report', 'head.css')
+    return pages.Widget(markup, f'{head}{style}', f'{model}\n{view}')
 
 
 def plain(lines: Sequence[Line], below: Sequence[str]) -> str:

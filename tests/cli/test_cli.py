@@ -135,7 +135,7 @@ def test_model_flops_and_mfu_need_no_option(job, capsys):
     }
     assert values['model_flops'] == 2 * 64**3
     done = here(capsys, 'plan', f'{job}:make_step', *on)
-    assert f'MFU at most {plan.mfu:.1%}: the model needs 5.243e+05 flops' in done.stdout
+    assert f'MFU at most {plan.mfu:.1%}: the model needs 524 kFLOPs' in done.stdout
 
 
 def test_pages_and_pictures(job, capsys, tmp_path):
@@ -227,19 +227,30 @@ def test_ctrl_c_leaves_the_compiler(job):
 
 
 @tpu_compiler.needed
-def test_search(job, tmp_path):
-    page = tmp_path / 'best.html'
-    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--full', 0)
-    done = run('search', f'{job}:make_step', *on, '--html', page)
+def test_search(job, tmp_path, capsys):
+    page, trials = tmp_path / 'search.html', tmp_path / 'trials.jsonl'
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
+    done = run('search', f'{job}:make_step', *on, '--quick', '--html', page, '--file', trials)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
-    assert lines[0] == '2 meshes on v5e:2x2, 2 of them planned'
+    assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
     assert {line.split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
-    assert '<title>Plan of step</title>' in page.read_text()
-    done = run('search', f'{job}:make_large', *on, '--json')
+    assert '<title>Meshes for step on v5e:2x2</title>' in page.read_text()
+    # From there another process goes on.
+    done = run('search', f'{job}:make_step', *on, '--file', trials, '--full', 1)
+    assert done.stdout.splitlines()[0] == '2 meshes on v5e:2x2: 1 in full, 2 read from the file'
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--file', job)
+    assert done.returncode == 2 and f"error: '{job}' is not a file of trials: it begins with" in done.stderr
+
+
+@tpu_compiler.needed
+def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
+    on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--html', tmp_path / 'page.html')
+    done = here(capsys, 'search', f'{job}:make_large', *on, '--json')
     assert (done.returncode, done.stderr) == (3, '')
     found = json.loads(done.stdout)
-    assert all(row['lost'].startswith('does not fit') for row in found['candidates'])
+    assert found['candidates'] and all(' fit: ' in row['lost'] for row in found['candidates'])
+    assert 'no mesh fits' in (tmp_path / 'page.html').read_text()
 
 
 @tpu_compiler.needed
@@ -410,7 +421,7 @@ def test_plan_for_several_slices(job, capsys):
     where = ('--topology', 'v5e:2x2', '--mesh', 'fsdp=-1,tp=2', '--slices', 2, '--dcn', 'fsdp=2')
     done = here(capsys, 'plan', f'{job}:make_step', *where, '--quick')
     assert (done.returncode, done.stderr) == (0, '')
-    assert done.stdout.splitlines()[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert done.stdout.splitlines()[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
     assert 'dcn:fsdp' in done.stdout
 
 
@@ -458,6 +469,7 @@ def test_explain_needs_no_devices(job, capsys):
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
         (['--sizes', 'tp=0,2'], "'0' is not a number of at least 1"),
         (['--full', '-1'], "'-1' is not a number of at least 0"),
+        (['--full', '1', '--quick'], 'argument --quick: not allowed with argument --full'),
     ],
 )
 def test_usage_of_search(job, capsys, arguments, said):
@@ -478,7 +490,7 @@ def test_sizes_of_one_axis_are_given_once(job, capsys):
 def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys):
     done = here(capsys, 'search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')
     assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
-    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2, 0 of them planned'
+    assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (
         *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
     )
@@ -517,7 +529,7 @@ def test_search_and_find_on_nodes_of_gpus(job):
     on = ('--topology', 'h100:2x4', '--sizes', 'tp=2')
     done = run('search', f'{job}:make_step', '--axes', 'fsdp,tp', *on)
     assert (done.returncode, done.stderr) == (0, '')
-    assert done.stdout.splitlines()[:2] == ['1 mesh on h100:2x4, 1 of them planned', GPUS]
+    assert done.stdout.splitlines()[:2] == ['1 mesh on h100:2x4: 1 planned quickly', GPUS]
     done = run('find', f'{job}:make_one_device', '--batch', 1, *on)
     assert done.returncode == 0 and GPUS in done.stdout
 

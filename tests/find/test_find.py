@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import xml.etree.ElementTree as ET
 from typing import Any, NamedTuple
 
 import jax
@@ -133,7 +134,7 @@ def test_it_is_deterministic():
 
 
 def test_pages_show_names_as_text(tmp_path):
-    names = ['<script>alert(1)</script>', '</pre>"\'&']
+    names = ['<script>alert(1)</script>', '</pre><img src=x>"\'&']
 
     def step(params, x):
         for name in names:
@@ -141,10 +142,12 @@ def test_pages_show_names_as_text(tmp_path):
         return x
 
     shape = jax.ShapeDtypeStruct((64, 64), 'float32')
-    find(step, (dict.fromkeys(names, shape), shape), **options()).to_html(tmp_path / 'page.html')
+    result = find(step, (dict.fromkeys(names, shape), shape), **options())
+    result.to_html(tmp_path / 'page.html')
     page = (tmp_path / 'page.html').read_text()
     assert '<script>alert' not in page and '&lt;script&gt;alert' in page
-    assert page.count('<pre>') == page.count('</pre>')
+    assert ET.fromstring(page).findtext('head/title') == 'A rule for step'
+    assert '<img' not in page and '<script>alert' not in result._repr_html_()
 
 
 def test_it_goes_on_from_a_file(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.page import plan_blocks
 from scalax._plan.torus import Place, networks_of, route_of, torus_of
 from scalax.errors import DataError, PlanError
 from scalax.plan import HARDWARE, Plan, find, search
@@ -182,6 +183,12 @@ def test_the_property():
     assert GATHERED.hardware is H100
     assert dataclasses.replace(GATHERED, simulates='').hardware is None
     assert GATHERED.known_roofline.not_compiled_for == NOT_COMPILED
+
+
+def test_a_page_says_it():
+    page = plan_blocks(GATHERED, 'A plan')
+    assert page.count(NOT_COMPILED) == 1
+    assert 'the memory of a device, by an estimate' in page and 'No seconds' not in page
 
 
 def test_json_keeps_it():

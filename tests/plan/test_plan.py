@@ -168,18 +168,21 @@ def test_text():
     )
     lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(90).splitlines()
     assert lines[2].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
-    assert lines[7:] == [
-        'collectives in one call (bytes: the whole array of one group, each time):',
-        'collective  axes  times    bytes  phase     because of',
-        '-' * len(lines[9]),
-        lines[10],
+    first = lines.index('collectives in one call (bytes: the whole array of one group, each time):')
+    assert lines[first + 1 :] == [
+        'collective  axes  times    bytes    total  phase     because of',
+        '-' * len(lines[first + 2]),
+        lines[first + 3],
         '',
         'along fsdp: 8.0 KiB in all-reduces',
     ]
-    assert lines[10].startswith('all-reduce  fsdp  1      8.0 KiB  backward  collective_programs.py:')
-    assert all(len(line) <= 90 for line in lines[8:11])
+    row = 'all-reduce  fsdp      1  8.0 KiB  8.0 KiB  backward  collective_programs.py:'
+    assert lines[first + 3].startswith(row)
+    assert all(len(line) <= 90 for line in lines)
+    parts = next(i for i, line in enumerate(lines) if line.split()[:2] == ['part', 'FLOPs'])
+    assert lines[parts + 2].split()[0] == 'forward' and lines[parts + 3].endswith('8.0 KiB')
     narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
-    assert [not line for line in narrow[10:]] == [False, False, True, False]  # the row takes two lines
+    assert [not line for line in narrow[-4:]] == [False, False, True, False]  # the row takes two lines
 
 
 def test_what_is_not_explained_is_said():
@@ -277,7 +280,7 @@ def test_a_sum_is_scattered_only_along_its_own_axis(axis, scattered):
 def test_a_program_that_nothing_places_runs_on_one_device():
     plan = HELPER.plan(lambda x: 2 * x, np.ones(4))
     assert (plan.devices, plan.collectives) == (1, ())
-    assert str(plan).splitlines()[0] == '<lambda> on 1 of 8 devices (fsdp=4, tp=2)'
+    assert str(plan).splitlines()[0] == '<lambda> on 1 of 8 cpu devices (fsdp=4, tp=2)'
     assert str(plan).splitlines()[-1] == 'collectives in one call: none'
 
 
@@ -308,6 +311,7 @@ def test_dict():
         'phase': 'other',
         'rows': '',
         'scattered': False,
+        'scopes': [{'scope': 'step()', 'count': 1}],
         'source': {
             'annotation': '',
             'file': __file__,

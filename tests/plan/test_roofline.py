@@ -16,7 +16,7 @@ from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.torus import Place, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
-from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, Work
+from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, ScopeWork, Work
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.torus_seconds import seconds
@@ -338,12 +338,12 @@ def test_text():
         counted=Counted.AT_LEAST,
     )
     assert str(roofline).splitlines() == [
-        'one call on 64 devices of v5p (at least): 750.000 ms if all overlaps, 1,501.000 ms if nothing does',
-        'bound by ici:fsdp+tp; MFU at most 40.0%: the model needs 3e+14 flops',
-        '  compute      500.000 ms',
-        '  hbm          250.000 ms',
-        '  ici:fsdp+tp  750.000 ms  ring of 4 (axis 0) x line of 2 (axis 1, 2 links apart)',
-        '  dcn:data       1.000 ms',
+        'one call on 64 devices of v5p (at least): 750 ms if all overlaps, 1,500 ms if nothing does',
+        'bound by ici:fsdp+tp; MFU at most 40.0%: the model needs 300 TFLOPs',
+        '  compute       500 ms',
+        '  hbm           250 ms',
+        '  ici:fsdp+tp   750 ms  ring of 4 along x and line of 2 along y, 2 links apart',
+        '  dcn:data     1.00 ms',
     ]
 
 
@@ -438,4 +438,5 @@ def test_gathers_that_are_written_twice_count_once():
     assert found == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
     flops = 2 * 64**3
     moved = 3 * 64 * 64 * 2
-    assert work_of(module) == Work(flops, moved, by_part={'other': flops})
+    scopes = (ScopeWork('', 'other', flops, moved),)
+    assert work_of(module) == Work(flops, moved, by_part={'other': flops}, by_scope=scopes)

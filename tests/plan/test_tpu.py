@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from examples import plan_llama
 from scalax._plan import compilation
+from scalax._report.tables import human_flops
 from scalax.errors import ArgumentError, PlanError
 from scalax.plan import HARDWARE, HostMoves, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -226,14 +227,16 @@ def test_the_largest_buffers_have_names():
 def test_the_text_says_what_fits_and_what_bounds():
     lines = str(refused()).splitlines()
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
-    assert lines[0] == 'step on 8 tpu devices (fsdp=4, tp=2)'
+    assert lines[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
     assert lines[2] == (f'memory of each device: {peak} of 15.8 GiB: it does NOT fit')
     assert lines[6] == f'  held at the peak: {peak}, 99 % of it with a source:'
     assert lines[7].startswith('      12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
     # Of two products a layer, forward and twice back, one is computed again: 6 of 7 are the model's.
     [bound] = [line for line in lines if line.startswith('bound by ')]
-    assert bound == f'bound by compute; MFU at most 85.7%: the model needs {refused().model_flops:.4g} flops'
+    assert (
+        bound == f'bound by compute; MFU at most 85.7%: the model needs {human_flops(refused().model_flops)}'
+    )
 
 
 def test_what_stays_on_the_host():
@@ -321,7 +324,7 @@ def test_slices_talk_over_the_data_centres_network():
     assert Plan.load(plan.to_json()) == plan
     assert 'along fsdp (ici): ' in str(plan)
     assert re.search(r'\n\S+ +fsdp \(ici\) +1  ', plan.to_text(120))
-    assert '>fsdp (ici)<' in plan._repr_html_()
+    assert '>fsdp</span> (ici)<' in plan._repr_html_()
 
 
 def test_a_line_of_the_table_of_llama():

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._search import mesh_search as module
-from scalax._search.mesh_search import possible_meshes, progress
+from scalax._search import attempts as module
+from scalax._search.possible_meshes import possible_meshes
+from scalax._search.progress import progress
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
@@ -145,17 +146,18 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
     assert dict(found.candidates[-1].mesh) == {'fsdp': 1, 'tp': 8}
-    assert found.candidates[-1].lost.endswith('% slower, bound by ici:tp')
+    assert found.candidates[-1].lost.endswith('% slower')
+    assert found.candidates[-1].cells[2] == 'ici:tp'
 
 
 @tpu_compiler.needed
 def test_the_table(found):
     lines = found.to_text(120).splitlines()
-    assert lines[0] == '4 meshes on v5e:2x4, 4 of them planned'
-    assert lines[2].split() == ['mesh', 'at', 'least', 'memory', 'outcome']
+    assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
+    assert lines[2].split() == ['mesh', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
     assert lines[4].startswith('1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
     assert len(lines) == 8
-    assert '<td style="text-align:left">fsdp=2, tp=4</td>' in found._repr_html_()
+    assert 'fsdp=2, tp=4' in found._repr_html_()
     first = found.to_dict()['candidates'][0]
     assert (first['mesh'], first['lost'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
 
@@ -163,7 +165,7 @@ def test_the_table(found):
 @tpu_compiler.needed
 def test_what_does_not_fit_or_divide_has_lost():
     def too_large(helper):
-        return make_step(helper, width=65536, tokens=1024)
+        return make_step(helper, width=32768, tokens=65536)
 
     lost = search(too_large, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
     assert not lost.fits and [candidate.plan.fits for candidate in lost.candidates] == [False, False]
@@ -199,18 +201,16 @@ def test_sets_of_rules():
 
 @tpu_compiler.needed
 def test_failures_and_interruptions(monkeypatch):
-    calls = []
-    plan = module.make_plan
+    plan = module.plan_lowered
 
-    def failing(helper, fun, args, kwargs, *, quick):
-        calls.append((tuple(helper.axis_dims), quick))
-        if helper.axis_dims == (4, 1):
+    def failing(step, *, quick):
+        if step.mesh.devices.shape == (4, 1):
             raise PlanError('INTERNAL: the compiler fell over\nThis is why\nand more')
-        if helper.axis_dims == (2, 2):
+        if step.mesh.devices.shape == (2, 2):
             raise ZeroDivisionError('of the user')
-        return plan(helper, fun, args, kwargs, quick=quick)
+        return plan(step, quick=quick)
 
-    monkeypatch.setattr(module, 'make_plan', failing)
+    monkeypatch.setattr(module, 'plan_lowered', failing)
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=0)
     assert [(candidate.name, candidate.lost) for candidate in found.candidates] == [
         ('fsdp=1, tp=4', ''),
@@ -218,36 +218,175 @@ def test_failures_and_interruptions(monkeypatch):
         ('fsdp=2, tp=2', 'ZeroDivisionError: of the user'),
     ]
 
-    def stopping(helper, *arguments, **options):
-        if helper.axis_dims == (1, 4):
+    def stopping(step, *, quick):
+        if step.mesh.devices.shape == stopped_at:
             raise KeyboardInterrupt
-        return plan(helper, *arguments, **options)
+        return plan(step, quick=quick)
 
-    monkeypatch.setattr(module, 'make_plan', stopping)
+    monkeypatch.setattr(module, 'plan_lowered', stopping)
+    stopped_at = 1, 4
     stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=2)
     assert [candidate.name for candidate in stopped.candidates] == ['fsdp=2, tp=2', 'fsdp=4, tp=1']
     assert stopped.interrupted and stopped.best.quick
-    assert str(stopped).startswith('2 meshes on v5e:2x2, 2 of them planned; stopped before its end\n')
+    assert str(stopped).startswith(
+        '2 meshes on v5e:2x2: 2 planned quickly; stopped before its end, 1 not reached\n'
+    )
+    stopped_at = 4, 1
+    nothing = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
+    assert (nothing.candidates, nothing.not_tried) == ((), 3)
+    with pytest.raises(PlanError, match=r'^the search on v5e:2x2 was stopped before any mesh was planned$'):
+        _ = nothing.best
+
+
+def _with_memory(monkeypatch, **shares):
+    """Plans that take these shares of the limit: 'quick', 'full'. Which were asked for, in order."""
+    plan, asked = module.plan_lowered, []
+
+    def near(step, *, quick):
+        asked.append((*step.mesh.devices.shape, quick))
+        made = plan(step, quick=True)
+        share = shares['quick' if quick else 'full']
+        memory = dataclasses.replace(
+            made.memory, arguments=round(share * made.memory.limit), outputs=0, temporaries=0
+        )
+        refusal = '' if quick or share < 1 else 'RESOURCE_EXHAUSTED'
+        return dataclasses.replace(made, quick=quick, refusal=refusal, memory=memory)
+
+    monkeypatch.setattr(module, 'plan_lowered', near)
+    return asked
 
 
 @tpu_compiler.needed
-def test_a_near_miss_is_compiled_in_full(monkeypatch):
-    """A quick plan is not quite right: it may not say of what is near to the limit that it does not fit."""
-    plan = module.make_plan
-    asked = []
+@pytest.mark.parametrize('full', [None, 1])
+@pytest.mark.parametrize('quick', [0.95, 1.05])
+def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
+    """A quick plan is not quite right: it may not say of what is near to the limit whether it fits."""
+    asked = _with_memory(monkeypatch, quick=quick, full=0.9)
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
+    assert asked == [(2, 2, True), (2, 2, False)]
+    assert found.fits and not found.best.quick
+    assert (found.compiled, found.compiled_in_full) == (1, 1)
 
-    def near(helper, fun, args, kwargs, *, quick):
-        asked.append(quick)
-        made = plan(helper, fun, args, kwargs, quick=True)
-        peak = 1.05 * made.memory.limit if quick else 0.9 * made.memory.limit
-        return dataclasses.replace(
-            made, quick=quick, memory=dataclasses.replace(made.memory, peak=round(peak))
+
+@tpu_compiler.needed
+def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
+    asked = _with_memory(monkeypatch, quick=0.9, full=0.9)
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
+    assert asked == [(2, 2, True)] and found.fits and found.best.quick
+    asked = _with_memory(monkeypatch, quick=1.2, full=1.2)
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
+    assert [quick for *_, quick in asked] == [True] and not found.fits
+
+
+@tpu_compiler.needed
+def test_full_plans_are_made_until_one_fits(monkeypatch):
+    asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
+    assert [quick for *_, quick in asked] == [True] * 3 + [False] * 3
+    assert not found.fits and all(candidate.lost for candidate in found.candidates)
+    assert [candidate.plan.refusal for candidate in found.candidates] == ['RESOURCE_EXHAUSTED'] * 3
+
+
+# --- What is not compiled ------------------------------------------------------------------------
+
+
+@tpu_compiler.needed
+def test_what_cannot_fit_is_not_compiled(monkeypatch):
+    asked = _with_memory(monkeypatch, quick=0.5)
+
+    def large(helper, rules):
+        return make_step(helper, rules, width=65536, tokens=1024)
+
+    sets = {'replicated': P(), 'both': UP}
+    found = search(large, 'v5e:4x4', ['fsdp', 'tp'], sets, constraints={'tp': 4})
+    assert asked == [(4, 4, True)] and (found.compiled, found.fits) == (1, True)
+    best, lost = found.candidates
+    assert (best.name, best.ruled_out, best.least_memory) == ('fsdp=4, tp=4; both', False, 4 * 2**30 + 2**25)
+    assert (lost.plan, lost.ruled_out, lost.least_memory) == (None, True, 64 * 2**30 + 2**25)
+    assert lost.lost == 'cannot fit: its arguments alone take 64.0 GiB of 15.8 GiB'
+    assert found.to_text(120).splitlines()[0] == (
+        '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out by a bound'
+    )
+    assert lost.cells[1:] == ('170 ms', '', '>64.0 GiB', lost.lost)
+
+
+@tpu_compiler.needed
+def test_what_cannot_be_the_fastest_is_not_compiled():
+    """Of few tokens the time is that of reading the weights."""
+
+    def decode(helper, rules):
+        params = {'up': jax.ShapeDtypeStruct((8192, 32768), 'bfloat16')}
+        tokens = jax.ShapeDtypeStruct((16, 8192), 'bfloat16')
+        return helper.sjit(lambda p, x: x @ p['up'], in_shardings=(rules, P()), out_shardings=P()), (
+            params,
+            tokens,
         )
 
-    monkeypatch.setattr(module, 'make_plan', near)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=1)
-    assert asked == [True, False]
-    assert found.fits and not found.best.quick
+    sets = {'split': P(None, 'tp'), 'replicated': P()}
+    found = search(decode, 'v5e:2x4', ['tp'], sets)
+    best, lost = found.candidates
+    assert (best.rules, lost.rules, lost.plan, found.compiled) == ('split', 'replicated', None, 1)
+    assert lost.lost == (
+        'cannot be faster than tp=8; split: reading its arguments and writing its results takes 0.664 ms'
+    )
+    # It is a bound: compiled, it takes no less.
+    [alone] = search(decode, 'v5e:2x4', ['tp'], {'replicated': P()}).candidates
+    assert alone.plan.roofline().step_seconds.bound >= lost.least_seconds
+    assert alone.plan.memory.peak >= alone.least_memory == lost.least_memory
+    assert alone.least_seconds == lost.least_seconds
+
+
+@tpu_compiler.needed
+def test_bounds_are_bounds(found):
+    for candidate in found.candidates:
+        memory = candidate.plan.memory
+        assert 0 < candidate.least_memory <= memory.arguments
+        assert 0 < candidate.least_seconds <= candidate.plan.roofline().hbm
+
+
+# --- Going on from a file ------------------------------------------------------------------------
+
+
+@tpu_compiler.needed
+def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
+    file, plan, asked = tmp_path / 'trials.jsonl', module.plan_lowered, []
+    stop_at = 2
+
+    def counted(step, *, quick):
+        if len(asked) == stop_at:
+            raise KeyboardInterrupt
+        asked.append((step.mesh.devices.shape, quick))
+        return plan(step, quick=quick)
+
+    monkeypatch.setattr(module, 'plan_lowered', counted)
+    options = {'file': file, 'full': 1}
+    stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert stopped.interrupted and len(stopped.candidates) == 2 == len(file.read_text().splitlines())
+    with file.open('a') as out:  # as if it was killed while it wrote
+        out.write(file.read_text()[:1000])
+    stop_at = None
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((2, 2), False)]
+    assert (found.compiled, found.compiled_in_full, found.read) == (1, 1, 2)
+    assert str(found).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
+    again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert (len(asked), again.read) == (4, 4) and again.candidates == found.candidates
+    # Another step, or other options of the compiler, are not in the file.
+    search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], full=0, file=file)
+    assert len(asked) == 7
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_something=true')
+    search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 1}, full=0, file=file)
+    assert len(asked) == 8
+
+
+@tpu_compiler.needed
+def test_damaged_plans_are_made_again(tmp_path):
+    file = tmp_path / 'trials.jsonl'
+    options = {'constraints': {'tp': 2}, 'full': 0, 'file': file}
+    first = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    file.write_text(file.read_text().replace('"peak"', '"beak"'))
+    again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert (again.read, again.compiled) == (0, 1) and again.best == first.best
 
 
 @tpu_compiler.needed

@@ -5,6 +5,22 @@ The stages of a call are listed in `dispatch`; `function` is what users get, `ca
 
 from scalax._transforms.calls.call_signature import name_of
 from scalax._transforms.calls.placement_errors import told_apart
-from scalax._transforms.sjit.function import SjitFunction, batch_of, names_of_arguments, owner_of, sjit
+from scalax._transforms.sjit.function import (
+    SjitFunction,
+    batch_of,
+    names_of_arguments,
+    options_of,
+    owner_of,
+    sjit,
+)
 
-__all__ = ['SjitFunction', 'batch_of', 'name_of', 'names_of_arguments', 'owner_of', 'sjit', 'told_apart']
+__all__ = [
+    'SjitFunction',
+    'batch_of',
+    'name_of',
+    'names_of_arguments',
+    'options_of',
+    'owner_of',
+    'sjit',
+    'told_apart',
+]

@@ -1,0 +1,155 @@
+"""A step that is lowered for a mesh: what is known of it before a compiler sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from scalax._mesh.gpu_nodes import SimulatedGPUs
+from scalax._mesh.meshes import require_devices
+from scalax._plan.compilation import lowered_bytes, lowered_shardings
+from scalax._plan.hardware import Hardware, hardware_of_mesh
+from scalax._plan.torus import Place, places_of
+from scalax._report.trial_file import identity
+from scalax._trace.contexts import MeshOwner
+from scalax._transforms.sjit import name_of, options_of, sjit
+from scalax.errors import ArgumentError
+
+_LINE_OF_FILE = re.compile(r'^(#loc\d*) = loc\("[^"\n]*":\d', re.MULTILINE)
+_NAMED = re.compile(r'^#loc\d* = loc\("(.*)"\((#loc\d*)\)\)$', re.MULTILINE)
+_LOCATIONS = re.compile(r'^#loc.*\n|#loc\d*', re.MULTILINE)
+_LARGEST_CONSTANT = 16  # elements; what is in a larger one does not change a plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredStep:
+    """A step that JAX has traced and lowered for the mesh of a helper.
+
+    Attributes:
+        name: the name of the function, for messages.
+        mesh: the mesh.
+        function: the jitted function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        traced: the ``jax.stages.Traced``.
+        lowered: the ``jax.stages.Lowered``.
+        simulates: what the devices stand for; None if they are what they are.
+        made_by_user: whether the user's function was jitted already.
+    """
+
+    name: str
+    mesh: Mesh
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    traced: Any
+    lowered: Any
+    simulates: SimulatedGPUs | None
+    made_by_user: bool
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The hardware that it is planned for, if it is known."""
+        return hardware_of_mesh(self.mesh.devices.flat[0].device_kind, self.simulates)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The positions of the devices, in the order of the mesh."""
+        return (
+            tuple(map(Place, self.simulates.nodes)) if self.simulates else places_of(self.mesh.devices.flat)
+        )
+
+    @functools.cached_property
+    def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
+        """Those of arguments and results that are asked for; None where the choice is the compiler's."""
+        return lowered_shardings(self.lowered, self.traced.jaxpr.debug_info.arg_names or (), self.mesh)
+
+    @functools.cached_property
+    def stored_bytes(self) -> tuple[int, int]:
+        """The bytes of arguments and results in the memory of each device: no program takes less."""
+        return lowered_bytes(self.lowered, self.mesh)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Differs for steps of which different plans are made, but for line numbers in these.
+
+        Compiler options of a function that ``jax.jit`` has made are not known, and not part of it.
+        """
+        devices = [
+            f'{device.device_kind} {getattr(device, "coords", device.id)} {getattr(device, "slice_index", 0)}'
+            for device in self.mesh.devices.flat
+        ]
+        options = sorted(options_of(self.function).items())
+        program = _program_text(self.lowered)
+        where = [str(self.mesh.shape), *devices, str(self.simulates)]
+        return identity([self.name, *where, repr(options), program])
+
+
+def _program_text(lowered: Any) -> str:
+    """A lowered program with the names of its operations, and without the lines of files that they are on.
+
+    Which functions called the one that was traced is not in it either.
+    """
+    # The text of all constants may be far larger than the program.
+    text = lowered.compiler_ir().operation.get_asm(
+        large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
+    )
+    lines = {*_LINE_OF_FILE.findall(text)}
+    names = {name for name, place in _NAMED.findall(text) if place not in lines}
+    return '\n'.join([_LOCATIONS.sub('', text), *sorted(names)])
+
+
+def lower_step(
+    helper: MeshOwner, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> LoweredStep:
+    """Traces and lowers a function.
+
+    Args:
+        helper: the helper of the mesh.
+        fun: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        MeshError: the helper was made from an AbstractMesh.
+        ArgumentError: *fun* is not a function.
+    """
+    if not callable(fun):
+        raise ArgumentError(
+            f'plan takes a function first, got {type(fun).__name__}: helper.plan(step, *arguments)'
+        )
+    mesh = helper.mesh
+    if isinstance(mesh, AbstractMesh):
+        require_devices(mesh, 'plan')
+    if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
+        # Attributes of a bound method are those of the function, which do not know the bound object.
+        bound: types.MethodType = fun
+        fun, args = bound.__func__, (bound.__self__, *args)
+    function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
+    traced = _trace(function, name_of(fun), args, kwargs)
+    return LoweredStep(
+        name_of(fun), mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
+    )
+
+
+def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Traces a jitted function; *name* is that of the user's, for messages."""
+    try:
+        return function.trace(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
+            'argument (static_argnames), or use jax.lax.cond or jnp.where'
+        )
+        raise
+
+
+def _is_jitted(fun: Any) -> bool:
+    return hasattr(fun, 'trace') and hasattr(fun, 'lower')

@@ -1,0 +1,484 @@
+"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards, points.
+
+Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
+trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
+tables sort by each column. Where styles are dropped, as in a notebook that is not trusted, text and tables
+remain. No block but `target` has an id, so that a page may hold several plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from scalax._report import pages
+from scalax._report.pages import escape
+from scalax._report.svg import AXIS_COLORS, Drawn, document, number
+
+Tone = Literal['', 'good', 'warn', 'bad']
+Kind = Literal['', 'number', 'code', 'lead', 'wide']
+NO_BREAK = '\u00a0'
+
+
+class Figure(NamedTuple):
+    """A headline figure.
+
+    Attributes:
+        value: the figure, with its unit.
+        label: what it is.
+        tone: its colour.
+        is_badge: whether it is a verdict, such as ``'fits'``, and no number.
+    """
+
+    value: str
+    label: str
+    tone: Tone = ''
+    is_badge: bool = False
+
+
+class Cell(NamedTuple):
+    """A cell of a table or a tree.
+
+    Attributes:
+        text: its text.
+        key: the number by which its column is sorted; by its text if there is none.
+        html: HTML in place of the text.
+        tone: its colour.
+    """
+
+    text: str = ''
+    key: float | None = None
+    html: str = ''
+    tone: Tone = ''
+
+
+class Column(NamedTuple):
+    """A column of a table or a tree.
+
+    Attributes:
+        head: its head.
+        kind: ``'number'``: aligned to the right, and sorted from the largest down; ``'code'``: names;
+            ``'lead'``: the name of the row, which is the title of its card on a narrow screen; ``'wide'``:
+            text that has a line of its own there.
+    """
+
+    head: str
+    kind: Kind = ''
+
+
+class Part(NamedTuple):
+    """A part of a bar.
+
+    Attributes:
+        label: what it is.
+        value: its length, in the unit of the whole bar.
+        text: the value with its unit.
+        kind: its colour: a class of ``blocks.css``, such as ``'temporaries'`` or ``'forward'``.
+    """
+
+    label: str
+    value: float
+    text: str
+    kind: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A row of a tree.
+
+    Attributes:
+        name: its name.
+        cells: its cells, one for each column but the first.
+        children: the rows below it.
+        is_open: whether these are shown at first.
+    """
+
+    name: str
+    cells: Sequence[Cell] = ()
+    children: Sequence[Node] = ()
+    is_open: bool = False
+
+
+class Point(NamedTuple):
+    """A point of a scatter.
+
+    Attributes:
+        x: its place from the left.
+        y: its place from below.
+        label: what it is, shown beside it, or where the pointer rests.
+        tone: its colour.
+        is_named: whether the label is written beside it.
+        least: where a line that goes down from it ends, if it is the top of a range.
+        target: the name of the `target` that it is a link to; empty for none.
+    """
+
+    x: float
+    y: float
+    label: str
+    tone: Tone = ''
+    is_named: bool = False
+    least: float | None = None
+    target: str = ''
+
+
+class Scale(NamedTuple):
+    """An axis of a scatter.
+
+    Attributes:
+        label: what is measured.
+        unit: what values are divided by before they are written.
+        limit: a value to draw a line at.
+    """
+
+    label: str
+    unit: float = 1
+    limit: float | None = None
+
+
+def fragment(body: str) -> str:
+    """Blocks as part of a notebook, in which they keep their own styles.
+
+    Args:
+        body: HTML.
+    """
+    return _widget().fragment(body, None)
+
+
+def page(title: str, body: str) -> str:
+    """Blocks as a whole document that loads nothing, and runs only the script that sorts.
+
+    Args:
+        title: plain text.
+        body: HTML, well-formed as XML is.
+    """
+    return pages.live_page(
+        title,
+        f'<main class="blocks">\n{body}\n</main>',
+        _style(),
+        f'{_asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+    )
+
+
+@functools.cache
+def _widget() -> pages.Widget:
+    return pages.Widget('<div class="blocks"></div>', _style(), _asset('blocks.js'))
+
+
+def _style() -> str:
+    return _asset('head.css') + _asset('blocks.css')
+
+
+def _asset(name: str) -> str:
+    return pages.asset('scalax._report', name)
+
+
+def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1) -> str:
+    """The title of a page, or of a part of it, with the axes of a mesh in their colours."""
+    chips = ''.join(f'<li>{axis_name(name, mesh)} {size:,}</li>' for name, size in mesh.items())
+    more = f'<li class="product">{escape(note)}</li>' if note else ''
+    return f'<header><h{level}>{escape(title)}</h{level}><ul class="mesh">{chips}{more}</ul></header>'
+
+
+def axis_name(name: str, mesh: Mapping[str, int]) -> str:
+    """A mesh axis in its colour; it has the same one wherever it is named."""
+    place = list(mesh).index(name) if name in mesh else None
+    if place is None:
+        return escape(name)
+    return f'<span class="axis axis-{place % AXIS_COLORS}">{escape(name)}</span>'
+
+
+def axis_names(names: Iterable[str], mesh: Mapping[str, int]) -> str:
+    """Several mesh axes, each in its colour."""
+    return ' x '.join(axis_name(name, mesh) for name in names)
+
+
+def figures(shown: Iterable[Figure]) -> str:
+    """Headline figures side by side."""
+    rows = ''.join(
+        f'<div{_class(each.tone)}><dt>{escape(each.label)}</dt>'
+        f'<dd>{badge(each.value, each.tone) if each.is_badge else escape(each.value)}</dd></div>\n'
+        for each in shown
+    )
+    return f'<dl class="totals">\n{rows}</dl>'
+
+
+def badge(text: str, tone: Tone = '') -> str:
+    """A few words that are a verdict."""
+    return f'<span{_class("badge", tone)}>{escape(text)}</span>'
+
+
+def callout(lines: Iterable[str], tone: Tone = '', code: str = '') -> str:
+    """Lines that the reader should not miss, and perhaps code to copy."""
+    below = code_block(code) if code else ''
+    return f'<div{_class("callout", tone)}>{pages.paragraphs(lines)}{below}</div>'
+
+
+def code_block(text: str) -> str:
+    """Code to copy."""
+    return f'<pre>{"<br/>".join(map(escape, text.splitlines()))}</pre>'
+
+
+def section(title: str, body: str, note: str = '') -> str:
+    """A part of a page; nothing if it is empty.
+
+    Args:
+        title: plain text.
+        body: HTML.
+        note: plain text below the title.
+    """
+    if not body:
+        return ''
+    return f'<section>\n<h2>{escape(title)}</h2>\n{notes([note] if note else [])}{body}\n</section>\n'
+
+
+def notes(lines: Iterable[str]) -> str:
+    """Lines in a quiet colour."""
+    return ''.join(f'<p class="note">{escape(line)}</p>' for line in lines)
+
+
+def fold(summary: str, body: str, is_open: bool = False) -> str:
+    """A part that opens and closes.
+
+    Args:
+        summary: plain text that is always shown.
+        body: HTML.
+        is_open: whether it is shown at first.
+    """
+    return f'<details class="fold"{_open(is_open)}><summary>{escape(summary)}</summary>{body}</details>'
+
+
+def target(name: str, body: str) -> str:
+    """A part of a page that `link` leads to; where scripts run, a fold at its start opens then.
+
+    Args:
+        name: its name, which no other part of the page has.
+        body: HTML.
+    """
+    return f'<div id="{escape(name)}" class="target">{body}</div>'
+
+
+def link(text: str, name: str) -> str:
+    """A link to a `target` of the page, by its name."""
+    return f'<a href="#{escape(name)}">{escape(text)}</a>'
+
+
+def cards(bodies: Iterable[str]) -> str:
+    """Boxes side by side; *bodies* are HTML."""
+    return f'<div class="cards">{"".join(f"""<div class="card">{body}</div>""" for body in bodies)}</div>'
+
+
+def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int | None = None) -> str:
+    """A table that sorts by each column where scripts run.
+
+    Args:
+        columns: its columns.
+        rows: the cells of each row.
+        best: the row to set in bold.
+    """
+    heads = ''.join(f'<th scope="col"{_class(each.kind)}>{escape(each.head)}</th>' for each in columns)
+    body = '\n'.join(
+        f'<tr{_class("best" if place == best else "")}>'
+        + ''.join(_cell(column, cell) for column, cell in zip(columns, row, strict=True))
+        + '</tr>'
+        for place, row in enumerate(rows)
+    )
+    return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+
+
+def scrolled(body: str) -> str:
+    """A long table (HTML) in a box that scrolls, where there is room for one beside the rest of the page."""
+    return f'<div class="scroll">{body}</div>'
+
+
+def _cell(column: Column, cell: Cell) -> str:
+    key = '' if cell.key is None and column.kind != 'number' else f' data-key="{_key(cell.key)}"'
+    return (
+        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{key}>'
+        f'{cell.html or escape(cell.text)}</td>'
+    )
+
+
+def _key(value: float | None) -> str:
+    return '' if value is None else repr(value)
+
+
+def tree(columns: Sequence[str], nodes: Iterable[Node]) -> str:
+    """A tree of rows that folds.
+
+    Args:
+        columns: the heads; that of the names first.
+        nodes: the rows of the top level.
+    """
+    name, *others = map(escape, columns)
+    heads = ''.join(f' <span class="cell">{head}</span>' for head in others)
+    body = ''.join(_node(node, others, 0) for node in nodes)
+    style = f'--columns: repeat({len(others)}, minmax(62px, 1fr))'
+    return (
+        f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
+        f'<span class="name">{name}</span>{heads}</div>\n{body}</div>'
+    )
+
+
+def _node(node: Node, heads: Sequence[str], level: int) -> str:
+    cells = ''.join(
+        f' <span{_class("cell", cell.tone)}><span class="label">{head} </span>{text}</span>'
+        if (text := cell.html or escape(cell.text))
+        else ' <span class="cell"></span>'
+        for head, cell in zip(heads, node.cells, strict=True)
+    )
+    # Without styles, spaces are what tells the levels apart.
+    indent = f'<span class="indent">{level * 4 * NO_BREAK}</span>' if level else ''
+    row = f'{indent}<span class="name">{escape(node.name)}</span>{cells}'
+    style = f'style="--level: {level}"'
+    if not node.children:
+        return f'<div class="row" {style}>{row}</div>\n'
+    below = ''.join(_node(child, heads, level + 1) for child in node.children)
+    opened = _open(node.is_open)
+    return f'<details{opened}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+
+
+def bar(parts: Sequence[Part], whole: float, limit: float | None = None, is_tall: bool = False) -> str:
+    """A bar of parts from the left.
+
+    Args:
+        parts: its parts.
+        whole: the value at its right end; 0 if nothing says how long it could be: then it is open there.
+        limit: a value to draw a line at, if it is inside.
+        is_tall: whether the bar is the main thing to be seen.
+    """
+    taken = sum(part.value for part in parts)
+    longest = max(whole, taken) or 1
+    if not whole:
+        longest *= OPEN
+    filled = ''.join(
+        f'<i{_class(part.kind)} style="width: {percent(part.value, longest)}" '
+        f'title="{escape(f"{part.label} {part.text}")}"></i>'
+        for part in parts
+        if part.value > 0
+    )
+    line = (
+        f'<b style="left: {percent(limit, longest)}" title="limit"></b>'
+        if limit is not None and limit < longest
+        else ''
+    )
+    kind = _class('bar', 'tall' if is_tall else '', '' if whole else 'open')
+    return f'<div{kind}>{filled}{line}</div>'
+
+
+OPEN = 1.5
+"""How much room a bar without an end has, in its own lengths: a full bar would read as 100 %."""
+
+
+def legend(parts: Iterable[Part]) -> str:
+    """The colours of bars."""
+    return (
+        '<ul class="legend">'
+        + ''.join(
+            f'<li><i{_class(part.kind)}></i>{escape(f"{part.label} {part.text}".strip())}</li>'
+            for part in parts
+        )
+        + '</ul>'
+    )
+
+
+def swatch(kind: str) -> str:
+    """The colour of a part of a bar, in front of its name elsewhere."""
+    return f'<i{_class("swatch", kind)}></i>'
+
+
+def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) -> str:
+    """Bars one below the other.
+
+    Args:
+        rows: of each its name (HTML), its parts, its value as text, and whether it is marked.
+        longest: the value of a bar over the whole width.
+    """
+    shown = ''.join(
+        f'<dt{_class("marked" if is_marked else "")}>{name}</dt>'
+        f'<dd{_class("number", "marked" if is_marked else "")}>{escape(text)}</dd>'
+        f'<dd class="track">{bar(parts, longest)}</dd>\n'
+        for name, parts, text, is_marked in rows
+    )
+    return f'<dl class="bars">\n{shown}</dl>'
+
+
+def scatter(points: Sequence[Point], x: Scale, y: Scale, label: str) -> str:
+    """Points on two axes that begin at zero, as SVG; nothing without points."""
+    if not points:
+        return ''
+    wide, high, left, low = 600.0, 300.0, 62.0, 44.0
+    most_x = 1.08 * max(*(point.x for point in points), x.limit or 0, 1e-300)
+    most_y = 1.12 * max(*(point.y for point in points), y.limit or 0, 1e-300)
+
+    def at(value_x: float, value_y: float) -> tuple[str, str]:
+        return number(left + wide * value_x / most_x), number(high - high * value_y / most_y + 8)
+
+    body = []
+    for value in ticks(most_y / y.unit):
+        x_at, y_at = at(0, value * y.unit)
+        end, _ = at(most_x, 0)
+        body.append(f'<line class="grid" x1="{x_at}" x2="{end}" y1="{y_at}" y2="{y_at}"/>')
+        body.append(f'<text x="{left - 6}" y="{y_at}" dy="4" text-anchor="end">{value:,g}</text>')
+    for value in ticks(most_x / x.unit):
+        x_at, y_at = at(value * x.unit, 0)
+        body.append(f'<text x="{x_at}" y="{y_at}" dy="17" text-anchor="middle">{value:,g}</text>')
+    for scale, line in ((x, True), (y, False)):
+        if scale.limit is not None:
+            (x1, y1), (x2, y2) = (
+                (at(scale.limit, 0), at(scale.limit, most_y))
+                if line
+                else (at(0, scale.limit), at(most_x, scale.limit))
+            )
+            body.append(f'<line class="limit" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>')
+    for point in points:
+        x_at, y_at = at(point.x, point.y)
+        stem = ''
+        if point.least is not None:
+            _, end = at(point.x, point.least)
+            stem = f'<line{_class("range", point.tone)} x1="{x_at}" x2="{x_at}" y1="{y_at}" y2="{end}"/>'
+        drawn_point = (
+            f'{stem}<circle{_class("point", point.tone)} cx="{x_at}" cy="{y_at}" r="5">'
+            f'<title>{escape(point.label)}</title></circle>'
+        )
+        body.append(f'<a href="#{escape(point.target)}">{drawn_point}</a>' if point.target else drawn_point)
+        if point.is_named:
+            side = 'dx="9"' if point.x < most_x / 2 else 'dx="-9" text-anchor="end"'
+            body.append(f'<text x="{x_at}" y="{y_at}" {side} dy="4">{escape(point.label)}</text>')
+    x_at, y_at = at(most_x / 2, 0)
+    body.append(f'<text x="{x_at}" y="{y_at}" dy="35" text-anchor="middle">{escape(x.label)}</text>')
+    body.append(f'<text x="0" y="0" dy="-2">{escape(y.label)}</text>')
+    drawn = Drawn(f'<g transform="translate(0 12)">{"".join(body)}</g>', wide + left, high + low + 20)
+    return f'<div class="scatter">{document(drawn, label, "")}</div>'
+
+
+def ticks(most: float) -> list[float]:
+    """Round numbers from zero up to *most*.
+
+    Example:
+        >>> ticks(95.7), ticks(0.5)
+        ([0.0, 20.0, 40.0, 60.0, 80.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    """
+    exponent = 10.0 ** int(f'{most:e}'.partition('e')[2])
+    step = next(part * exponent for part in (0.1, 0.2, 0.5, 1, 2) if most / (part * exponent) <= 6)
+    return [round(place * step, 12) for place in range(int(most / step + 1e-9) + 1)]
+
+
+def percent(part: float, whole: float) -> str:
+    """A width.
+
+    Example:
+        >>> percent(1, 3)
+        '33.33%'
+    """
+    return f'{100 * part / whole:.2f}%'
+
+
+def _class(*names: str) -> str:
+    found = ' '.join(filter(None, names))
+    return f' class="{found}"' if found else ''
+
+
+def _open(is_open: bool) -> str:
+    return ' open="open"' if is_open else ''

@@ -1,0 +1,131 @@
+"""Attempts: candidates of a search are bounded, looked up in a file, or compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from scalax._helper import MeshShardingHelper
+from scalax._plan.hardware import Hardware
+from scalax._plan.lowered_step import LoweredStep, lower_step
+from scalax._plan.make import plan_lowered
+from scalax._plan.plan import Plan
+from scalax._plan.text import memory_taken
+from scalax._plan.torus import devices_per_chip
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.trial_file import TrialFile
+from scalax._search.outcome import Candidate
+from scalax._search.ranking import order, rounded, surely_fits
+from scalax.errors import DataError, IndivisibleWarning, ScalaxError, ShardingError
+
+
+@dataclasses.dataclass
+class Attempts:
+    """What a search tries its candidates with, and how often it has compiled.
+
+    Attributes:
+        make_step: makes the step and its arguments for a helper, and perhaps a set of rules.
+        rules: the sets of rules by name; None if there are none.
+        devices: the devices.
+        slices: the mesh axis from slice to slice -> how many there are; empty for one slice.
+        file: earlier attempts, and where new ones are written.
+        quick: how many quick plans were compiled.
+        full: how many full plans were.
+        read: how many plans of either kind came from the file.
+        best: the fastest candidate so far that fits for sure.
+    """
+
+    make_step: Callable[..., tuple[Any, Sequence[Any]]]
+    rules: Mapping[str, Any] | None
+    devices: Sequence[Any]
+    slices: Mapping[str, int]
+    file: TrialFile
+    quick: int = 0
+    full: int = 0
+    read: int = 0
+    best: Candidate | None = None
+
+    def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
+        """The candidate with its plan, or with the reason why there is none."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('error', IndivisibleWarning)
+                step = self._lowered(candidate)
+                candidate = _bounded(step, candidate)
+                lost = self._why_not(candidate, step.hardware) if quick else ''
+                if lost:
+                    return dataclasses.replace(candidate, lost=lost, ruled_out=True)
+                known = self._known(step, quick)
+                plan = known or plan_lowered(step, quick=quick)
+        # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
+        # function on this mesh: the other meshes are planned anyway.
+        except Exception as error:
+            return dataclasses.replace(candidate, lost=_short(error))
+        if known:
+            self.read += 1
+        else:
+            self.quick, self.full = self.quick + quick, self.full + (not quick)
+            if self.file.path:
+                self.file.add(step.identity, {'quick': quick, 'plan': json.loads(plan.to_json())})
+        lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
+        made = dataclasses.replace(candidate, plan=plan, lost=lost)
+        if surely_fits(made) and (self.best is None or order(made) < order(self.best)):
+            self.best = made
+        return made
+
+    def _lowered(self, candidate: Candidate) -> LoweredStep:
+        sizes = candidate.mesh
+        dcn = [self.slices.get(name, 1) for name in sizes] if self.slices else None
+        helper = MeshShardingHelper(
+            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
+        )
+        rules = [self.rules[candidate.rules]] if self.rules else []
+        step, arguments = self.make_step(helper, *rules)
+        return lower_step(helper, step, arguments, {})
+
+    def _why_not(self, candidate: Candidate, hardware: Hardware | None) -> str:
+        """Why a candidate cannot be the best, whatever a compiler makes of it; empty if it may be."""
+        limit = hardware.hbm_bytes if hardware else None
+        if limit is not None and candidate.least_memory > limit:
+            least = human_bytes(candidate.least_memory)
+            return f'cannot fit: its arguments alone take {least} of {human_bytes(limit)}'
+        if self.best is not None and rounded(candidate.least_seconds) > order(self.best)[0]:
+            assert self.best.plan is not None
+            return (
+                f'cannot be faster than {self.best.name}: reading its arguments and writing its results '
+                f'takes {milliseconds(candidate.least_seconds)}'
+            )
+        return ''
+
+    def _known(self, step: LoweredStep, quick: bool) -> Plan | None:
+        """The plan of a step in the file."""
+        for values in self.file.known(step.identity) if self.file.path else ():
+            if values.get('quick') is quick:
+                with contextlib.suppress(DataError):  # damaged
+                    return Plan.load(json.dumps(values.get('plan')))
+        return None
+
+
+def _bounded(step: LoweredStep, candidate: Candidate) -> Candidate:
+    """The candidate with what any program of the step needs at least."""
+    arguments, results = step.stored_bytes
+    hardware = step.hardware
+    if hardware is None or hardware.hbm_bytes_per_second is None:
+        return dataclasses.replace(candidate, least_memory=arguments)
+    rate = hardware.hbm_bytes_per_second / devices_per_chip(step.places, hardware)
+    return dataclasses.replace(candidate, least_memory=arguments, least_seconds=(arguments + results) / rate)
+
+
+def _short(error: Exception) -> str:
+    """An error on one line: its first problem with a leaf, or else its first two lines."""
+    if isinstance(error, ShardingError) and error.problems:
+        first, *others = error.problems
+        more = f' (and {len(others)} more)' if others else ''
+        return f'{first.leaf}: {first.detail}{more}'
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
+    return kind + ' '.join(lines[:2])

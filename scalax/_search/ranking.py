@@ -1,0 +1,73 @@
+"""The order of the candidates of a search, and why each but the best has lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scalax._search.outcome import Candidate
+
+NEAR = 1.08
+"""How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""
+
+
+def order(candidate: Candidate) -> tuple[float, float]:
+    """Sorts by the least time of a step; nearly equal ones by its time if nothing overlaps."""
+    roofline = candidate.plan.known_roofline if candidate.plan else None
+    if roofline is None:
+        return float('inf'), float('inf')
+    bound, estimate = roofline.step_seconds
+    return rounded(bound), estimate
+
+
+def rounded(seconds: float) -> float:
+    """Seconds to two digits: what is nearer than that counts as equal."""
+    return float(f'{seconds:.2g}')
+
+
+def may_fit(candidate: Candidate) -> bool:
+    """Whether a full plan might fit, by a quick one."""
+    memory = candidate.plan.memory if candidate.plan else None
+    return memory is not None and (memory.limit is None or memory.total <= NEAR * memory.limit)
+
+
+def surely_fits(candidate: Candidate) -> bool:
+    """Whether a full plan would fit, too."""
+    if candidate.plan is None or candidate.lost:
+        return False
+    memory = candidate.plan.memory
+    return not candidate.plan.quick or memory.limit is None or NEAR * memory.total <= memory.limit
+
+
+def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that fit, then those that do not, then those without a plan; those in full before quick ones."""
+    every = sorted(
+        candidates,
+        key=lambda c: (
+            c.plan is None,
+            c.plan is not None and c.plan.quick,
+            order(c),
+            not c.ruled_out,
+            c.least_memory,
+        ),
+    )
+    fitting, rest = ([c for c in every if bool(c.lost) is lost] for lost in (False, True))
+    first = fitting[:1]
+    slower = [dataclasses.replace(c, lost=_slower(c, first[0])) for c in fitting[1:]]
+    return (*first, *slower, *rest)
+
+
+def _slower(candidate: Candidate, best: Candidate) -> str:
+    own, other = (c.plan.known_roofline if c.plan else None for c in (candidate, best))
+    if own is None or other is None:
+        return 'no hardware numbers; time unknown'
+    bound, estimate = (
+        mine / theirs - 1 for mine, theirs in zip(own.step_seconds, other.step_seconds, strict=True)
+    )
+    if bound >= 0.005:
+        return f'{bound:.0%} slower'
+    if estimate >= 0.005:
+        return f'as fast if all overlaps, {estimate:.0%} slower if nothing does'
+    return 'as fast'

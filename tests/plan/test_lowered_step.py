@@ -1,0 +1,129 @@
+"""Steps that are lowered: what they store, and when one can stand in for another."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from scalax._plan.lowered_step import lower_step
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def array(*shape, dtype='float32', spec=None):
+    sharding = None if spec is None else NamedSharding(HELPER.mesh, spec)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def lowered(fun, *args, **options):
+    return lower_step(HELPER, jax.jit(fun, **options), args, {})
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('given', 'stored'),
+    [
+        (array(8, 16, spec=P('fsdp')), 8 * 16 * 4 // 4),
+        (array(8, 16, spec=P(('fsdp', 'tp'))), 8 * 16 * 4 // 8),
+        (array(8, 16, spec=P()), 8 * 16 * 4),
+        (array(8, 16), 8 * 16 * 4 // 8),  # not known yet: it may be divided evenly
+        (array(8, 16, dtype='bfloat16', spec=P('tp')), 8 * 16),
+        (array(8, 16, dtype='int4', spec=P('tp')), 8 * 16 // 2 // 2),
+        (array(8, 16, dtype='bool', spec=P('tp')), 8 * 16 // 2),
+        (array(8, 16, dtype='complex64', spec=P('tp')), 8 * 16 * 8 // 2),
+        (array(8, 16, dtype='float8_e4m3fn', spec=P('tp')), 8 * 16 // 2),
+        (array(spec=P()), 4),
+    ],
+)
+def test_stored_bytes(given, stored):
+    assert lowered(lambda x: x, given).stored_bytes[0] == stored
+
+
+def test_results_are_counted_as_arguments_are():
+    # The sharding of this result is the compiler's choice.
+    assert lowered(lambda x: (x + 1, x.sum()), array(8, 16, spec=P('fsdp'))).stored_bytes == (128, 64)
+    out = NamedSharding(HELPER.mesh, P('tp'))
+    step = lowered(lambda x: x + 1, array(8, 16, spec=P('fsdp')), out_shardings=out)
+    assert step.stored_bytes == (128, 256)
+
+
+def test_what_is_not_on_the_device_does_not_count():
+    used = array(8, 16, spec=P('fsdp'))
+    assert lowered(lambda x, y: x, used, array(64, 64, spec=P())).stored_bytes[0] == 128  # not used
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    assert lowered(lambda x, k: (x, k), used, key).stored_bytes[0] == 128 + 8
+
+
+def test_what_is_on_the_host_does_not_count():
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    host = next((kind for kind in ('pinned_host', 'unpinned_host') if kind in kinds), None)
+    if host is None:
+        pytest.skip('the devices here have no memory of their host')
+    offloaded = NamedSharding(HELPER.mesh, P('fsdp'), memory_kind=host)
+    step = lowered(lambda x, y: (x, y), jax.ShapeDtypeStruct((8, 16), 'float32', sharding=offloaded), 1.0)
+    assert step.stored_bytes[0] <= 4
+
+
+# --- Identity -------------------------------------------------------------------------------------
+
+
+def step(x):
+    with jax.named_scope('inner'):
+        return jnp.sin(x) @ x
+
+
+def identity(fun=step, shape=(16, 16), spec='fsdp', helper=HELPER, **options):
+    fun = helper.sjit(fun, in_shardings=P(spec), **options)
+    return lower_step(helper, fun, (jax.ShapeDtypeStruct(shape, 'float32'),), {}).identity
+
+
+def test_the_same_step_has_the_same_identity():
+    def elsewhere():
+        return identity()
+
+    def step(x):
+        # Some lines further down.
+        with jax.named_scope('inner'):
+            return jnp.sin(x) @ x
+
+    assert identity() == elsewhere() == identity(step)
+
+
+def test_another_step_has_another_identity():
+    def other(x):
+        with jax.named_scope('inner'):
+            return jnp.cos(x) @ x
+
+    def step(x):
+        with jax.named_scope('outer'):
+            return jnp.sin(x) @ x
+
+    def of_y(y):
+        with jax.named_scope('inner'):
+            return jnp.sin(y) @ y
+
+    of_y.__name__ = of_y.__qualname__ = 'step'
+    reverse = MeshShardingHelper([4, 2], ['fsdp', 'tp'], devices=jax.devices()[::-1])
+    every = [
+        identity(),
+        identity(other),
+        identity(step),
+        identity(of_y),
+        identity(shape=(32, 32)),
+        identity(spec='tp'),
+        identity(helper=MeshShardingHelper([2, 4], ['fsdp', 'tp'])),
+        identity(helper=reverse),
+        identity(donate_argnums=0),
+        identity(compiler_options={'xla_cpu_enable_fast_math': True}),
+    ]
+    assert len(set(every)) == len(every)
+
+
+def test_constants_do_not_make_it_long():
+    large = jnp.arange(1 << 20, dtype='float32')
+    lowered_step = lowered(lambda x: x + large, array(1 << 20, spec=P('fsdp')))
+    assert len(lowered_step.identity) == 16

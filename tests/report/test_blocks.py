@@ -1,0 +1,225 @@
+"""The building blocks of pages: what they write, and what a browser makes of it, with and without scripts."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from scalax._report import blocks
+from scalax._report.blocks import Cell, Column, Figure, Node, Part, Point, Scale
+from tests.support.browser import browser_or_skip
+
+MESH = {'fsdp': 16, 'tp': 4}
+HOSTILE = '</script><script>alert(1)</script>\n"\'><img src=x onerror=alert(2)>\u202e' + 'x' * 500
+COLUMNS = [Column('mesh', 'lead'), Column('ms', 'number'), Column('outcome', 'wide')]
+ROWS = [
+    [Cell('tp=10'), Cell('570 ms', 0.57), Cell('best')],
+    [Cell('tp=9'), Cell('1,200 ms', 1.2), Cell('slower')],
+    [Cell('tp=100'), Cell('', None), Cell('no program')],
+]
+TREE = [
+    Node(
+        'top', [Cell('3')], [Node('one', [Cell('1')], [Node('leaf', [Cell('1')])]), Node('two', [Cell('2')])]
+    )
+]
+
+
+def parsed(html):
+    """An element around blocks, which are well-formed."""
+    return ET.fromstring(f'<div>{html}</div>')
+
+
+def texts(html):
+    return [text.strip() for text in parsed(html).itertext() if text.strip()]
+
+
+def everything(text):
+    """All blocks with a text in every place that takes some."""
+    part = Part(text, 1, text, 'forward')
+    return ''.join(
+        [
+            blocks.heading(text, {text: 2}, text),
+            blocks.figures([Figure(text, text, 'good', True), Figure(text, text)]),
+            blocks.callout([text], 'bad', text),
+            blocks.section(text, blocks.bar([part], 2) + blocks.legend([part]), text),
+            blocks.bars([(blocks.axis_name(text, {text: 2}), [part], '1 ms', True)], 3),
+            blocks.table([Column(text, 'lead'), Column(text, 'number')], [[Cell(text), Cell('1 ms', 1.0)]]),
+            blocks.tree([text, text], [Node(text, [Cell(text)], [Node(text, [Cell(text)])])]),
+            blocks.cards([blocks.fold(text, blocks.notes([text]))]),
+            blocks.scatter([Point(1, 2, text, 'bad', True)], Scale(text), Scale(text), text),
+        ]
+    )
+
+
+def test_texts_are_data():
+    def shape(text):
+        # Lines of code are lines on the page, too.
+        return [
+            (each.tag, sorted(each.attrib)) for each in parsed(everything(text)).iter() if each.tag != 'br'
+        ]
+
+    assert shape(HOSTILE) == shape('x')
+    assert not {name for _, names in shape('x') for name in names} & {'id', 'onerror', 'href', 'src'}
+
+
+@pytest.mark.parametrize('text', ['x', HOSTILE], ids=['harmless', 'hostile'])
+def test_pages_are_well_formed_and_load_nothing(text):
+    page = blocks.page(text, everything(text))
+    assert ET.fromstring(page).find('body/main') is not None
+    assert set(re.findall(r'\w+://[^"\s]+', page)) <= {'http://www.w3.org/2000/svg'}
+    assert "default-src 'none'" in page and page.count('<script') == 1
+
+
+def test_bars():
+    parts = [Part('one', 1, '1 B'), Part('none', 0, '0 B'), Part('two', 2, '2 B')]
+
+    def widths(html):
+        return re.findall(r'width: ([\d.]+)%', html)
+
+    assert widths(blocks.bar(parts, 4)) == ['25.00', '50.00']
+    # A bar that is longer than the whole shows all of itself, and where the limit is.
+    assert widths(blocks.bar(parts, 2)) == ['33.33', '66.67']
+    assert 'left: 66.67%' in blocks.bar(parts, 2, limit=2)
+    # Without an end it does not look full.
+    assert widths(blocks.bar(parts, 0)) == ['22.22', '44.44']
+    assert 'class="bar open"' in blocks.bar(parts, 0)
+    assert widths(blocks.bar([], 0)) == []
+
+
+def test_scatter():
+    assert blocks.scatter([], Scale('x'), Scale('y'), 'none') == ''
+    one = blocks.scatter([Point(0, 0, 'zero')], Scale('GiB', 2**30, 2**31), Scale('ms', 1e-3), 'one')
+    assert texts(one)[0] == 'one' and 'zero' in texts(one)
+    assert parsed(one).find('.//*[@class="limit"]') is not None
+
+
+def test_points_may_be_ranges_and_links():
+    scale = Scale('x')
+    point = Point(1, 4, 'best', 'good', least=2, target=HOSTILE)
+    plain, drawn = (
+        parsed(blocks.scatter([each], scale, scale, 's')) for each in (Point(1, 4, 'best'), point)
+    )
+    assert plain.find('.//{*}a') is plain.find('.//*[@class="range"]') is None
+    line = drawn.find('.//{*}a/{*}line')
+    assert line.get('class') == 'range good' and line.get('x1') == line.get('x2')
+    # Of 4 at the top, 2 is halfway down to the axis.
+    top, end = float(line.get('y1')), float(line.get('y2'))
+    zero = float(drawn.find('.//{*}line[@class="grid"]').get('y1'))
+    assert end - top == pytest.approx((zero - top) / 2, abs=0.2)
+    assert f'#{HOSTILE}'.startswith(drawn.find('.//{*}a').get('href')[:10])
+
+
+def test_links_lead_to_targets():
+    page = parsed(blocks.link('to', 'plan-1') + blocks.target('plan-1', blocks.fold('plan', 'text')))
+    assert page.find('a').get('href') == f'#{page.find("div").get("id")}' == '#plan-1'
+    hostile = parsed(blocks.link(HOSTILE, HOSTILE) + blocks.target(HOSTILE, ''))
+    assert [each.tag for each in hostile] == ['a', 'div']
+
+
+def test_an_axis_has_its_color_wherever_it_is_named():
+    assert blocks.axis_name('tp', MESH) == '<span class="axis axis-1">tp</span>'
+    assert blocks.axis_name('other', MESH) == 'other'
+    assert 'axis-1">tp</span> 4' in blocks.heading('title', MESH)
+    many = {f'a{i}': 2 for i in range(8)}
+    assert 'axis-0' in blocks.axis_name('a6', many)
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
+        yield browser
+
+
+@pytest.fixture(scope='module')
+def browser_without_scripts(tmp_path_factory):
+    with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:
+        yield browser
+
+
+def opened(browser, tmp_path, html, **options):
+    path = tmp_path / 'page.html'
+    path.write_text(html, encoding='utf-8')
+    browser.open(path, **options)
+    return browser.driver
+
+
+def shown(root, selector):
+    return [each.text for each in root.find_elements(By.CSS_SELECTOR, selector) if each.is_displayed()]
+
+
+def leads(root):
+    return shown(root, 'tbody td.lead')
+
+
+def test_tables_sort(browser, tmp_path):
+    page = opened(browser, tmp_path, blocks.page('table', blocks.table(COLUMNS, ROWS, best=0)))
+    mesh, ms, _ = page.find_elements(By.CSS_SELECTOR, 'th button')
+    assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
+    mesh.click()
+    assert leads(page) == ['tp=9', 'tp=10', 'tp=100']  # numbers in names count as such
+    ms.click()
+    assert leads(page) == ['tp=9', 'tp=10', 'tp=100']
+    ms.click()
+    assert leads(page) == ['tp=10', 'tp=9', 'tp=100']  # what has no number stays last
+    heads = page.find_elements(By.CSS_SELECTOR, 'th')
+    assert [head.get_attribute('aria-sort') for head in heads] == [None, 'ascending', None]
+    assert shown(page, 'tr.best td.lead') == ['tp=10']
+    assert browser.complaints() == []
+
+
+def names(root):
+    return shown(root, '.tree .row:not(.heads) .name')
+
+
+def test_trees_fold(browser, tmp_path):
+    page = opened(browser, tmp_path, blocks.page('tree', blocks.tree(['scope', 'n'], TREE)))
+    assert names(page) == ['top']
+    page.find_element(By.CSS_SELECTOR, 'summary').click()
+    assert names(page) == ['top', 'one', 'two']
+    everything, nothing = page.find_elements(By.CSS_SELECTOR, '.tools button')
+    everything.click()
+    assert names(page) == ['top', 'one', 'leaf', 'two']
+    nothing.click()
+    assert names(page) == ['top']
+
+
+def test_without_scripts(browser_without_scripts, tmp_path):
+    body = blocks.table(COLUMNS, ROWS) + blocks.tree(['scope', 'n'], TREE)
+    page = opened(browser_without_scripts, tmp_path, blocks.page('still', body))
+    assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
+    assert page.find_elements(By.CSS_SELECTOR, 'button') == []
+    page.find_element(By.CSS_SELECTOR, 'summary').click()
+    assert names(page) == ['top', 'one', 'two']
+
+
+@pytest.mark.parametrize('dark', [False, True])
+def test_in_a_notebook(browser, tmp_path, dark):
+    ground = '#111' if dark else '#fff'
+    body = blocks.table(COLUMNS, ROWS) + blocks.tree(['scope', 'n'], TREE)
+    style = f'<style>td {{ color: red; font-size: 40px }} body {{ background: {ground} }}</style>'
+    page = opened(browser, tmp_path, f'<!DOCTYPE html>{style}{blocks.fragment(body)}{blocks.fragment(body)}')
+    hosts = page.find_elements(By.CSS_SELECTOR, '[data-scalax]')
+    roots = [
+        browser.until(lambda host=host: browser.run('return arguments[0].shadowRoot', host)) for host in hosts
+    ]
+    assert len(roots) == 2
+    for root in roots:
+        assert browser.until(lambda root=root: leads(root)) == ['tp=10', 'tp=9', 'tp=100']
+    roots[1].find_elements(By.CSS_SELECTOR, 'th button')[0].click()
+    assert [leads(root)[0] for root in roots] == ['tp=10', 'tp=9']
+    cell = roots[0].find_element(By.CSS_SELECTOR, 'td')
+    assert cell.value_of_css_property('font-size') == '13px'  # not that of the page around it
+    assert cell.value_of_css_property('color') == (
+        'rgba(230, 234, 239, 1)' if dark else 'rgba(26, 31, 38, 1)'
+    )
+
+
+@pytest.mark.parametrize('width', [1280, 400])
+@pytest.mark.parametrize('dark', [False, True])
+def test_nothing_is_cut(browser, tmp_path, width, dark):
+    page = blocks.page(HOSTILE, everything('fsdp=16, tp=4') + everything(HOSTILE))
+    root = opened(browser, tmp_path, page, width=width, dark=dark)
+    assert browser.overflow() == 0 and browser.complaints() == []
+    assert root.find_element(By.CSS_SELECTOR, 'tbody td').is_displayed()
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0

@@ -1,0 +1,100 @@
+"""Files of trials: what is kept, what is damaged, and what is no such file."""
+
+import json
+import os
+
+import pytest
+
+from scalax._report.trial_file import TrialFile, identity
+from scalax.errors import ArgumentError, DataError
+
+
+def test_trials_are_kept_by_identity(tmp_path):
+    path = tmp_path / 'trials.jsonl'
+    file = TrialFile(path)
+    file.add('a', {'number': 1})
+    file.add('b', {'number': 2})
+    file.add('a', {'number': 3})
+    assert file.known('a') == []  # those from the start
+    again = TrialFile(str(path))
+    assert again.known('a') == [{'number': 1}, {'number': 3}]
+    assert again.known('b') == [{'number': 2}] and again.known('c') == []
+
+
+def test_without_a_path_nothing_is_kept():
+    file = TrialFile(None)
+    file.add('a', {})
+    assert file.known('a') == []
+
+
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+    path = tmp_path / 'trials.jsonl'
+    TrialFile(path).add('a', {'number': 1})
+    with path.open('a') as out:
+        out.write('{"of": "a", "num')
+    file = TrialFile(path)
+    assert file.known('a') == [{'number': 1}]
+    file.add('a', {'number': 2})
+    assert TrialFile(path).known('a') == [{'number': 1}, {'number': 2}]
+
+
+@pytest.mark.parametrize('text', ['', '{', '{"of": "', '{"of": "0123', '{"of": "a", "number": 1}'])
+def test_a_file_that_has_just_begun(text, tmp_path):
+    path = tmp_path / 'trials.jsonl'
+    path.write_text(text)
+    TrialFile(path).add('b', {'number': 2})
+    assert TrialFile(path).known('b') == [{'number': 2}]
+
+
+@pytest.mark.parametrize(
+    'line',
+    ['{"of": 1}', 'null', '[1]', '{"of": "a", "n": NaN}', '[' * 100_000, '\x00', '{"of": "a", "of": "b"}'],
+)
+def test_damaged_lines_are_passed_over(line, tmp_path):
+    path = tmp_path / 'trials.jsonl'
+    path.write_text(f'{line}\n{json.dumps({"of": "a", "number": 1})}\n')
+    assert TrialFile(path).known('a') == [{'number': 1}]
+
+
+@pytest.mark.parametrize(
+    ('content', 'why'),
+    [
+        (b'import jax\n\nprint(1)\n', "it begins with 'import jax\\n\\nprint(1)\\n'"),
+        (b'{"version": 1, "name": "step"}', 'it begins with \'{"version": 1, "name": "step"}\''),
+        (b'\x89PNG\r\n\x1a\n\xff', "it begins with '\ufffdPNG\\r\\n\\x1a\\n\ufffd'"),
+    ],
+)
+def test_files_of_another_kind_are_left_alone(content, why, tmp_path):
+    path = tmp_path / 'precious.py'
+    path.write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        TrialFile(path)
+    assert str(raised.value) == (
+        f'{str(path)!r} is not a file of trials: {why}. Give the file of an earlier search, or a path where '
+        'there is no file'
+    )
+    assert path.read_bytes() == content
+
+
+def test_paths_where_no_file_can_be(tmp_path):
+    with pytest.raises(ArgumentError) as raised:
+        TrialFile(tmp_path)
+    assert str(raised.value) == f'{str(tmp_path)!r} cannot be written: Is a directory'
+    with pytest.raises(ArgumentError) as raised:
+        TrialFile(tmp_path / 'none' / 'trials.jsonl')
+    assert str(raised.value).endswith("none/trials.jsonl' cannot be written: No such file or directory")
+    with pytest.raises(ArgumentError) as raised:
+        TrialFile(5)
+    assert str(raised.value) == 'a file of trials is given by its path, got 5'
+    os.mkfifo(tmp_path / 'pipe')
+    with pytest.raises(DataError, match='is not a file of trials: it is no regular file'):
+        TrialFile(tmp_path / 'pipe')
+
+
+def test_an_identity_is_that_of_a_program_and_its_compiler(monkeypatch):
+    own = identity(['step', 'mesh'])
+    assert own == identity(['step', 'mesh'])
+    assert identity(['<function f at 0x7f01>']) == identity(['<function f at 0x7f02>'])
+    assert len({own, identity(['step', 'mesh2']), identity(['step'])}) == 3
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_something=true')
+    assert identity(['step', 'mesh']) != own
