@@ -24,6 +24,7 @@ from scalax._doctor.finding import Finding
 _ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 6
 _LONGEST = 300  # characters of a line
+_READ = 1 << 20  # bytes: the last that a process has written
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
 _TOO_EARLY = (
     'move that to where the program starts: something above it uses devices, such as jax.devices(), '
@@ -52,6 +53,11 @@ _SAID = (
         'take it out of XLA_FLAGS or LIBTPU_INIT_ARGS: flags come and go with versions of jaxlib and libtpu',
     ),
     (
+        r'Could not open file "(.*?)" to read flags for environment variable "(\w+)"',
+        '{1}={0} is taken for the name of a file: it does not begin with --',
+        'write flags as --name=value, with spaces between them',
+    ),
+    (
         r'(.*PJRT API version.*|.*libtpu version.*)',
         'a plugin does not fit jaxlib: {0}',
         'pip install "jax[tpu]" or "jax[cuda13]" brings the one that fits',
@@ -75,6 +81,11 @@ _SAID = (
         r"(.*Unable to initialize backend '\w+'.*|.*[Uu]nknown backend.*)",
         'a platform cannot be opened: {0}',
         'install its plugin, or take it out of JAX_PLATFORMS (empty: JAX takes the best that works)',
+    ),
+    (
+        r'assert _default_backend is not None',
+        'no platform of JAX_PLATFORMS can be opened',
+        'install the plugin of one, or unset it: JAX then takes the best that works',
     ),
     (
         r'(.*may be present on this machine.*)',
@@ -172,8 +183,7 @@ def open_devices(
             code = process.poll()
             _end(process)
         reader.join(1)
-        log.seek(0)
-        text = log.read().decode(errors='replace')
+        text = _clipped(log)
     values: dict[str, Any] = {}
     for each in list(said):
         values.update(each)
@@ -186,6 +196,12 @@ def _log() -> BinaryIO:
         return cast(BinaryIO, tempfile.TemporaryFile())
     except OSError:
         return open(os.devnull, 'r+b')
+
+
+def _clipped(log: BinaryIO) -> str:
+    """The end of what a process has written, without the rest of long lines: patterns search all of it."""
+    log.seek(max(0, log.seek(0, os.SEEK_END) - _READ))
+    return '\n'.join(line[: 4 * _LONGEST] for line in log.read().decode(errors='replace').splitlines())
 
 
 def _read(descriptor: int, said: list[dict[str, Any]]) -> None:
@@ -234,7 +250,7 @@ def _findings(
     yield from _disagreements(values.get('rows', ()))
 
 
-def _raised(file: str, line: int, error: str) -> Finding:
+def _raised(file: str, line: int | None, error: str) -> Finding:
     cure = 'mend it: nothing that comes after it was tried'
     if (
         'jax_num_cpu_devices' in error
@@ -242,7 +258,8 @@ def _raised(file: str, line: int, error: str) -> Finding:
         or 'before backends' in error
     ):
         cure = _TOO_EARLY
-    return Finding(f'{file}:{line} raises {error[:_LONGEST]}', cure)
+    where = f'{file}:{line}' if line else file
+    return Finding(f'{where} raises {error[:_LONGEST]}', cure)
 
 
 def _recognised(text: str) -> Iterator[Finding]:

@@ -48,7 +48,11 @@ def main(descriptor: int, root: str, file: str, timeout: int, facts: dict[str, s
             except BaseException as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == name]
-                say(late=late, raised=f'{type(error).__name__}: {error}', line=lines[-1] if lines else 0)
+                say(
+                    late=late,
+                    raised=f'{type(error).__name__}: {error}',
+                    line=lines[-1] if lines else getattr(error, 'lineno', None),
+                )
                 return
             say(late=late, used=started())
         say(stage='importing JAX')

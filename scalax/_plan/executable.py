@@ -67,11 +67,13 @@ class Executable:
 
     def _explained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
         """What is wrong with arguments that the program does not take; None if nothing is."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return None  # a transformation such as grad, of which JAX says that it cannot be applied
         rows = self.plan.inputs.rows
         given, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         if tree != self.compiled.in_tree:
             names = self._names()
-            return self._structure_error([_path(path, names) for path, _ in given])
+            return self._structure_error([_path(path, names) for path, _ in given], tree)
         shardings = jax.tree.leaves(self.compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
         wrong, elsewhere = [], []
         for row, (_, leaf), sharding in zip(rows, given, shardings, strict=True):
@@ -92,12 +94,12 @@ class Executable:
             )
         return None
 
-    def _structure_error(self, given: Sequence[str]) -> ArgumentError:
+    def _structure_error(self, given: Sequence[str], tree: Any) -> ArgumentError:
         wanted = dict.fromkeys(row.path for row in self.plan.inputs.rows)
         own = {*given}
         less = [f'{path}: not given' for path in wanted if path not in own]
         more = [f'{path}: given, and not an argument of the program' for path in given if path not in wanted]
-        lines = less + more or [f'nodes of other types or static data: it takes {self.compiled.in_tree}']
+        lines = less + more or [f'it takes {self.compiled.in_tree}, given {tree}']
         return ArgumentError(
             f'{self.plan.name!r} was compiled for arguments of another structure:\n{shown(lines)}\n'
             'What to do: give the arguments that it was planned with; static ones are part of the program, '

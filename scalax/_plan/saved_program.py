@@ -159,7 +159,7 @@ def read(path: str | os.PathLike[str], name: str) -> tuple[Head, bytes]:
         with strict_json.opened(path) as raw, io.BufferedReader(raw) as file:
             first, length = file.readline(len(_FIRST_LINE)), file.readline(_DIGITS)
             if first != _FIRST_LINE:
-                raise ValueError('its first line is another one')
+                raise ValueError(f'it begins with {first!r}, and not with {_FIRST_LINE!r}')
             if not length.strip().isdigit() or int(length) > _LONGEST_HEAD:
                 raise ValueError('the length of its description is invalid')
             head = saved.read(Head, file.read(int(length)).decode(), 'program')

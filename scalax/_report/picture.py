@@ -63,7 +63,7 @@ def save_picture(
             axes.axvline(limit / _GIB, color=colors['bad'], linestyle='--')
         known = '' if limit is None else f', the limit is {human_bytes(limit)}'
         axes.set(xlabel=f'memory of a device, GiB{known}', ylabel='milliseconds of a step')
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
         axes.set_ylim(bottom=0)
         axes.set_title(ABOUT, fontsize=8, loc='left')
     figure.savefig(path, format='png', dpi=150)

@@ -206,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_page(explain, 'also write the report as a page')
     explain.set_defaults(run=_commands.explain)
 
-    topologies = _command(commands, 'topologies', 'the known TPU slices', 'TPU slices, and their chips.')
+    topologies = _command(
+        commands, 'topologies', 'the known slices and nodes', 'TPU slices and nodes of GPUs.'
+    )
     _add_json(topologies, 'print them as JSON')
     topologies.set_defaults(run=_commands.topologies)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import logging
@@ -40,20 +41,36 @@ _log = logging.getLogger('scalax.cli')
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
     _require_matplotlib(asked)
+    if asked.save_executable and asked.topology and gpu_nodes(asked.topology, asked.slices or 1):
+        raise ArgumentError(f'--save-executable: programs for {asked.topology} are not compiled, only timed')
     helper = _helper(asked)
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
     made = make_plan(helper, step, arguments, {}, quick=asked.quick, keep_program=bool(asked.save_executable))
-    if asked.html:
-        made.to_html(asked.html)
-    if asked.png:
-        made.save_png(asked.png)
-    _print(_plan_as_json(made) if asked.json else made, asked)
+    try:
+        _write(made.to_html, asked.html)
+        _write(made.save_png, asked.png)
+    finally:  # it took minutes, and is not lost where a file cannot be written
+        _print(_plan_as_json(made) if asked.json else made, asked)
     if asked.save_executable and made.fits is not False:
         sys.stdout.flush()  # it takes minutes
-        made.save_executable(asked.save_executable)
+        _write(made.save_executable, asked.save_executable)
         _log.info('wrote %s: scalax.plan.load_executable loads it', asked.save_executable)
     return made.fits
+
+
+def _write(write: Callable[[Path], object], path: Path | None) -> None:
+    """Writes a file, if one is asked for.
+
+    Raises:
+        PlanError: it cannot be written, such as to a disk that is full.
+    """
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise PlanError(f'{os.fspath(path)!r} cannot be written: {error.strerror or error}') from error
 
 
 def _plan_as_json(made: Plan) -> str:
@@ -97,10 +114,8 @@ def search(asked: argparse.Namespace) -> bool:
         file=asked.file,
     )
     _print(json.dumps(found.to_dict()) if asked.json else found, asked)
-    if asked.html:
-        found.to_html(asked.html)
-    if asked.png:
-        found.save_png(asked.png)
+    _write(found.to_html, asked.html)
+    _write(found.save_png, asked.png)
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
     return found.fits
@@ -129,14 +144,14 @@ def find(asked: argparse.Namespace) -> bool | None:
         budget_s=asked.budget,
         file=asked.file,
     )
-    if asked.html:
-        found.to_html(asked.html)
-    if asked.png:
-        found.save_png(asked.png)
-    if asked.code:
-        print(found.to_code())
-    else:
-        _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+    try:
+        _write(found.to_html, asked.html)
+        _write(found.save_png, asked.png)
+    finally:
+        if asked.code:
+            print(found.to_code())
+        else:
+            _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     return found.fits
 
 
@@ -166,10 +181,8 @@ def explain(asked: argparse.Namespace) -> None:
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
-    if asked.html:
-        report.to_html(asked.html)
-    if asked.png:
-        save_picture(report.to_text(WIDTH), (), None, asked.png)
+    _write(report.to_html, asked.html)
+    _write(functools.partial(save_picture, report.to_text(WIDTH), (), None), asked.png)
     if not asked.json and takes_colour(sys.stdout):
         report.print()  # by rich, if it is installed
     else:
@@ -238,7 +251,7 @@ def _helper_without_topology(
 ) -> MeshShardingHelper:
     """A helper over simulated devices; over an abstract mesh if nothing is compiled."""
     if asked.slices or asked.dcn:
-        raise ArgumentError('--slices and --dcn are for TPUs: give --topology')
+        raise ArgumentError('--slices and --dcn are for TPUs and GPUs: give --topology')
     if -1 in sizes.values():
         raise ArgumentError(
             'without --topology the number of devices is not known: give every axis of --mesh a size'

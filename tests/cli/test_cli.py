@@ -65,6 +65,14 @@ def job(tmp_path):
     return path
 
 
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='a disk that is full')
+@pytest.mark.parametrize('option', ['--html', '--png'])
+def test_a_plan_is_printed_though_its_page_cannot_be_written(job, capsys, option):
+    done = here(capsys, 'plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2', option, '/dev/full')
+    assert done.returncode == 1 and 'memory of each device' in done.stdout
+    assert done.stderr == "error: '/dev/full' cannot be written: No space left on device\n"
+
+
 def run(*arguments):
     """In a process of its own, whose devices are not those of the tests."""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
@@ -542,7 +550,7 @@ def test_topologies_of_gpus_that_are_none(job, capsys, topology, said):
 @pytest.mark.parametrize('wrong', [('--slices', '2'), ('--dcn', 'fsdp=2')])
 def test_explain_takes_no_slices_without_a_topology(job, capsys, wrong):
     assert main(['explain', f'{job}:make_state', '--mesh', 'fsdp=4,tp=2', *wrong]) == 2
-    assert capsys.readouterr().err == 'error: --slices and --dcn are for TPUs: give --topology\n'
+    assert capsys.readouterr().err == 'error: --slices and --dcn are for TPUs and GPUs: give --topology\n'
 
 
 WRONG = {
@@ -616,7 +624,11 @@ def test_usage(job, capsys, arguments, said):
             "--dcn names 'fdsp', which is no axis of --mesh (did you mean 'fsdp'?); if it is another axis, "
             'give it there too: fdsp=2',
         ),
-        (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs: give --topology'),
+        (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs and GPUs: give --topology'),
+        (
+            ['--mesh', 'fsdp=8', '--topology', 'h100:8', '--save-executable', 'step.bin'],
+            '--save-executable: programs for h100:8 are not compiled, only timed',
+        ),
         (
             ['--mesh', 'fsdp=-1'],
             'without --topology the number of devices is not known: give every axis of --mesh a size',

@@ -98,15 +98,23 @@ def test_variables_that_are_set_too_late(file):
             'mend it',
         ),
         ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'mend the'),
+        ('x = 1\ndef f(:', 'train.py:2 raises SyntaxError: invalid syntax', 'mend it'),
         ('raise SystemExit(3)', 'train.py:1 raises SystemExit: 3', 'mend it'),
     ],
-    ids=['too late', 'an import', 'a crash', 'an exit'],
+    ids=['too late', 'an import', 'a crash', 'no Python', 'an exit'],
 )
 def test_files_that_fail(file, text, what, cure):
     [found] = open_devices({}, LONG, file(text)).findings
     assert found.what.startswith(what) and found.cure.startswith(cure)
     if 'almost' in text:
         assert 'almost' in found.what.splitlines()[1]
+
+
+def test_a_file_that_prints_a_line_without_end(file):
+    # Patterns that search the whole of it take hours.
+    opened = open_devices({}, LONG, file('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)'))
+    [found] = opened.findings
+    assert found.what.startswith('importing train.py failed (exit code 3)') and len(found.what) < 1000
 
 
 def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
@@ -163,6 +171,11 @@ def _runs(pid):
             'XLA_FLAGS',
             '--xla_no_such_flag=1',
             'a flag is unknown, and ends every program: --xla_no_such_flag=1',
+        ),
+        (
+            'XLA_FLAGS',
+            'xla_dump_to=/tmp',
+            'XLA_FLAGS=xla_dump_to=/tmp is taken for the name of a file: it does not begin with --',
         ),
         ('JAX_PLATFORMS', 'nonsense', "Unable to initialize backend 'nonsense'"),
     ],
@@ -250,6 +263,7 @@ REPORTED = {
         'a CUDA library does not fit: Loaded runtime CuDNN library: 9.0.0',
         'LD_LIBRARY_PATH',
     ),
+    '    assert _default_backend is not None': ('no platform of JAX_PLATFORMS can be opened', 'unset it'),
     'WARNING: An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed.': (
         'JAX does not open an accelerator: ',
         'install the package',

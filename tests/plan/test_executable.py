@@ -149,19 +149,31 @@ def test_keywords_and_an_order_of_devices(tmp_path):
     'arguments',
     [
         ({'w': 1}, 2),
+        ('by name', np.ones((32, 16), 'float32')),
         (np.ones((16, 8), 'float32'),),
         (np.ones((16, 4), 'float32'), np.ones((32, 16), 'int32')),
         ('placed', np.ones((32, 16), 'float32')),
     ],
-    ids=['a tree', 'too few', 'shapes and dtypes', 'placed otherwise'],
+    ids=['a tree', 'by name', 'too few', 'shapes and dtypes', 'placed otherwise'],
 )
 def test_arguments_that_it_does_not_take(product, snapshot, arguments):
     loaded = load_executable(product[2], HELPER)
-    if isinstance(arguments[0], str):
+    keywords = {}
+    if isinstance(arguments[0], str) and arguments[0] == 'by name':
+        arguments, keywords = (np.ones((16, 8), 'float32'),), {'x': arguments[1]}
+    elif isinstance(arguments[0], str):
         arguments = (HELPER.shard(np.ones((16, 8), 'float32'), P()), arguments[1])
     with pytest.raises((ArgumentError, PlacementError)) as raised:
-        loaded(*arguments)
+        loaded(*arguments, **keywords)
     snapshot(str(raised.value))
+
+
+@pytest.mark.parametrize('transform', [jax.jit, lambda call: jax.grad(lambda x: call(x).sum())])
+def test_transformations_are_refused_by_jax(product, transform):
+    loaded = load_executable(product[2], HELPER)
+    w = np.ones((16, 8), 'float32')
+    with pytest.raises(TypeError, match=r'(?i)transformation'):
+        transform(lambda x: loaded(w, x))(np.ones((32, 16), 'float32'))
 
 
 def test_an_error_of_the_program_is_its_own(product):
@@ -230,6 +242,7 @@ def test_what_does_not_fit_is_not_unpickled(product, capsys):
     [
         lambda data: b'',
         lambda data: b'PK\x03\x04',
+        lambda data: data.replace(b'executable 1', b'executable 2', 1),
         lambda data: data[:40],
         lambda data: data[:-10],
         lambda data: data[:-10] + bytes(10),
@@ -237,7 +250,17 @@ def test_what_does_not_fit_is_not_unpickled(product, capsys):
         lambda data: data.replace(b'"device_ids"', b'"device_idz"', 1),
         lambda data: data.split(b'\n')[0] + b'\n999999999999999\n',
     ],
-    ids=['empty', 'another', 'cut in the head', 'cut', 'changed', 'no JSON', 'a field', 'a length'],
+    ids=[
+        'empty',
+        'another',
+        'a later format',
+        'cut in the head',
+        'cut',
+        'changed',
+        'no JSON',
+        'a field',
+        'a length',
+    ],
 )
 def test_files_that_are_none(product, tmp_path, damage, snapshot):
     path = tmp_path / 'damaged.bin'
