@@ -131,7 +131,7 @@ class Trials:
         self.known: dict[Layout, Trial] = {}
         self._saved: dict[Layout, Trial] = {}
         if file is not None and file.exists():
-            for line in file.read_text().splitlines():
+            for line in file.read_text('utf-8', errors='replace').splitlines():
                 self._read(line)
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
 
@@ -171,7 +171,7 @@ class Trials:
     def _add(self, trial: Trial) -> None:
         self.known[trial.layout] = trial
         if self._file is not None:
-            with self._file.open('a') as out:
+            with self._file.open('a', encoding='utf-8') as out:
                 out.write(json.dumps({'of': self._identity, **dataclasses.asdict(trial)}) + '\n')
         self._note(trial)
 

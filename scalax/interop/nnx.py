@@ -141,7 +141,7 @@ class NnxFunction:
         modules = _modules(args)
         graph, states = nnx.split(modules)
         # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
-        empty = nnx.State({})
+        empty: Any = nnx.State({})
         own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
         return (graph, dict.fromkeys(modules)), *own
 
@@ -178,7 +178,7 @@ class NnxFunction:
             )
         after = nnx.state(modules)
         returned = nnx.split(result) if _has_modules(result) else (None, result)
-        empty = nnx.State({})
+        empty: Any = nnx.State({})
         count = max(len(given), self._returned)
         return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
 

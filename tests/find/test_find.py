@@ -147,6 +147,13 @@ def test_pages_show_names_as_text(tmp_path):
     assert page.count('<pre>') == page.count('</pre>')
 
 
+def test_a_file_of_something_else_is_appended_to(tmp_path):
+    file = tmp_path / 'trials.jsonl'
+    file.write_bytes(b'{"of": 3}\n\xff\xfe\n')
+    assert find(product, simple(), **options(file=file, budget_s=1e-6)).tried == 1
+    assert file.read_bytes().startswith(b'{"of": 3}\n\xff\xfe\n{"of"')
+
+
 def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / 'trials.jsonl'
     first = find(product, simple(), **options(file=file))
