@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 from flax import nnx
 
-from scalax.errors import ArgumentError, plural
+from scalax.errors import ArgumentError, did_you_mean, plural
 
 __all__ = ['NnxFunction', 'sjit']
+
+_VARIABLE = object()
 
 
 class _Helper(Protocol):
@@ -38,22 +40,24 @@ def sjit(
 
     What the function changes in a module, an optimizer or an ``nnx.Rngs`` is changed in the caller's: their
     variables get the new arrays, with the shardings of *in_shardings*. References that modules share are
-    kept. Variables that hold no array yet, or that the function adds, are an error.
+    kept. Variables that the function adds or removes are an error, and so are attributes without arrays that
+    it changes: call ``model.eval()`` before it.
 
     Args:
         helper: the `MeshShardingHelper`.
-        fun: a function of positional arguments. It may return anything but the modules that it is given.
-        in_shardings: for each argument a rule or a tree of specs, or one for all; for modules, paths are
-            those of ``nnx.state(module)``, as in ``layers/0/kernel/value``. What has several names has the
-            first one, in alphabetical order.
+        fun: a function of positional arguments. It may return anything but the modules and variables that it
+            is given.
+        in_shardings: for each argument a rule or a tree of specs, in a tuple or by name in a dict; or one for
+            all. For modules, paths are those of ``nnx.state(module)``, as in ``layers/0/kernel/value``. What
+            has several names has the first one: of the first argument, and there in alphabetical order.
         out_shardings: for the results.
         donate_argnums: the arguments whose arrays may be overwritten.
         batch_argnums: the arguments that hold rows of a batch; as in `MeshShardingHelper.sjit`.
         options: further options of `MeshShardingHelper.sjit`.
 
     Raises:
-        ArgumentError: *in_shardings* are not one for each argument, or *fun* returns an argument, or adds
-            variables.
+        ArgumentError: *in_shardings* are not one for each argument; or *fun* returns what it is given, or
+            changes it in other ways than by new arrays.
 
     Example:
         >>> import jax
@@ -96,24 +100,35 @@ class NnxFunction:
         options: Mapping[str, Any],
     ) -> None:
         self._fun = fun
+        self._name = getattr(fun, '__name__', type(fun).__name__)
+        own = inspect.signature(fun).parameters
         self._count = len(in_shardings) if isinstance(in_shardings, tuple | list) else None
         given = in_shardings if self._count is None else (None, *in_shardings)
-        if batch_argnums is not None:
-            options = {**options, 'batch_argnums': _behind_the_graph(batch_argnums)}
-        own = inspect.signature(fun).parameters.values()
+        changed, self._returned = in_shardings, 0
+        if isinstance(in_shardings, Mapping):
+            for name in in_shardings:
+                if name not in own:
+                    raise ArgumentError(
+                        f'in_shardings: {self._name} has no argument {name!r} ({did_you_mean(name, own)})'
+                    )
+            changed, self._returned = tuple(map(in_shardings.get, own)), len(own)
+        if self._count is not None and {'static_argnums', 'static_argnames'} & {*options}:
+            raise ArgumentError(
+                f'{self._name} has static arguments: in_shardings is one rule then, or a dict by name'
+            )
+        options = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
+        for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
+            if options.get(option) is not None:
+                options[option] = _behind_the_graph(options[option])
 
         def pure(graph: Any, *given: Any) -> Any:
             return self._without_changes(graph, *given)
 
-        self._name = pure.__name__ = getattr(fun, '__name__', type(fun).__name__)
-        first = inspect.Parameter('graph', inspect.Parameter.POSITIONAL_ONLY)
-        pure.__signature__ = inspect.Signature([first, *own])  # type: ignore[attr-defined]
+        pure.__name__ = self._name
+        first = inspect.Parameter('_graph', inspect.Parameter.POSITIONAL_ONLY)
+        pure.__signature__ = inspect.Signature([first, *own.values()])  # type: ignore[attr-defined]
         self.pure = helper.sjit(
-            pure,
-            in_shardings=given,
-            out_shardings=(in_shardings, (None, out_shardings)),
-            donate_argnums=_behind_the_graph(donate_argnums),
-            **options,
+            pure, in_shardings=given, out_shardings=(changed, (None, out_shardings)), **options
         )
         functools.update_wrapper(self, fun)
 
@@ -125,10 +140,18 @@ class NnxFunction:
         """
         modules = _modules(args)
         graph, states = nnx.split(modules)
-        return graph, *(states[i] if i in modules else arg for i, arg in enumerate(args))
+        # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
+        empty: Any = nnx.State({})
+        own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
+        return (graph, dict.fromkeys(modules)), *own
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Calls the function, and changes the modules."""
+        if keywords:
+            raise ArgumentError(
+                f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
+                'or bind it with functools.partial before sjit'
+            )
         if self._count not in (None, len(args)):
             raise ArgumentError(
                 f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
@@ -141,25 +164,43 @@ class NnxFunction:
 
     def _without_changes(self, graph: Any, *given: Any) -> Any:
         """The function, which returns the states of its modules, too; None for other arguments."""
-        states = {i: each for i, each in enumerate(given) if isinstance(each, nnx.State)}
-        modules = nnx.merge(graph, nnx.State(states))
-        before = _paths(modules)
+        graph, positions = graph
+        state = nnx.State({i: given[i] for i in positions})
+        modules = nnx.merge(graph, state)
+        own = _references(modules)
         result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
-        if _paths(modules) != before:
-            changed = sorted({*before} ^ {*_paths(modules)})
+        if nnx.graphdef(modules) != graph:
+            raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))
+        if _has_modules(result) and own & {*_references(result)}:
             raise ArgumentError(
-                f'{self._name} adds or removes variables of its arguments: {", ".join(changed)}. Make them '
-                'before, as in the constructor of the module'
-            )
-        own = {id(node) for _, node in nnx.iter_graph(modules) if isinstance(node, nnx.Pytree)}
-        if any(id(node) in own for _, node in nnx.iter_graph(result)):
-            raise ArgumentError(
-                f'{self._name} returns a module that it was given, which is changed in place: leave it out '
-                'of the results'
+                f'{self._name} returns a module or a variable that it was given, which is changed in place: '
+                'leave it out of the results'
             )
         after = nnx.state(modules)
         returned = nnx.split(result) if _has_modules(result) else (None, result)
-        return tuple(after.get(i) for i in range(len(given))), returned
+        empty: Any = nnx.State({})
+        count = max(len(given), self._returned)
+        return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
+
+    def _changes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+        """What a function has changed in modules, other than arrays."""
+        variables = [{name for name, value in each.items() if value is _VARIABLE} for each in (before, after)]
+        if changed := sorted(variables[0] ^ variables[1]):
+            return (
+                f'{self._name} adds or removes variables of its arguments: {", ".join(changed)}. Make them '
+                'before, as in the constructor of the module'
+            )
+        names = sorted({*before, *after})
+        others = [name for name in names if before.get(name, _VARIABLE) != after.get(name, _VARIABLE)]
+        what = (
+            f'what is no array in its arguments: {", ".join(others)}'
+            if others
+            else 'which modules it is given'
+        )
+        return (
+            f'{self._name} changes {what}. Do that before the call, as with model.eval(), or keep the value '
+            'in a Variable'
+        )
 
 
 def _behind_the_graph(positions: int | Sequence[int]) -> tuple[int, ...]:
@@ -169,21 +210,27 @@ def _behind_the_graph(positions: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _modules(args: Sequence[Any]) -> dict[int, Any]:
-    """The arguments that hold modules, by position."""
+    """The arguments that hold modules or variables, by position."""
     return {i: arg for i, arg in enumerate(args) if _has_modules(arg)}
 
 
 def _has_modules(tree: Any) -> bool:
-    kinds = nnx.Pytree, nnx.State
+    kinds = nnx.Pytree, nnx.Variable
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    if any(isinstance(node, nnx.State) for node in nodes):
-        raise ArgumentError(
-            'this function takes and returns modules; with nnx.State, which is a tree of arrays, use '
-            'MeshShardingHelper.sjit'
-        )
-    return any(isinstance(node, nnx.Pytree) for node in nodes)
+    return any(isinstance(node, kinds) for node in nodes)
 
 
-def _paths(modules: Any) -> list[str]:
-    """The paths of all variables."""
-    return ['/'.join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(modules))]
+def _references(tree: Any) -> set[int]:
+    """The ids of modules and variables."""
+    return {id(node) for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Pytree | nnx.Variable)}
+
+
+def _values(modules: Any) -> dict[str, Any]:
+    """Attributes without arrays, by path; a mark for variables."""
+    found: dict[str, Any] = {}
+    for path, node in nnx.iter_graph(modules):
+        if isinstance(node, nnx.Variable):
+            found['/'.join(map(str, path))] = _VARIABLE
+        elif not isinstance(node, nnx.Pytree | jax.Array | dict) and '_pytree__' not in str(path[-1:]):
+            found['/'.join(map(str, path))] = node if isinstance(node, Hashable) else repr(node)
+    return found

@@ -113,11 +113,119 @@ def test_what_is_refused():
         'adds adds or removes variables of its arguments: 0/bias. Make them before, as in the constructor of '
         'the module'
     )
-    assert 'returns a module that it was given' in refused(lambda model: [model.up], model)
-    assert 'MeshShardingHelper.sjit' in refused(lambda state: state, flax_nnx.state(model))
+    for returns in (
+        lambda model: [model.up],
+        lambda model: model.up.kernel,
+        lambda model: flax_nnx.List([model.up.kernel]),
+    ):
+        assert 'returns a module or a variable that it was given' in refused(returns, model)
+    with pytest.raises(
+        ArgumentError, match='train_step was called with optimizer=: give each argument by its'
+    ):
+        nnx.sjit(helper(), train_step)(model, optimizer=optimizer, x=rows())
+    assert refused(train_step, in_shardings={'modle': FSDP}) == (
+        "in_shardings: train_step has no argument 'modle' (did you mean 'model'?)"
+    )
+    assert 'a dict by name' in refused(train_step, in_shardings=(FSDP, None), static_argnums=2)
     assert refused(train_step, model, optimizer, in_shardings=(FSDP, FSDP, P('fsdp'))) == (
         'train_step was called with 2 arguments, and in_shardings are for 3'
     )
+
+
+def test_changes_of_attributes_are_refused():
+    model, _ = make(jax.random.key(0))
+
+    def evaluates(model, x):
+        model.eval()
+        return model(x)
+
+    assert refused(evaluates, model, rows()) == (
+        'evaluates changes what is no array in its arguments: 0/dropout/deterministic, '
+        '0/norm/use_running_average. Do that before the call, as with model.eval(), or keep the value in '
+        'a Variable'
+    )
+
+    def ties(model):
+        model.up_again = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(0))
+
+    assert 'ties adds or removes variables' in refused(ties, model)
+    assert not model.dropout.deterministic and model.up_again is model.up
+
+
+def test_switches_between_calls():
+    model, _ = make(jax.random.key(0))
+    step = nnx.sjit(helper(), lambda model, x: model(x), in_shardings=(FSDP, P('fsdp')))
+    model.eval()
+    np.testing.assert_array_equal(step(model, rows()), step(model, rows()))
+    model.train()
+    assert np.any(step(model, rows()) != step(model, rows()))
+
+
+class Doubled(flax_nnx.Module):
+    def __call__(self, x):
+        return 2 * x
+
+
+def test_arguments_that_share_all_they_have_or_have_nothing():
+    model, _ = make(jax.random.key(0))
+
+    def step(model, part, none, x):
+        part.bias[...] += 1
+        return none(x)
+
+    out = nnx.sjit(helper(), step, in_shardings=(FSDP, FSDP, FSDP, P('fsdp')))(
+        model, model.up, Doubled(), rows()
+    )
+    np.testing.assert_array_equal(out, 2 * rows())
+    np.testing.assert_array_equal(model.up.bias[...], 1)
+
+
+def test_variables_and_states_as_arguments_and_results():
+    model, optimizer = make(jax.random.key(0))
+    calls = flax_nnx.Variable(jnp.zeros((), 'int32'))
+
+    def gradients(model, calls, x):
+        calls[...] += 1
+        return flax_nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+    grads = nnx.sjit(helper(), gradients, in_shardings=(FSDP, None, P('fsdp')), out_shardings=FSDP)(
+        model, calls, rows()
+    )
+    before = np.asarray(model.up.kernel[...])
+    nnx.sjit(helper(), lambda *each: each[1].update(each[0], each[2]), in_shardings=FSDP)(
+        model, optimizer, grads
+    )
+    assert int(calls[...]) == int(optimizer.step[...]) == 1
+    assert np.any(before != model.up.kernel[...])
+
+
+def test_shardings_by_name():
+    def step(model, graph, scale=2.0):
+        return model(graph) * scale
+
+    model, _ = make(jax.random.key(0))
+    model.eval()
+    step = nnx.sjit(
+        helper(),
+        step,
+        in_shardings={'model': FSDP, 'graph': P('fsdp')},
+        static_argnums=2,
+        batch_argnums=1,
+    )
+    np.testing.assert_allclose(step(model, rows()) * 2, step(model, rows(), 4.0), rtol=1e-6)
+    assert model.up.kernel[...].sharding.spec == P(None, 'fsdp')
+
+
+def test_after_an_error_modules_are_as_before():
+    def fails(model, x):
+        model(x)
+        raise RuntimeError('stop')
+
+    model, _ = make(jax.random.key(0))
+    with pytest.raises(RuntimeError, match='stop'):
+        nnx.sjit(helper(), fails, donate_argnums=0)(model, rows())
+    assert int(model.dropout.rngs.count[...]) == 0
+    assert model(rows()).shape == (64, 16)
 
 
 def test_errors_name_the_arguments_of_the_function():
