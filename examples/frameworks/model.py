@@ -1,4 +1,4 @@
-"""What the five models have in common: their sizes, their loss, and what `train.py` takes of each."""
+"""What the five models have in common: their sizes, their loss, and what `training.py` takes of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import optax
 
 from scalax.sharding import ShardingRule
 
+FRAMEWORKS = ('plain', 'linen', 'nnx', 'equinox', 'haliax')
 VOCABULARY = 256  # bytes
 SEQUENCE = 64
 WIDTH, HIDDEN, HEADS, LAYERS = 64, 256, 4, 2

@@ -1,6 +1,6 @@
 """flax nnx: modules that a step changes.
 
-`train.py` carries a state from step to step, so modules are split here, and merged in each step. Where a
+`training.py` carries a state from step to step, so modules are split here, and merged in each step. Where a
 program keeps its modules, `scalax.interop.nnx.sjit` compiles `update_modules` as it is, and changes them.
 """
 
