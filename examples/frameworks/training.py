@@ -1,4 +1,4 @@
-"""All lines of scalax: a training on any mesh, which goes on where it was saved, of a model of any library."""
+"""All lines of scalax: a training on any mesh, which goes on where it was saved, for any of the models."""
 
 from __future__ import annotations
 
