@@ -131,6 +131,7 @@ def find(
         # Not in the threads of the trials: filters are those of the process, and would not be restored.
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('error', IndivisibleWarning)
+        warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
         note = stack.enter_context(_progress(show_progress))
         trials = stack.enter_context(Trials(problem, usable, kept, note))
         search = Search(trials, meshes, batch_dim, started + budget_s)

@@ -158,6 +158,11 @@ def _fixed(keep: Any, leaves: Collection[Key], names: Sequence[str]) -> dict[Key
         before = len(fixed)
         for key in leaves:
             if key not in fixed and math.prod(key[1]) > 1 and re.search(pattern, key[0]):
+                if len(spec) > len(key[1]):
+                    raise ArgumentError(
+                        f'keep has {spec!r} for {key[0]!r}, which has the shape {key[1]}: a spec has at most '
+                        'an entry for each dimension'
+                    )
                 fixed[key] = spec
         if len(fixed) == before:
             raise ArgumentError(

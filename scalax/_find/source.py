@@ -78,7 +78,8 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
     else:
         kind = type(step.out).__name__ if hasattr(step.out, '_fields') else ''
         results = f'{kind}({", ".join(returned)}{"," * (len(returned) == 1)})'
-    name = step.name if step.name.isidentifier() else 'your_step'
+    named = hasattr(step.function, '__name__') and step.name.isidentifier()  # a partial has none
+    name = step.name if named else 'your_step'
     return (
         f'{_IMPORTS}\n{rule_code(rule)}\n'
         f'helper = {helper}\n'

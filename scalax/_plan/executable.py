@@ -150,6 +150,7 @@ def load_executable(path: str | os.PathLike[str], helper: MeshOwner) -> Executab
         DataError: the file is not a program, or is damaged.
         FileNotFoundError: there is no such file.
         MeshError: the devices of the helper are not here.
+        ArgumentError: *helper* is none.
 
     Example:
         >>> import os, tempfile
@@ -163,7 +164,12 @@ def load_executable(path: str | os.PathLike[str], helper: MeshOwner) -> Executab
         >>> load_executable(path, helper)(jnp.arange(8.0)).tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
     """
-    mesh = helper.mesh
+    mesh = getattr(helper, 'mesh', None)
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(
+            f'load_executable takes the path and a MeshShardingHelper, got {type(helper).__name__}; '
+            'MeshShardingHelper.from_mesh makes one of a mesh'
+        )
     require_devices(mesh, 'load_executable')
     name = repr(os.fspath(path))
     head, data = read(path, name)

@@ -291,7 +291,9 @@ def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
         slices.setdefault(place.slice, []).append(place)
     routes = {_route_in_slice(members, torus, along) for members in slices.values()}
     if len(routes) > 1:
-        raise PlanError(f'the devices along {along} are placed differently in one slice than in another')
+        raise PlanError(
+            f'the devices along {along} are placed differently in one slice or node than in another'
+        )
     return dataclasses.replace(routes.pop(), slices=len(slices))
 
 

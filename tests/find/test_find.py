@@ -1,5 +1,6 @@
 """`scalax.plan.find`: what it finds, what it keeps, how it ends."""
 
+import functools
 import json
 import warnings
 import xml.etree.ElementTree as ET
@@ -199,6 +200,16 @@ def test_filters_of_warnings_are_as_before():
     before = [*warnings.filters]
     find(product, simple(), **options())
     assert warnings.filters == before
+
+
+def test_a_partial_gets_a_name_in_the_code():
+    step = functools.partial(lambda scale, params, x: jnp.tanh(x @ params['w']) * scale, 2.0)
+    assert '    your_step,\n' in find(step, simple(), **options()).to_code()
+
+
+def test_a_kept_spec_has_no_more_dimensions_than_its_leaf():
+    with pytest.raises(ArgumentError, match=r"for 'w', which has the shape \(64, 256\)"):
+        find(product, simple(), **options(keep=[('w', P(None, None, 'fsdp'))]))
 
 
 def test_gradients_of_integers_count_nothing():

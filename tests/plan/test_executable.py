@@ -362,3 +362,9 @@ def test_what_does_not_fit_is_not_saved(tmp_path):
     )
     with pytest.raises(PlanError, match='made by a search'):
         found.best.save_executable(tmp_path / 'step.bin')
+
+
+@pytest.mark.parametrize('helper', [None, 'fsdp=8'])
+def test_what_is_no_helper(tmp_path, helper):
+    with pytest.raises(ArgumentError, match='takes the path and a MeshShardingHelper, got '):
+        load_executable(tmp_path / 'step.bin', helper)

@@ -220,7 +220,9 @@ def test_unlike_slices():
     group = [Place(0, (0, 0)), Place(0, (1, 0)), Place(1, (0, 0))]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 1, (True, False)), 'tp')
-    assert str(error.value) == 'the devices along tp are placed differently in one slice than in another'
+    assert (
+        str(error.value) == 'the devices along tp are placed differently in one slice or node than in another'
+    )
 
 
 # --- Devices that are not there -------------------------------------------------------------------
