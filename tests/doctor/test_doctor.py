@@ -117,6 +117,7 @@ def test_a_file_that_prints_a_line_without_end(file):
     assert found.what.startswith('importing train.py failed (exit code 3)') and len(found.what) < 1000
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
     # Its own process ignores what can be ignored, and so does the one that it starts.
     child = 'import time; open("alive", "w").close(); time.sleep(300)'
@@ -222,6 +223,7 @@ def test_processes_that_disagree(pair):
         assert lines[2].startswith('1 x cpu (cpu) here, 2 in all, opened in ')
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
     monkeypatch.setenv('JAX_PROCESS_ID', '1')
     [found] = open_devices({}, 25).findings

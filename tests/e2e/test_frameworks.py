@@ -27,10 +27,7 @@ def mesh(fsdp, tp):
 
 @pytest.mark.parametrize(
     'framework',
-    [
-        name if name in ('nnx', 'equinox') else pytest.param(name, marks=pytest.mark.slow)
-        for name in FRAMEWORKS
-    ],
+    [name if name == 'equinox' else pytest.param(name, marks=pytest.mark.slow) for name in FRAMEWORKS],
 )
 def test_losses_are_those_of_one_device_also_when_a_run_goes_on(framework, tmp_path):
     its = program(framework)
