@@ -192,7 +192,7 @@ def explain(asked: argparse.Namespace) -> None:
 def doctor(asked: argparse.Namespace) -> ExitCode:
     """Prints what is wrong here; of several processes only the first, and those with findings."""
     if asked.file and not Path(asked.file).is_file():
-        raise ArgumentError(f'{asked.file!r} is not a Python file')
+        raise ArgumentError(f'there is no file {asked.file!r}')
     found = diagnose(asked.timeout, asked.file)
     if found.process == 0 or found.findings:
         _print(json.dumps(found.to_dict()) if asked.json else found, asked)
@@ -294,7 +294,7 @@ def _load_function(named: str) -> Callable[..., Any]:
         raise ArgumentError(f'{named!r} does not name a function: write FILE.py:function')
     path = Path(file).resolve()
     if not path.is_file():
-        raise ArgumentError(f'{file!r} is not a Python file')
+        raise ArgumentError(f'there is no file {file!r}')
     # As under `python -m`, this folder can be imported from; so can that of the file, as when it is run.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -413,7 +413,7 @@ def test_doctor_for_real(tmp_path):
     done = run('doctor', path)
     assert done.returncode == 4 and 'train.py:3 sets JAX_ENABLE_X64 after JAX was imported' in done.stdout
     done = run('doctor', tmp_path / 'none.py')
-    assert (done.returncode, done.stderr) == (2, f"error: '{tmp_path}/none.py' is not a Python file\n")
+    assert (done.returncode, done.stderr) == (2, f"error: there is no file '{tmp_path}/none.py'\n")
 
 
 @tpu_compiler.needed
@@ -569,7 +569,7 @@ def test_a_function_that_is_none(job, capsys, name):
 
 def test_a_file_that_is_none(capsys, tmp_path):
     assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
-    assert capsys.readouterr().err == f"error: '{tmp_path}/none.py' is not a Python file\n"
+    assert capsys.readouterr().err == f"error: there is no file '{tmp_path}/none.py'\n"
 
 
 def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
