@@ -8,17 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from examples.frameworks.model import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    Program,
-    mean_loss,
-)
+from examples.frameworks import sizes
+from examples.frameworks.model import OPTIMIZER, Program, mean_loss
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
 
@@ -31,9 +22,11 @@ class Block(eqx.Module):
 
     def __init__(self, key: jax.Array) -> None:
         first, second = jax.random.split(key)
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=first)
-        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, depth=1, activation=jax.nn.gelu, key=second)
-        self.attention_norm, self.mlp_norm = eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)
+        self.attention = eqx.nn.MultiheadAttention(sizes.HEADS, sizes.WIDTH, key=first)
+        self.mlp = eqx.nn.MLP(
+            sizes.WIDTH, sizes.WIDTH, sizes.HIDDEN, depth=1, activation=jax.nn.gelu, key=second
+        )
+        self.attention_norm, self.mlp_norm = eqx.nn.LayerNorm(sizes.WIDTH), eqx.nn.LayerNorm(sizes.WIDTH)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jax.vmap(self.attention_norm)(x)
@@ -49,12 +42,12 @@ class Transformer(eqx.Module):
     unembed: eqx.nn.Linear
 
     def __init__(self, key: jax.Array) -> None:
-        keys = jax.random.split(key, 3 + LAYERS)
-        self.embed = eqx.nn.Embedding(VOCABULARY, WIDTH, key=keys[0])
-        self.positions = eqx.nn.Embedding(SEQUENCE, WIDTH, key=keys[1])
-        self.unembed = eqx.nn.Linear(WIDTH, VOCABULARY, key=keys[2])
+        keys = jax.random.split(key, 3 + sizes.LAYERS)
+        self.embed = eqx.nn.Embedding(sizes.VOCABULARY, sizes.WIDTH, key=keys[0])
+        self.positions = eqx.nn.Embedding(sizes.SEQUENCE, sizes.WIDTH, key=keys[1])
+        self.unembed = eqx.nn.Linear(sizes.WIDTH, sizes.VOCABULARY, key=keys[2])
         self.blocks = [Block(key) for key in keys[3:]]
-        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.norm = eqx.nn.LayerNorm(sizes.WIDTH)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = jax.vmap(self.embed)(tokens) + jax.vmap(self.positions)(jnp.arange(len(tokens)))

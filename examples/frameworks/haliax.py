@@ -10,22 +10,13 @@ import haliax.nn as hnn
 import jax
 import optax
 
-from examples.frameworks.model import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    Program,
-    mean_loss,
-)
+from examples.frameworks import sizes
+from examples.frameworks.model import OPTIMIZER, Program, mean_loss
 from scalax.sharding import LogicalAxisShardingRule
 
-Vocab, Embed, Mlp = hax.make_axes(vocab=VOCABULARY, embed=WIDTH, mlp=HIDDEN)
-Heads, HeadSize = hax.make_axes(heads=HEADS, head_size=WIDTH // HEADS)
-Pos, Layers = hax.make_axes(position=SEQUENCE, layers=LAYERS)
+Vocab, Embed, Mlp = hax.make_axes(vocab=sizes.VOCABULARY, embed=sizes.WIDTH, mlp=sizes.HIDDEN)
+Heads, HeadSize = hax.make_axes(heads=sizes.HEADS, head_size=sizes.WIDTH // sizes.HEADS)
+Pos, Layers = hax.make_axes(position=sizes.SEQUENCE, layers=sizes.LAYERS)
 
 
 class Block(eqx.Module):
@@ -75,7 +66,7 @@ class Transformer(eqx.Module):
         return Transformer(
             embed=hnn.Embedding.init(Vocab, Embed, key=keys[0]),
             positions=hnn.Embedding.init(Pos, Embed, key=keys[1]),
-            blocks=hnn.Stacked.init(Layers, Block)(key=jax.random.split(keys[2], LAYERS)),
+            blocks=hnn.Stacked.init(Layers, Block)(key=jax.random.split(keys[2], sizes.LAYERS)),
             norm=hnn.LayerNorm.init(Embed),
             unembed=hnn.Linear.init(Embed, Vocab, key=keys[3]),
         )

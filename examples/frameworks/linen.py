@@ -9,17 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
 
-from examples.frameworks.model import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    Program,
-    mean_loss,
-)
+from examples.frameworks import sizes
+from examples.frameworks.model import OPTIMIZER, Program, mean_loss
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
 
@@ -27,27 +18,27 @@ from scalax.sharding import TreePathShardingRule
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + nn.MultiHeadDotProductAttention(HEADS, name='attention')(nn.LayerNorm()(x), mask=mask)
-        hidden = nn.gelu(nn.Dense(HIDDEN, name='up')(nn.LayerNorm()(x)))
-        return x + nn.Dense(WIDTH, name='down')(hidden)
+        x = x + nn.MultiHeadDotProductAttention(sizes.HEADS, name='attention')(nn.LayerNorm()(x), mask=mask)
+        hidden = nn.gelu(nn.Dense(sizes.HIDDEN, name='up')(nn.LayerNorm()(x)))
+        return x + nn.Dense(sizes.WIDTH, name='down')(hidden)
 
 
 class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(tokens.shape[1])
-        x = nn.Embed(VOCABULARY, WIDTH, name='embed')(tokens)
-        x = x + nn.Embed(SEQUENCE, WIDTH, name='positions')(positions)
-        for _ in range(LAYERS):
+        x = nn.Embed(sizes.VOCABULARY, sizes.WIDTH, name='embed')(tokens)
+        x = x + nn.Embed(sizes.SEQUENCE, sizes.WIDTH, name='positions')(positions)
+        for _ in range(sizes.LAYERS):
             x = Block()(x, nn.make_causal_mask(tokens))
-        return nn.Dense(VOCABULARY, name='unembed')(nn.LayerNorm()(x))
+        return nn.Dense(sizes.VOCABULARY, name='unembed')(nn.LayerNorm()(x))
 
 
 MODEL = Transformer()
 
 
 def init(key: jax.Array) -> TrainState:
-    params = MODEL.init(key, jnp.zeros((1, SEQUENCE), jnp.int32))['params']
+    params = MODEL.init(key, jnp.zeros((1, sizes.SEQUENCE), jnp.int32))['params']
     return TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER)
 
 

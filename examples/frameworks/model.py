@@ -1,4 +1,4 @@
-"""What the five models have in common: their sizes, their loss, and what `training.py` takes of each."""
+"""What the five models have in common: their optimizer, their loss, and what `training.py` takes of each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import optax
 from scalax.sharding import ShardingRule
 
 FRAMEWORKS = ('plain', 'linen', 'nnx', 'equinox', 'haliax')
-VOCABULARY = 256  # bytes
-SEQUENCE = 64
-WIDTH, HIDDEN, HEADS, LAYERS = 64, 256, 4, 2
 OPTIMIZER = optax.adamw(3e-3)
 
 

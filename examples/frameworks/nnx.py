@@ -12,28 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from examples.frameworks.model import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    Program,
-    mean_loss,
-)
+from examples.frameworks import sizes
+from examples.frameworks.model import OPTIMIZER, Program, mean_loss
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
 
 
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.attention_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
-        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(sizes.HEADS, sizes.WIDTH, decode=False, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(sizes.WIDTH, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(sizes.WIDTH, rngs=rngs)
+        self.up = nnx.Linear(sizes.WIDTH, sizes.HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(sizes.HIDDEN, sizes.WIDTH, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x), mask=mask)
@@ -42,11 +33,11 @@ class Block(nnx.Module):
 
 class Transformer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(SEQUENCE, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.unembed = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+        self.embed = nnx.Embed(sizes.VOCABULARY, sizes.WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(sizes.SEQUENCE, sizes.WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(sizes.LAYERS)])
+        self.norm = nnx.LayerNorm(sizes.WIDTH, rngs=rngs)
+        self.unembed = nnx.Linear(sizes.WIDTH, sizes.VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))

@@ -8,17 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.frameworks.model import (
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    OPTIMIZER,
-    SEQUENCE,
-    VOCABULARY,
-    WIDTH,
-    Program,
-    mean_loss,
-)
+from examples.frameworks import sizes
+from examples.frameworks.model import OPTIMIZER, Program, mean_loss
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
 
@@ -32,18 +23,18 @@ def init_params(key: jax.Array) -> Params:
         return jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
 
     layers = {
-        'query_key_value': draw(LAYERS, WIDTH, 3 * WIDTH),
-        'out': draw(LAYERS, WIDTH, WIDTH),
-        'up': draw(LAYERS, WIDTH, HIDDEN),
-        'down': draw(LAYERS, HIDDEN, WIDTH),
-        'norms': jnp.ones((LAYERS, 2, WIDTH)),
+        'query_key_value': draw(sizes.LAYERS, sizes.WIDTH, 3 * sizes.WIDTH),
+        'out': draw(sizes.LAYERS, sizes.WIDTH, sizes.WIDTH),
+        'up': draw(sizes.LAYERS, sizes.WIDTH, sizes.HIDDEN),
+        'down': draw(sizes.LAYERS, sizes.HIDDEN, sizes.WIDTH),
+        'norms': jnp.ones((sizes.LAYERS, 2, sizes.WIDTH)),
     }
     return {
-        'embed': draw(VOCABULARY, WIDTH),
-        'positions': draw(SEQUENCE, WIDTH),
+        'embed': draw(sizes.VOCABULARY, sizes.WIDTH),
+        'positions': draw(sizes.SEQUENCE, sizes.WIDTH),
         'layers': layers,
-        'norm': jnp.ones(WIDTH),
-        'unembed': draw(WIDTH, VOCABULARY),
+        'norm': jnp.ones(sizes.WIDTH),
+        'unembed': draw(sizes.WIDTH, sizes.VOCABULARY),
     }
 
 
@@ -54,7 +45,7 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
     rows, length, _ = x.shape
     heads = normed(x, layer['norms'][0]) @ layer['query_key_value']
-    query, key, value = jnp.split(heads.reshape(rows, length, HEADS, -1), 3, -1)
+    query, key, value = jnp.split(heads.reshape(rows, length, sizes.HEADS, -1), 3, -1)
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     x = x + mixed.reshape(x.shape) @ layer['out']
     return x + jax.nn.gelu(normed(x, layer['norms'][1]) @ layer['up']) @ layer['down'], None

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from examples.devices import choose_devices, quiet_logs
-from examples.frameworks.model import FRAMEWORKS, SEQUENCE
+from examples.frameworks.model import FRAMEWORKS
+from examples.frameworks.sizes import SEQUENCE
 from examples.frameworks.training import train, write
 from examples.llama.data import load_corpus
 from scalax.sharding import MeshShardingHelper

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.frameworks.model import SEQUENCE, Program
+from examples.frameworks.model import Program
+from examples.frameworks.sizes import SEQUENCE
 from examples.llama.data import Corpus
 from scalax.checkpoint import Checkpointer
 from scalax.sharding import MeshShardingHelper, PartitionSpec

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from examples.frameworks.model import FRAMEWORKS, SEQUENCE
+from examples.frameworks.model import FRAMEWORKS
+from examples.frameworks.sizes import SEQUENCE
 from examples.frameworks.training import train, write
 from examples.llama.data import load_corpus
 from scalax.sharding import MeshShardingHelper
