@@ -47,3 +47,21 @@ def no_mesh_left_behind() -> Iterator[None]:
     yield
     mesh = jax.sharding.get_abstract_mesh()
     assert mesh.empty, f'the test left an ambient mesh behind: {mesh}'
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    """A browser that opens pages (`tests.support.browser.Browser`)."""
+    from tests.support.browser import browser_or_skip  # imports selenium
+
+    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
+        yield browser
+
+
+@pytest.fixture(scope='module')
+def browser_without_scripts(tmp_path_factory):
+    """The same for pages that may run no scripts."""
+    from tests.support.browser import browser_or_skip
+
+    with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:
+        yield browser

@@ -7,23 +7,10 @@ from selenium.webdriver.common.keys import Keys
 
 from scalax._report.tables import human_bytes
 from scalax.explain import ReportRow, ShardingReport
-from tests.support.browser import browser_or_skip
 from tests.support.reports import HOSTILE, hostile_report, report, synthetic_report
 
 # The report of test_explain_html: embed, layers/{0..11}/norm, layers/{0..11}/up, step.
 AT_FIRST = ['embed', 'layers/{0..11}', 'norm × 12', 'up × 12', 'step']
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
-
-
-@pytest.fixture(scope='module')
-def browser_without_scripts(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:
-        yield browser
 
 
 class Widget:

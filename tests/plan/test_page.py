@@ -17,7 +17,6 @@ from scalax.errors import MissingDependencyError
 from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
-from tests.support.browser import browser_or_skip
 
 GIB = 2**30
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
@@ -355,12 +354,6 @@ def test_pictures_need_matplotlib(monkeypatch, tmp_path):
     with pytest.raises(MissingDependencyError) as raised:
         plan().save_png(tmp_path / 'plan.png')
     assert str(raised.value) == 'pictures of plans need matplotlib: pip install matplotlib'
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
 
 
 @pytest.mark.parametrize('width', [1280, 400])

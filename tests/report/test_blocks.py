@@ -8,7 +8,6 @@ from selenium.webdriver.common.by import By
 
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Node, Part, Point, Scale
-from tests.support.browser import browser_or_skip
 
 MESH = {'fsdp': 16, 'tp': 4}
 HOSTILE = '</script><script>alert(1)</script>\n"\'><img src=x onerror=alert(2)>\u202e' + 'x' * 500
@@ -123,18 +122,6 @@ def test_an_axis_has_its_color_wherever_it_is_named():
     assert 'axis-1">tp</span> 4' in blocks.heading('title', MESH)
     many = {f'a{i}': 2 for i in range(8)}
     assert 'axis-0' in blocks.axis_name('a6', many)
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
-
-
-@pytest.fixture(scope='module')
-def browser_without_scripts(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:
-        yield browser
 
 
 def opened(browser, tmp_path, html, **options):

@@ -14,7 +14,6 @@ from scalax._search.ranking import ranked
 from scalax.plan import HARDWARE, Candidate, Place, Search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
-from tests.support.browser import browser_or_skip
 
 GIB = 2**30
 LIMIT = HARDWARE['v5e'].hbm_bytes
@@ -201,18 +200,6 @@ def test_a_notebook_has_no_plans_and_no_links():
 
 
 # --- In a browser ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
-        yield browser
-
-
-@pytest.fixture(scope='module')
-def browser_without_scripts(tmp_path_factory):
-    with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:
-        yield browser
 
 
 def opened(browser, found, folder, **window):

@@ -1,11 +1,6 @@
 """A headless Chromium that tests of pages share: started with nothing to ask of the network, always ended.
 
-A test module makes it a fixture, one browser a module::
-
-    @pytest.fixture(scope='module')
-    def browser(tmp_path_factory):
-        with browser_or_skip(tmp_path_factory.mktemp('profile')) as browser:
-            yield browser
+The fixtures `browser` and `browser_without_scripts` of tests/conftest.py are one for each module.
 """
 
 import contextlib
