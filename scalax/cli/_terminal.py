@@ -44,6 +44,7 @@ def painted(text: str) -> str:
 
 def _marked(line: str) -> str:
     for pattern, style in _MARKED:
+        # mypy knows no type of a lambda with a default, which binds the style of this round.
         line = pattern.sub(lambda found, style=style: _styled(found[0], style), line)  # type: ignore[misc]
     return line
 

@@ -126,6 +126,7 @@ class NnxFunction:
 
         pure.__name__ = self._name
         first = inspect.Parameter('_graph', inspect.Parameter.POSITIONAL_ONLY)
+        # Types of functions do not say that inspect reads this.
         pure.__signature__ = inspect.Signature([first, *own.values()])  # type: ignore[attr-defined]
         self.pure = helper.sjit(
             pure, in_shardings=given, out_shardings=(changed, (None, out_shardings)), **options
