@@ -374,10 +374,10 @@ class _Edit:
         if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
             return
         if not follower.has_rows(RULES[name](equation, operands)[0]):
-            stored = axes_of(follower.tables[shape])
+            axes = axes_of(follower.tables[shape])
             # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
-            if not stored.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
-                shards = math.prod(follower.trails.sizes[axis] for axis in stored)
+            if not axes.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
+                shards = math.prod(follower.trails.sizes[axis] for axis in axes)
                 follower.sums_of_tables[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
