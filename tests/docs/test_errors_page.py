@@ -1,4 +1,4 @@
-"""Is docs/errors.md whole? It has a section of each exception, of each warning, and of each kind of ShardingError."""
+"""Is docs/errors.md whole? A section of each exception, each warning, and each kind of ShardingError."""
 
 import ast
 import re
