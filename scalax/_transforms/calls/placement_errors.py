@@ -232,10 +232,33 @@ def _mismatched(sharded: ShardedCall) -> PlacementError | None:
         f'says:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
         'them moved at every such call, or use None in in_shardings to leave arguments where they are.'
+        + _of_batches(sharded)
         + (_OF_OUTPUTS.format(name=name) if sharded.may_be_returned else '')
     )
 
 
+def _of_batches(sharded: ShardedCall) -> str:
+    """What to do about batches whose rows are on all axes of the mesh, where `prefetch` puts them."""
+    whole = tuple(sharded.mesh.axis_names)
+    wanted = (sharding for shardings in sharded.shardings.values() for sharding in shardings)
+    for (_, _, leaf), sharding in zip(sharded.call.leaves(), wanted, strict=True):
+        if sharding is None or not is_mismatched(leaf, sharding):
+            continue
+        given = leaf.sharding
+        if not isinstance(given, NamedSharding) or [*map(specs.entry_axes, specs.entries(given.spec))] != [
+            whole
+        ]:
+            continue
+        axes = specs.spec_axes(sharding.spec)
+        if axes and axes == specs.entry_axes(specs.entries(sharding.spec)[0]):
+            return _OF_BATCHES.format(axes[0] if len(axes) == 1 else axes)
+    return ''
+
+
+_OF_BATCHES = (
+    ' Or was it made by helper.prefetch or helper.local_data_to_global_array? They divide rows over all axes '
+    'of the mesh, unless they are told which: mesh_axis_subset={!r}.'
+)
 _OF_OUTPUTS = (
     ' Of outputs of an earlier call of {name} the compiler has chosen the shardings: give out_shardings, or '
     'donate the argument that they are to replace (donate_argnums), and they have those of the arguments.'

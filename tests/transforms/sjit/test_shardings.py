@@ -258,6 +258,30 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
 
 
+@pytest.mark.parametrize(
+    ('asked', 'told'),
+    [
+        (P('data'), "mesh_axis_subset='data'."),
+        (P(('model', 'data')), "mesh_axis_subset=('model', 'data')."),
+        (P(None, 'data'), None),
+        (P('data', 'model'), None),
+        (P(), None),
+    ],
+)
+def test_a_batch_that_prefetch_has_divided_over_all_axes(asked, told):
+    step = HELPER.sjit(lambda batch: batch['x'], in_shardings=asked)
+    with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
+        step(next(batches))
+    assert ('prefetch' in str(error.value)) == (told is not None)
+    assert told is None or told in str(error.value)
+    with (
+        HELPER.prefetch([{'x': X}], mesh_axis_subset='model') as some,
+        pytest.raises(PlacementError) as error,
+    ):
+        step(next(some))
+    assert 'prefetch' not in str(error.value)
+
+
 def test_mismatched_arguments_are_moved_on_request():
     traces = []
 
