@@ -208,6 +208,20 @@ def _not_arrays(call: Call) -> ArgumentError:
     )
 
 
+def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
+    """Adds to an error about the value of a traced bool which ones a call has in trees, as equinox has."""
+    flags = shown(call.describe(*leaf) for leaf in call.leaves() if leaf[1] and _is_flag(leaf[-1]))
+    if flags:
+        error.add_note(
+            f'{call.signature.name} got flags in trees, and they are traced as arrays are (sjit and '
+            f'helper.shard make arrays of Python bools):\n{flags}\nWhat to do: {_OF_TREES}'
+        )
+
+
+def _is_flag(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or (getattr(leaf, 'shape', None) == () and leaf.dtype == bool)
+
+
 def _too_large(call: Call) -> ArgumentError:
     return ArgumentError(
         f'{call.signature.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '

@@ -30,7 +30,7 @@ from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls import placement, placement_errors
 from scalax._transforms.calls.argument_shardings import ArgumentShardings, Options
-from scalax._transforms.calls.call_key import Call, CallKey, call_key
+from scalax._transforms.calls.call_key import Call, CallKey, call_key, note_flags
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Moves, Shardings
 from scalax._transforms.calls.placement_errors import ShardedCall
@@ -323,7 +323,11 @@ class Dispatcher:
         program = self._new_program(call.layout)
         program.shardings.put(key, self._shardings_in(call, state))
         # The same function object as in the program: JAX finds this trace again there.
-        traced = jax.jit(program.flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
+        try:
+            traced = jax.jit(program.flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
+        except jax.errors.TracerBoolConversionError as error:
+            note_flags(error, call)
+            raise
         shardings = program.shardings.get(key)
         assert shardings is not None
         return traced, program, dataclasses.replace(shardings, recording=Recording.of(traced, key))

@@ -574,6 +574,28 @@ def test_functions_in_modules_are_no_static_arguments():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
 
 
+def test_a_flag_that_a_module_reads_is_named_with_what_to_do():
+    eqx = pytest.importorskip('equinox')
+
+    class Model(eqx.Module):
+        dropout: eqx.nn.Dropout
+        scale: jax.Array
+
+        def __call__(self, x, key):
+            return self.scale * self.dropout(x, key=key)
+
+    step = HELPER.sjit(lambda model, x, key: model(x, key))
+    model = Model(eqx.nn.Dropout(0.5), jnp.ones(8))
+    for given, leaf in ((model, 'Python bool'), (HELPER.shard(model, P()), 'bool[]')):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            step(given, X[0], jax.random.key(0))
+        [note] = [note for note in error.value.__notes__ if note.startswith('<lambda> got flags')]
+        assert f'Python bools):\n  model/dropout/inference: {leaf}\nWhat to do: ' in note
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        HELPER.sjit(lambda x, rows: x if x.any() else rows['x'])(X, {'x': X})
+    assert 'flags' not in ''.join(error.value.__notes__)
+
+
 def test_what_to_do_about_leaves_depends_on_what_is_beside_them(snapshot):
     with snapshot.raises(ArgumentError):
         HELPER.sjit(lambda batch, how: batch)({'x': X, 'name': 'rows'}, 'fast')
