@@ -3,7 +3,8 @@
 JAX writes named scopes, which flax, haiku and equinox open for each module, into the name of an operation,
 between the transformations and the primitive: ``jit(step)/transpose(jvp(Model))/layers_0/up/dot_general``.
 Forward, backward and recomputed operations of one module have the same scope. Code without any scope is told
-apart by the functions that call each other: ``step()/loss()/attention()``.
+apart by the functions that call each other: ``step()/loss()/attention()``. So are the layers of equinox, as
+their scopes do not say where they are: ``step()/loss()/Block()/eqx.nn.Linear``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _CALLS = {
 }
 _PARTS_OF = {'while': re.compile('body|cond'), 'cond': re.compile(r'branch_\d+_fun')}
 _EINSUM = '->'
+# Scopes of equinox: its own layers have the name of their class, and modules of the user have none.
+_UNPLACED = 'eqx.nn.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +82,9 @@ class Scopes:
         """
         key = op_name, frame
         if key not in self._known:
-            names = scopes_in(op_name) or self._functions(frame)
+            names = scopes_in(op_name)
+            if all(name.startswith(_UNPLACED) for name in names):
+                names = [*self._functions(frame), *names]
             self._known[key] = '/'.join(names)
         return self._known[key]
 

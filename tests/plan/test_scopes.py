@@ -142,6 +142,41 @@ def test_modules_of_flax():
     assert [*top.inside['Model'].inside] == ['up', 'down']
 
 
+def test_modules_of_equinox_are_told_apart_by_their_functions():
+    eqx = pytest.importorskip('equinox')
+
+    class Block(eqx.Module):
+        up: eqx.nn.Linear
+        down: eqx.nn.Linear
+
+        def __call__(self, x):
+            return x + self.down(jax.nn.gelu(self.up(x)))
+
+    class Model(eqx.Module):
+        block: Block
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.head(self.block(x))
+
+    def make(key):
+        return Model(
+            Block(eqx.nn.Linear(64, 128, key=key), eqx.nn.Linear(128, 64, key=key)),
+            eqx.nn.Linear(64, 32, key=key),
+        )
+
+    def step(model, x):
+        return jax.grad(lambda model: jnp.square(jax.vmap(model)(x)).sum())(model)
+
+    plan = planned(step, jax.eval_shape(make, jax.random.key(0)), X, in_shardings=(P(), P('fsdp')))
+    assert is_whole(plan)
+    inside = 'step()/<lambda>()/Model()'
+    head = 2 * 16 * 64 * 32
+    assert flops_of(plan, f'{inside}/eqx.nn.Linear') == {'forward': head, 'backward': 2 * head}
+    block = flops_of(plan, f'{inside}/Block()/eqx.nn.Linear')
+    assert block['forward'] == 2 * (2 * 16 * 64 * 128)
+
+
 def test_any_number_of_scopes_inside_of_one_another():
     def step(x):
         with jax.named_scope('/'.join('d' * 200)):
