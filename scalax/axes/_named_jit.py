@@ -373,6 +373,12 @@ class NamedJitFunction(Generic[Given, Result]):
         # See `_Call`: of two parts the first one is donated, and of four the last two are batches.
         parts, donated, batches = (2, (1,), ()) if self._batch is None else (4, (1, 3), (3, 4))
         if place is not None:
+            if batches and inputs is None:
+                raise ArgumentError(
+                    f'{self._name} has batches (batch_argnums, batch_argnames), and nothing says how their '
+                    'rows are sharded: give in_axis_resources, a mapping or any rule; or use sjit, where '
+                    'each argument has a rule of its own'
+                )
             compiled: Any = place.sjit(
                 body,
                 in_shardings=None if inputs is None else (None, *[inputs] * parts),

@@ -84,6 +84,14 @@ OF_FSDP = (
             "batch_argnames='x': a call of <lambda> with 1 positional argument and the keywords (y) has no "
             "such argument (known: 'w', 'y')",
         ),
+        (
+            lambda: named_jit(lambda x: x, batch_argnums=0, mesh=MeshShardingHelper([8], ['data']))(
+                np.ones(8)
+            ),
+            '<lambda> has batches (batch_argnums, batch_argnames), and nothing says how their rows are '
+            'sharded: give in_axis_resources, a mapping or any rule; or use sjit, where each argument has a '
+            'rule of its own',
+        ),
     ],
 )
 def test_calls_that_make_no_sense(bad, said):
