@@ -170,16 +170,22 @@ def wrapped(lines: Iterable[str], width: int) -> list[str]:
     ]
 
 
+_BREAKS = ('/', ', ', ',', ' ', '.')
+
+
 def broken(text: str, room: int) -> list[str]:
-    """A text in parts no longer than *room*, broken after a slash, else after a comma, if there is one.
+    """A text in parts no longer than *room*, broken after a slash, else after a comma, a space or a dot.
 
     Example:
         >>> broken('layers/{0..11}/attention', 16), broken("P('fsdp', 'tp')", 10)
         (['layers/{0..11}/', 'attention'], ["P('fsdp', ", "'tp')"])
+        >>> broken('halo exchange: train.py:178 make_step', 32)
+        ['halo exchange: train.py:178 ', 'make_step']
     """
     parts = []
     while len(text) > room:
-        ends = (text.rfind(mark, 0, room) + len(mark) for mark in ('/', ', ', ',') if mark in text[:room])
+        inside = text[:room].lstrip()  # no part is the indentation alone
+        ends = (text.rfind(mark, 0, room) + len(mark) for mark in _BREAKS if mark in inside)
         end = next(ends, room)
         parts.append(text[:end])
         text = text[end:]
