@@ -27,7 +27,7 @@ from scalax.checkpoint._safetensors_file import (
     tensors_of,
 )
 from scalax.checkpoint._safetensors_mapping import NameMapping, destinations
-from scalax.errors import ArgumentError, CheckpointError, shown
+from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -220,7 +220,7 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
     ]
     if changed:
         raise CheckpointError(
-            f'JAX has no 64-bit numbers as it is set up:\n{shown(changed)}\n'
+            f'JAX has no 64-bit numbers as it is set up:\n{shown_leaves(changed, ".")}\n'
             'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
         )
 
