@@ -219,7 +219,8 @@ def gather_functions(shardings: Any) -> Any:
 
 def apply_functions(functions: Any, pytree: Any) -> Any:
     """Applies a tree of functions to a tree of the same structure."""
-    if jax.tree.structure(functions) != jax.tree.structure(pytree):
+    mine: Any = jax.tree.structure(functions)
+    if mine != jax.tree.structure(pytree):
         raise StructureError(
             f'the tree has another structure than the functions:\n{shown_differences(pytree, functions)}\n'
             'What to do: make the functions from a tree of the same structure.'

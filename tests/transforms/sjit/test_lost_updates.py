@@ -51,7 +51,8 @@ def test_an_optimizer_that_is_updated_inside_is_said():
         optimizer.update(model, grads)
 
     with pytest.warns(
-        LostUpdateWarning, match=r'norm/scale/value: float32\[4\] of Model\n(.*\n)*  step/value: .* of Optimizer'
+        LostUpdateWarning,
+        match=r'norm/scale/value: float32\[4\] of Model\n(.*\n)*  step/value: .* of Optimizer',
     ):
         HELPER.sjit(step)(model, optimizer, X)
 
