@@ -71,14 +71,14 @@ check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JA
 verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, recordings, fuzz, faults (VERIFY="0.10.0 ...")
 	@failed=; $(PY) -m scripts.run_checks release || failed=" tests-newest"; \
 	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
-	JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py --check || failed="$$failed tutorial"; \
+	JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py --check || failed="$$failed notebooks"; \
 	$(PY) -m scripts.record_programs --check || failed="$$failed recordings"; \
 	$(PY) scripts/fuzz.py || failed="$$failed fuzz"; \
 	$(PY) scripts/faults.py || failed="$$failed faults"; \
 	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }
 
-tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
-	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
+tutorial: $(DEV_STAMP) ## run docs/tutorial.py and docs/notebooks/*.py, and make the notebooks of them (flags in ARGS: --check)
+	@JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py $(ARGS)
 
 fuzz: $(DEV_STAMP) ## check a million random safetensors headers, and 50,000 compositions of rules (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)
