@@ -33,7 +33,7 @@ $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm 
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check verify tutorial fuzz faults mutants clean
+.PHONY: help setup train train-distributed digits plan bench test check verify docs tutorial dist fuzz faults mutants clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,8 +77,15 @@ verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests
 	$(PY) scripts/faults.py || failed="$$failed faults"; \
 	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }
 
+docs: $(DEV_STAMP) ## build the documentation as a site in site/ (flags in ARGS: --site-dir DIR)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
+	@echo 'To read it: $(PY) -m http.server --directory site'
+
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py and docs/notebooks/*.py, and make the notebooks of them (flags in ARGS: --check)
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py $(ARGS)
+
+dist: $(DEV_STAMP) ## build the sdist and the wheel in dist/, check them, and use the wheel in a clean environment
+	@JAX_PLATFORMS=cpu $(PY) scripts/make_dist.py
 
 fuzz: $(DEV_STAMP) ## check a million random safetensors headers, and 50,000 compositions of rules (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)
@@ -90,7 +97,7 @@ mutants: $(DEV_STAMP) ## change 200 places of scalax/ one at a time, and see whi
 	@$(PY) -m scripts.mutants $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
-	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VERIFY:%=.venv-%) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VERIFY:%=.venv-%) build dist site *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -26,14 +26,17 @@ EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scik
 # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
 PLAN = ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich']
 CHECKPOINT = ['orbax-checkpoint', 'safetensors']
+# The Markdown of the pages is read by Material's extensions, and signatures are formatted by ruff.
+DOCS = ['mkdocs-material>=9.6', 'mkdocstrings[python]>=1', 'ruff']
 EXTRAS = {
     'plan': PLAN,
     'checkpoint': CHECKPOINT,
     'all': [*PLAN, *CHECKPOINT],
     'examples': EXAMPLES,
-    'docs': ['mkdocs'],
+    'docs': DOCS,
     'dev': [
         *EXAMPLES,
+        *DOCS,
         'build',
         'einops',  # patterns of dimensions mean what they mean there
         'equinox',
@@ -47,11 +50,11 @@ EXTRAS = {
         'pytest>=8',
         'pytest-randomly',
         'rich',
-        'ruff',
         'safetensors',
         'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.
         'setuptools>=77',
+        'twine',
         'wheel',
     ],
 }

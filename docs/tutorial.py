@@ -566,7 +566,7 @@ print(jax.tree.map(lambda p: str(p.spec), auto.match_sharding_rule(both, params)
 # %% [markdown]
 # ## Next steps
 #
-# - [The guide](guide.md) covers rules, `sjit` and data; [rules.md](rules.md) common training layouts.
+# - [Rules](rules.md), [sjit](sjit.md), [data](data.md); the [cookbook](cookbook.md) has training layouts.
 # - `examples/ring_attention.py` and `examples/expert_parallel.py` use `helper.shard_map`: attention over
 #   sequences that no device holds whole, and experts that receive tokens from other devices.
 # - [planning.md](planning.md): the same counts for hardware you do not have.

@@ -1,7 +1,7 @@
 """The exceptions and warnings of scalax.
 
-Every exception derives from :class:`ScalaxError` and from the built-in exception that Python programs
-already catch for the same kind of mistake::
+Every exception derives from `ScalaxError` and from the built-in exception that Python programs
+already catch for the same kind of mistake:
 
     ScalaxError
     ├── MeshError             (ValueError)   the mesh cannot be built from these devices

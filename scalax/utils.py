@@ -61,6 +61,7 @@ class JaxRNG:
     """
 
     global_rng_generator: JaxRNG | None = None
+    """The source that `next_rng` takes from."""
 
     @classmethod
     def from_seed(cls, seed: int) -> JaxRNG:

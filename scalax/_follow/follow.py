@@ -15,6 +15,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored, move_to_experts, stay
 from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, scan_parts, shape_of
 from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims, redealt
-from scalax._follow.trail import LOST, LOSTS, Trail, Trails, common, merged, without
+from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
@@ -90,7 +91,8 @@ class FewRows:
 
     Attributes:
         weights: the elements of weights that would be gathered, in all products.
-        rows: those of the rows, or of their products if these are smaller.
+        rows: those of the rows, or of their products if these are smaller; and of the gradients of tables
+            that the compiler would add up.
     """
 
     weights: int
@@ -130,9 +132,11 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    found = _Follower(mesh, arguments, jaxpr).jaxpr(jaxpr, arguments.trails)
+    follower = _Follower(mesh, arguments, jaxpr)
+    found = follower.jaxpr(jaxpr, arguments.trails)
     products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
-    weights, rows = sum(each.weights for each in products), sum(each.moved for each in products)
+    weights = sum(each.weights for each in products)
+    rows = sum(each.moved for each in products) + sum(follower.sums_of_tables.values())
     if weights > rows:
         return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
     return found
@@ -152,13 +156,16 @@ class _Follower:
         placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
-        tables: the shapes of what is looked up in weights.
+        tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
+        sums_of_tables: equation, by its id -> the elements of a table's gradient that each device would add
+            up with others, if rows did not move to it.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         self.placed = arguments.placed
-        self.tables: set[tuple[int, ...]] = set()
+        self.tables: dict[tuple[int, ...], Trail] = {}
+        self.sums_of_tables: dict[int, int] = {}
         self._mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
@@ -194,7 +201,7 @@ class _Follower:
         weights = [trail for trail in operands if not self.has_rows(trail)]
         if len(weights) != 1:
             return list(operands)
-        taken = {axis for axes in weights[0] for axis in axes if axis not in self.trails.batch_axes}
+        taken = axes_of(weights[0]) - self.trails.batch_axes
         return [without(trail, taken) if self.has_rows(trail) else trail for trail in operands]
 
     def without_rows(self, trail: Trail) -> Trail:
@@ -349,9 +356,7 @@ class _Edit:
                 operands[place] = trail
         staying = stay(equation, operands, stored)
         for place in staying:  # the result is where the rows are
-            operands[place] = without(
-                operands[place], {axis for axes in operands[1 - place] for axis in axes}
-            )
+            operands[place] = without(operands[place], axes_of(operands[1 - place]))
         return staying
 
     def _move_to_table(self, equation: Any, operands: list[Trail]) -> None:
@@ -359,15 +364,21 @@ class _Edit:
 
         Else each device would have a sum of the size of its part of the table, and all would add these up.
         """
-        name, follower = equation.primitive.name, self._follower
+        name, follower, shape = equation.primitive.name, self._follower, shape_of(equation.invars[0])
         if name == 'gather' and equation.invars[0] not in follower.from_batch:
-            follower.tables.add(shape_of(equation.invars[0]))
-        if name == 'gather' or shape_of(equation.invars[0]) not in follower.tables:
+            stored = follower.stored.of(equation.invars[0])
+            follower.tables[shape] = common(stored, follower.tables.get(shape, stored))
+        if name == 'gather' or shape not in follower.tables:
             return
         table, _, updates = equation.invars
         if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
             return
         if not follower.has_rows(RULES[name](equation, operands)[0]):
+            axes = axes_of(follower.tables[shape])
+            # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
+            if not axes.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
+                shards = math.prod(follower.trails.sizes[axis] for axis in axes)
+                follower.sums_of_tables[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
                     operands[place] = follower.without_rows(operands[place])

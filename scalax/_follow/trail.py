@@ -89,6 +89,11 @@ def of_sharding(sharding: NamedSharding | None, ndim: int) -> Trail:
     return of_dims(dict(enumerate(found)), ndim)
 
 
+def axes_of(trail: Trail) -> set[str]:
+    """The mesh axes of a trail."""
+    return {axis for axes in trail for axis in axes}
+
+
 def without(trail: Trail, axes: Container[str]) -> Trail:
     """A trail along other mesh axes than these."""
     kept = tuple([tuple([axis for axis in each if axis not in axes]) for each in trail])

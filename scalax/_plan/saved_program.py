@@ -80,7 +80,7 @@ class Head:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Compiles the program of a plan and writes it; see `Plan.save_executable`."""
-    program, target = plan.program, Path(path)
+    program, target = plan.program, Path(os.path.realpath(path))  # a link stays one
     if program is None:
         raise PlanError(
             'this plan has no program to save: it was read from a file, or made by a search; '
@@ -95,7 +95,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
             f'{plan.name!r} runs on {plan.devices} of {program.mesh.size} devices, because no argument or '
             'output has a sharding on the mesh: give it in_shardings'
         )
-    if target.is_dir() or not target.absolute().parent.is_dir():
+    if target.is_dir() or not target.parent.is_dir():
         raise ArgumentError(
             f'{os.fspath(path)!r} cannot be written: it is a folder, or its parent directory does not exist'
         )
@@ -115,6 +115,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
         with open(whole, 'xb') as file:
             file.writelines([_FIRST_LINE, b'%d\n' % len(text), text, trees, code])
         os.replace(whole, target)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         whole.unlink(missing_ok=True)
 

@@ -1,24 +1,10 @@
-"""Are the pages whole? Links lead somewhere, pictures are there, public names are in docs/design.md."""
+"""Are the pages whole? Links lead somewhere, pictures are there, caches are in docs/design.md."""
 
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-import scalax
-import scalax.axes
-import scalax.checkpoint
-import scalax.custom_op
-import scalax.distributed
-import scalax.explain
-import scalax.interop
-import scalax.plan
-import scalax.rules.catalogue
-import scalax.sharding
-import scalax.testing
-import scalax.utils
-import scalax.visualize
 from tests.support import ROOT
 from tests.support.docs_blocks import FILES
 
@@ -26,12 +12,6 @@ PAGES = [*FILES, ROOT / 'CHANGELOG.md']
 FENCED = re.compile(r'^( *)(`{3,}|~{3,}).*?^ *\2[`~]* *$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\]\(([^)\s]+)\)|(?:src|srcset|href)="([^"]+)"')
 MOST_BYTES = 200_000
-
-MODULES = [
-    *(scalax, scalax.sharding, scalax.utils, scalax.explain, scalax.visualize, scalax.plan),
-    *(scalax.interop, scalax.testing, scalax.rules.catalogue, scalax.errors, scalax.checkpoint),
-    *(scalax.axes, scalax.custom_op, scalax.distributed),
-]
 
 
 def text_of(page: Path) -> str:
@@ -76,46 +56,6 @@ def test_pictures_are_small_and_shown() -> None:
         assert f'images/{picture.name}' in shown, picture
 
 
-def public_names(module: ModuleType) -> list[str]:
-    """What a module lists, or what it defines; of the errors, whose functions are for scalax, the classes."""
-    listed = getattr(module, '__all__', None)
-    if listed is not None:
-        return sorted(listed)
-    defined = {name: value for name, value in vars(module).items() if not name.startswith('_')}
-    return sorted(
-        name
-        for name, value in defined.items()
-        if getattr(value, '__module__', '') == module.__name__
-        and (isinstance(value, type) or module is not scalax.errors)
-    )
-
-
-@pytest.mark.parametrize('module', MODULES, ids=lambda module: module.__name__)
-def test_public_names_are_in_the_design(module: ModuleType) -> None:
-    assert missing(public_names(module)) == []
-
-
-@pytest.mark.parametrize(
-    'kind',
-    [
-        scalax.sharding.MeshShardingHelper,
-        scalax.sharding.ShardingReport,
-        scalax.sharding.SjitFunction,
-        scalax.visualize.Visualization,
-        scalax.plan.Plan,
-        scalax.custom_op.ShardedOp,
-        scalax.custom_op.FactorContext,
-        scalax.checkpoint.Checkpointer,
-        scalax.checkpoint.Description,
-        scalax.checkpoint.LeafDescription,
-    ],
-)
-def test_public_methods_are_in_the_design(kind: type) -> None:
-    # What a base class outside of scalax defines (functools.partial) is described there.
-    ours = [base for base in kind.__mro__ if base.__module__.partition('.')[0] == 'scalax']
-    assert missing([name for base in ours for name in vars(base) if not name.startswith('_')]) == []
-
-
 CACHES = re.compile(
     r'functools\.(?:lru_)?cache\b|\bLRUCache\(\)|\b\w*LRUCache\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
     r'|\bResolutionCache\(\)|linecache\.cache\['
@@ -137,9 +77,3 @@ def test_every_cache_is_in_the_design() -> None:
     assert files - named == PASSING
     tests = {name for row in rows[2:] for name in re.findall(r'`([\w/]+)`', row[-1])}
     assert tests and all((ROOT / 'tests' / f'{name}.py').exists() for name in tests)
-
-
-def missing(names: list[str]) -> list[str]:
-    described = text_of(ROOT / 'docs' / 'design.md').partition('## Public names')[2]
-    assert described and names
-    return [name for name in names if not re.search(rf'\b{re.escape(name)}\b', described)]

@@ -124,3 +124,41 @@ def test_rows_move_to_a_table_with_more_elements(rows, moves):
 
     assert summed(()) >= table.size * table.dtype.itemsize // 4
     assert (summed((1, 2)) == 0) is moves
+
+
+def model(params, batch):
+    """Rows that are looked up, and few of them for the layers behind."""
+
+    def loss(params):
+        x = params['table'][batch['indices']]
+        for weight in params['layers']:
+            x = jnp.tanh(x @ weight)
+        return jnp.sum(x * batch['y'])
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize(
+    ('table', 'axes', 'kept'),
+    [
+        (
+            2048,
+            ('data', 'fsdp'),
+            True,
+        ),  # 2048 x 16 / 4 elements of its gradient in place of 4 weights of 16 x 16
+        (64, ('data', 'fsdp'), False),
+        (2048, ('fsdp',), False),
+    ],
+    ids=['a sum over slices', 'a small one', 'its own axis alone'],
+)
+def test_gradients_of_tables_count_where_they_would_be_added_up(table, axes, kept):
+    helper = MeshShardingHelper([2, 4], ['data', 'fsdp'])
+    rule = {'table': P('fsdp'), 'layers': P('fsdp')}
+    shardings = {'in_shardings': (rule, P(axes)), 'out_shardings': rule}
+    step = helper.sjit(model, **shardings, batch_argnums=1)
+    params = {'table': like(table, 16), 'layers': [like(16, 16)] * 4}
+    batch = {'indices': like(8, dtype='int32'), 'y': like(8, 16)}
+    assert bool(step.followed(params, batch).kept) is kept
+    if kept:
+        of_data = [row for row in helper.plan(step, params, batch).collectives if 'data' in row.axes]
+        assert max(row.bytes for row in of_data if row.kind == 'all-reduce') < table * 16

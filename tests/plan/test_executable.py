@@ -1,5 +1,6 @@
 """Programs that plans save: what another process loads and calls, and what it says of those it cannot."""
 
+import errno
 import hashlib
 import json
 import os
@@ -306,6 +307,25 @@ def test_plans_without_a_program(product, tmp_path, snapshot):
     assert not [*tmp_path.iterdir()]
     assert plan.with_model_flops(1e9).program is plan.program
     assert 'program' not in plan.to_dict()
+
+
+def test_a_link_stays_one_and_a_full_disk_names_the_file(product, tmp_path, monkeypatch):
+    _, plan, _ = product
+    link, file = tmp_path / 'newest.bin', tmp_path / 'step.bin'
+    link.symlink_to(file)
+    plan.save_executable(link)
+    assert link.is_symlink() and not file.is_symlink()
+    before = file.read_bytes()
+
+    def full(*files):
+        raise OSError(errno.ENOSPC, 'No space left on device', *map(str, files))
+
+    monkeypatch.setattr(saved_program.os, 'replace', full)
+    with pytest.raises(OSError, match='No space left') as raised:
+        plan.save_executable(link)
+    assert raised.value.filename == str(link)
+    assert file.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == [link, file]
 
 
 def test_a_program_that_calls_back(tmp_path):

@@ -20,7 +20,7 @@ from scalax._hostdata import collectives
 from scalax._hostdata.batch_layout import layout_of
 from scalax._hostdata.exchange import exchange_for, program_of
 from scalax._trace import resharding
-from scalax.errors import DataError
+from scalax.errors import DataError, PlacementError
 from scalax.sharding import MeshShardingHelper
 
 ADVICE = (
@@ -233,6 +233,31 @@ def compilations(most: int) -> Iterator[None]:
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(found) == most, f'{len(found)} programs were compiled, not {most}'
+
+
+def check_numpy_arrays_of_a_compiled_function() -> None:
+    # JAX does not take them, because each process has a part.
+    helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
+
+    def doubled(tree: Any) -> Any:
+        return jax.tree.map(lambda x: 2 * x, tree)
+
+    double = helper.sjit(doubled, in_shardings=P('data'))
+    batch = {'x': np.ones((8, 2), np.float32), 'placed': helper.shard(np.ones(8, np.float32), P('data'))}
+    sizes = f'data={helper.mesh.shape["data"]}, tp=2'
+    message = (
+        'doubled got NumPy arrays that in_shardings shards over several processes:\n'
+        f"  tree/x: float32[8, 2], asked: P('data',) on ({sizes})\n"
+        'What to do: make global arrays of what each process has loaded, with '
+        'helper.local_data_to_global_array(batch) or helper.prefetch(batches); or, if they are equal on all '
+        'processes, replicate them (PartitionSpec()).'
+    )
+    for _ in range(2):  # a call that compiles, and one that finds a program
+        with raises(message, PlacementError):
+            double(batch)
+        double({**batch, 'x': helper.shard(batch['x'], P('data'))})
+    assert double({**batch, 'x': jnp.ones((8, 2))})['x'].shape == (8, 2)
+    assert helper.sjit(jnp.sum, in_shardings=P())(np.ones(8, np.float32)) == 8
 
 
 def check_nothing_is_communicated_without_need() -> None:

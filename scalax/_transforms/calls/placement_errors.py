@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from scalax._trace.constraints import is_compiled, is_in_types
@@ -66,11 +67,11 @@ class ShardedCall:
                 return True
         return False
 
-    def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str]) -> str:
+    def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as ') -> str:
         """The leaves that are wrong, with a *text* about each; empty without any."""
         wanted = (sharding for shardings in self.shardings.values() for sharding in shardings)
         return shown_leaves(
-            f'{self.call.describe(*leaf)} is sharded as {text(leaf[-1], sharding)}'
+            f'{self.call.describe(*leaf)}{verb}{text(leaf[-1], sharding)}'
             for leaf, sharding in zip(self.call.leaves(), wanted, strict=True)
             if wrong(leaf[-1], sharding)
         )
@@ -257,6 +258,28 @@ def _refused(sharded: ShardedCall) -> PlacementError | None:
     )
 
 
+def _of_the_host(sharded: ShardedCall) -> PlacementError | None:
+    """The error about NumPy arrays that are to be sharded over several processes, which JAX does not do."""
+    listed = sharded.listed(_is_part, lambda _, sharding: f'asked: {_short(sharding)}', verb=', ')
+    if not listed:
+        return None
+    return PlacementError(
+        f'{sharded.call.signature.name} got NumPy arrays that in_shardings shards over several processes:\n'
+        f'{listed}\n'
+        'What to do: make global arrays of what each process has loaded, with '
+        'helper.local_data_to_global_array(batch) or helper.prefetch(batches); or, if they are equal on all '
+        'processes, replicate them (PartitionSpec()).'
+    )
+
+
+def _is_part(leaf: Any, sharding: NamedSharding | None) -> bool:
+    return (
+        isinstance(leaf, np.ndarray)
+        and sharding is not None
+        and not (sharding.is_fully_addressable or sharding.is_fully_replicated)
+    )
+
+
 def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
     return lambda leaf, sharding: '{}, asked: {}'.format(*told_apart(sharding_of(leaf), sharding))
 
@@ -268,6 +291,7 @@ _EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError 
     (ValueError, _elsewhere),
     (Exception, _mismatched),
     (ValueError, _refused),
+    (ValueError, _of_the_host),
     (Exception, lambda sharded: donated_twice(sharded.call)),
 )
 

@@ -1,0 +1,93 @@
+"""What `mkdocs.yml` adds to MkDocs, so that the pages can be read in the repository as well.
+
+- The README, the changelog and the notes for contributors are pages of the site.
+- A link to a file is a link to its page, or to the file in the repository where it has none.
+- Pictures for light and dark follow the reader's choice on the site.
+- Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOT_PAGES = {'index.md': 'README.md', 'changelog.md': 'CHANGELOG.md', 'contributing.md': 'CONTRIBUTING.md'}
+
+LINK = re.compile(r'\]\(([^)\s#]+)((?:#[^)\s]*)?)\)')
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img src="([^"]+)"([^>]*)>\s*</picture>'
+)
+CODE_IN_TABLE = re.compile(r'(?<=`)[^`\n]*\\\|[^`\n]*(?=`)')
+PRINTED = re.compile(r'^<!-- prints -->\n```text$', re.MULTILINE)
+NAMED_PAGE = re.compile(r'\bdocs/(\w+)\.md')
+RULE = re.compile(r' *=+(?: +=+)+')
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for name, source in ROOT_PAGES.items():
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
+    source = Path(page.file.abs_src_path)
+
+    def link(found: re.Match[str]) -> str:
+        name, anchor = found.groups()
+        path = (source.parent / name).resolve()
+        if '://' in name or not path.exists():
+            return found[0]
+        if path in pages and path.suffix != '.ipynb':  # a notebook is rendered there, and not here
+            name = os.path.relpath(pages[path], os.path.dirname(page.file.src_uri))
+        else:
+            kind = 'tree' if path.is_dir() else 'blob'
+            name = f'{config.extra["repository"]}/{kind}/main/{path.relative_to(ROOT)}'
+        return f']({name}{anchor})'
+
+    # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
+    markdown = CODE_IN_TABLE.sub(lambda found: found[0].replace('\\|', '|'), markdown)
+    markdown = PICTURE.sub(r'<img src="\2#only-light"\3><img src="\1#only-dark"\3>', markdown)
+    return LINK.sub(link, PRINTED.sub('``` { .text .prints }', markdown))
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings as the site shows them."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = obj.docstring.value.replace('Example:\n', 'Examples:\n')
+            text = NAMED_PAGE.sub(r'[\1](../\1.md)', text)
+            obj.docstring.value = '\n'.join(with_tables(text.split('\n')))
+
+
+def with_tables(lines: list[str]) -> list[str]:
+    """The lines, with tables of reStructuredText (three rules of ``=``) as those of Markdown.
+
+    >>> with_tables(['==  ==', 'a   b', '==  ==', '1   2', '    3', '==  ==', 'text'])
+    ['', '| a | b |', '|---|---|', '| 1 | 2 3 |', '', 'text']
+    """
+    rules = [number for number, line in enumerate(lines) if RULE.fullmatch(line)]
+    if len(rules) < 3:
+        return lines
+    head, first, last = rules[:3]
+    columns = [found.start() for found in re.finditer('=+', lines[head])]
+    spans = [slice(*pair) for pair in zip(columns, [*columns[1:], None], strict=True)]
+    rows: list[list[str]] = []
+    for line in (*lines[head + 1 : first], *lines[first + 1 : last]):
+        cells = [line[span].strip().replace('|', '\\|') for span in spans]
+        if cells[0] or not rows:
+            rows.append(cells)
+        else:  # a cell goes on
+            rows[-1] = [f'{before} {cell}'.strip() for before, cell in zip(rows[-1], cells, strict=True)]
+    table = [f'| {" | ".join(row)} |' for row in rows]
+    table.insert(1, '|---' * len(spans) + '|')
+    indent = ' ' * columns[0]
+    return [*lines[:head], '', *(indent + row for row in table), '', *with_tables(lines[last + 1 :])]

@@ -1,0 +1,106 @@
+"""The site: it builds without a warning, has every public name, loads nothing; its links lead somewhere."""
+
+import html
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from scripts.docs_site import with_tables
+from tests.support import ROOT
+
+API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
+# Those that scalax.sharding has too, and what rules have for one another.
+ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|fallback|parts|by_path|by_shape|is_pure)$')
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('site')
+    command = [sys.executable, '-m', 'mkdocs', 'build', '--site-dir', str(folder)]
+    environment = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr  # the settings say that a warning is an error
+    return folder
+
+
+def text_of(page: Path) -> str:
+    return html.unescape(re.sub('<[^>]+>', '', page.read_text(encoding='utf-8')))
+
+
+def names_of_api() -> list[tuple[str, str, str]]:
+    """(module, name, member or ''), as tests/api.txt has them."""
+    names, module, name = [], '', ''
+    for line in API.splitlines():
+        if found := re.match(r'(?:  (?=\w)|    \.)?([\w.]+)', line):
+            depth = len(line) - len(line.lstrip())
+            module, name = (found[1], '') if depth == 0 else (module, found[1] if depth == 2 else name)
+            if depth:
+                names.append((module, name, found[1] if depth == 4 else ''))
+    return [entry for entry in names if not ELSEWHERE.match('.'.join(filter(None, entry)))]
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    inventory = zlib.decompress((site / 'objects.inv').read_bytes().split(b'\n', 4)[4]).decode()
+    documented = {line.partition(' ')[0] for line in inventory.splitlines()}
+    pages = {page: text_of(page) for page in (site / 'api').glob('*.html')}
+    names = names_of_api()
+    assert len(names) > 300
+    missing = []
+    for module, name, member in names:
+        # Names of JAX and attributes have no entry of their own: the text of the module's page has them.
+        [page] = [page for page in pages if page.stem == PAGES.get(module, module.rpartition('.')[2])]
+        if f'{module}.{name}.{member}'.strip('.') not in documented:
+            found = re.search(rf'\b{member or name}\b', pages[page])
+            missing += [] if found else [f'{module}.{name}.{member}'.strip('.')]
+    assert missing == []
+
+
+# Where a module is on a page of another name.
+PAGES = {'scalax': 'index', 'scalax.interop.nnx': 'interop', 'scalax.visualize': 'explain'}
+
+
+def test_pages_load_nothing_from_the_network(site: Path) -> None:
+    loads = re.compile(
+        r'<(?:script|img|iframe|source)\b[^>]*\bsrc(?:set)?="?(https?:)?//|url\(["\']?(?:https?:)?//'
+    )
+    sheets = re.compile(r'<link\b[^>]*rel="?(?:stylesheet|preconnect|icon)[^>]*href="?(?:https?:)?//')
+    for page in [*site.rglob('*.html'), *site.rglob('*.css')]:
+        text = page.read_text(encoding='utf-8')
+        assert not loads.search(text) and not sheets.search(text), page
+
+
+def test_links_between_pages_lead_somewhere(site: Path) -> None:
+    # MkDocs checks those of Markdown, and not those that docstrings and the hook write.
+    texts = {
+        page: page.read_text(encoding='utf-8') for page in site.rglob('*.html') if page.name != '404.html'
+    }
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
+    wrong = []
+    for page, text in texts.items():
+        for link in re.findall(r'<a\b[^>]*\bhref="([^"]+)"', text):
+            name, _, anchor = html.unescape(link).partition('#')
+            target = (page.parent / name).resolve() if name else page
+            if re.match(r'\w+:', link) or name in ('.', '..') or anchor.startswith('__'):
+                continue
+            if not target.exists() or (anchor and unquote(anchor) not in anchors.get(target, ())):
+                wrong.append(f'{page.relative_to(site)}: {link}')
+    assert len(texts) > 30 and wrong == []
+
+
+def test_links_to_files_of_the_repository_lead_somewhere(site: Path) -> None:
+    linked = set()
+    for page in site.rglob('*.html'):
+        linked |= set(re.findall(r'/scalax/(?:blob|tree)/main/([^"#]+)', page.read_text(encoding='utf-8')))
+    assert 'examples/frameworks' in linked
+    assert [name for name in linked if not (ROOT / name).exists()] == []
+
+
+def test_tables_of_docstrings() -> None:
+    table = ['==  ====', 'a   b|c', '==  ====', '1   2', '    3', '==  ====', 'text']
+    assert with_tables(table) == ['', '| a | b\\|c |', '|---|---|', '| 1 | 2 3 |', '', 'text']
