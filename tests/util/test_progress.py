@@ -11,9 +11,11 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from scalax._util import progress as waiting
 from scalax._util.progress import progress
+from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.sharding import MeshShardingHelper
 
 LOG = logging.getLogger('scalax.waiting_test')
@@ -164,3 +166,31 @@ def test_a_first_call_says_that_it_compiles_and_later_ones_do_not(terminal):
     assert on_screen(said) == ''
     compiled(np.ones(8))
     assert terminal.getvalue() == said and not waiting_threads()
+
+
+def test_where_people_wait(terminal, monkeypatch, tmp_path):
+    pytest.importorskip('orbax.checkpoint')
+    save_file = pytest.importorskip('safetensors.numpy').save_file
+    helper, noted = MeshShardingHelper([-1], ['fsdp']), []
+
+    class Line(waiting._Line):
+        def __init__(self, doing):
+            super().__init__(doing)
+            noted.append(doing)
+
+        def note(self, state):
+            noted.append(state)
+
+    monkeypatch.setattr(waiting, '_Line', Line)
+    state = helper.shard({'w': np.ones((8, 4), np.float32)}, P('fsdp'))
+    with Checkpointer(tmp_path / 'run') as checkpointer:
+        checkpointer.save(7, state)
+        checkpointer.restore(helper, P('fsdp'), state)
+    assert noted == ['saving step 7', 'restoring step 7, 128 B']
+    noted.clear()
+    save_file({'a': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, tmp_path / 'x.safetensors')
+    load_safetensors(helper, tmp_path / 'x.safetensors', P('fsdp'))
+    assert noted == ['loading safetensors', '32 B of 64 B', '64 B of 64 B']
+    noted.clear()
+    helper.plan(jax.jit(lambda x: x + 1), state['w'])
+    assert noted == ['planning <lambda>']
