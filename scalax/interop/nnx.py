@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from scalax.errors import ArgumentError, did_you_mean, plural
 
@@ -57,7 +58,7 @@ def sjit(
 
     Raises:
         ArgumentError: *in_shardings* are not one for each argument; or *fun* returns what it is given, or
-            changes it in other ways than by new arrays.
+            changes it in other ways than by new arrays, or changes a module that is no argument.
 
     Example:
         >>> import jax
@@ -139,7 +140,9 @@ class NnxFunction:
         Args:
             args: the arguments of the function.
         """
-        modules = _modules(args)
+        return self._arguments(_modules(args), args)
+
+    def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
         graph, states = nnx.split(modules)
         # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
         empty: Any = nnx.State({})
@@ -159,7 +162,7 @@ class NnxFunction:
                 f'{self._count}'
             )
         modules = _modules(args)
-        states, (graph, result) = self.pure(*self.arguments(*args))
+        states, (graph, result) = self.pure(*self._arguments(modules, args))
         nnx.update(modules, nnx.State({i: states[i] for i in modules}))
         return result if graph is None else nnx.merge(graph, result)
 
@@ -169,7 +172,10 @@ class NnxFunction:
         state = nnx.State({i: given[i] for i in positions})
         modules = nnx.merge(graph, state)
         own = _references(modules)
-        result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
+        try:
+            result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
+        except TraceContextError as error:
+            raise ArgumentError(self._closes_over(error)) from error
         if nnx.graphdef(modules) != graph:
             raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))
         if _has_modules(result) and own & {*_references(result)}:
@@ -182,6 +188,22 @@ class NnxFunction:
         empty: Any = nnx.State({})
         count = max(len(given), self._returned)
         return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
+
+    def _closes_over(self, error: Exception) -> str:
+        """What to do about a change of a module that is no argument."""
+        try:
+            known = inspect.getclosurevars(self._fun)
+        except TypeError:  # of what is no function of Python
+            names = []
+        else:
+            own = {**known.globals, **known.nonlocals}
+            names = [name for name, value in own.items() if _has_modules(value)]
+        said = str(error).partition(' (http')[0]
+        return (
+            f'{self._name} changes {" or ".join(names) or "a module"}, which is not one of its arguments: a '
+            f'compiled function can change these only ({said}).\n'
+            'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan).'
+        )
 
     def _changes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         """What a function has changed in modules, other than arrays."""
