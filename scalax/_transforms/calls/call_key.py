@@ -210,7 +210,7 @@ def _not_arrays(call: Call) -> ArgumentError:
 
 def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
     """Adds to an error about the value of a traced bool which ones a call has in trees, as equinox has."""
-    flags = shown(call.describe(*leaf) for leaf in call.leaves() if leaf[1] and _is_flag(leaf[-1]))
+    flags = shown_leaves(call.describe(*leaf) for leaf in call.leaves() if leaf[1] and _is_flag(leaf[-1]))
     if flags:
         error.add_note(
             f'{call.signature.name} got flags in trees, and they are traced as arrays are (sjit and '
@@ -219,7 +219,8 @@ def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
 
 
 def _is_flag(leaf: Any) -> bool:
-    return isinstance(leaf, bool) or (getattr(leaf, 'shape', None) == () and leaf.dtype == bool)
+    array = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
+    return isinstance(leaf, bool) or array == ((), bool)
 
 
 def _too_large(call: Call) -> ArgumentError:

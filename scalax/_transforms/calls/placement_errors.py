@@ -244,12 +244,11 @@ def _of_batches(sharded: ShardedCall) -> str:
     for (_, _, leaf), sharding in zip(sharded.call.leaves(), wanted, strict=True):
         if sharding is None or not is_mismatched(leaf, sharding):
             continue
-        given = leaf.sharding
-        if not isinstance(given, NamedSharding) or [*map(specs.entry_axes, specs.entries(given.spec))] != [
-            whole
-        ]:
+        if not isinstance(leaf.sharding, NamedSharding):
             continue
-        axes = specs.spec_axes(sharding.spec)
+        given, axes = specs.entries(leaf.sharding.spec), specs.spec_axes(sharding.spec)
+        if [*map(specs.entry_axes, given)] != [whole]:
+            continue
         if axes and axes == specs.entry_axes(specs.entries(sharding.spec)[0]):
             return _OF_BATCHES.format(axes[0] if len(axes) == 1 else axes)
     return ''
