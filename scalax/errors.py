@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 import warnings
 from collections.abc import Iterable, Sequence
@@ -38,6 +39,7 @@ from scalax._util.folding import MOST_RUNS, fold, times
 
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message
+_QUOTED = re.compile("'([^']+)'")
 
 
 class ScalaxError(Exception):
@@ -162,7 +164,7 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     # The same problem in each of many layers is shown once.
     split = [leaf.rpartition(': ') for leaf in leaves]
     folds = fold(
-        (path, (colon, array, *_details(of_leaf[leaf])))
+        (path, (colon, array, *(_without_path(line, path) for line in _details(of_leaf[leaf]))))
         for leaf, (path, colon, array) in zip(leaves, split, strict=True)
     )
     for item in folds[:_SHOWN]:
@@ -177,6 +179,11 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
     lines.extend(f'What to do: {hint}' for hint in told)
     return '\n'.join(lines)
+
+
+def _without_path(line: str, path: str) -> str:
+    """What a line says of a leaf, without the path under which its rule sees it."""
+    return _QUOTED.sub(lambda seen: '' if f'/{path}'.endswith(f'/{seen[1]}') else seen[0], line)
 
 
 def _details(problems: Sequence[Problem]) -> list[str]:

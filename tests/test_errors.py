@@ -256,6 +256,14 @@ def test_one_cause_in_many_layers_is_said_once(snapshot):
     snapshot(error.value)
 
 
+def test_a_path_that_no_regex_matches_is_said_once_for_all_layers(snapshot):
+    tree = {'model': {'layers': [{'proj': np.zeros((8, 8)), 'qkv': np.zeros((8, 8))} for _ in range(12)]}}
+    with pytest.raises(ShardingError) as error:
+        HELPER.match_sharding_rule({'model': TreePathShardingRule(('qkv', P('fsdp')))}, tree)
+    assert len(error.value.problems) == 12
+    snapshot(error.value)
+
+
 # --- Errors as values -----------------------------------------------------------------------------
 
 

@@ -128,14 +128,17 @@ def lower_step(
     mesh = helper.mesh
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
+    name = name_of(fun)
+    if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):  # it changes nnx modules: its program does not
+        fun, args, kwargs = fun.pure, fun.arguments(*args, **kwargs), {}
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
         # Attributes of a bound method are those of the function, which do not know the bound object.
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    traced = _trace(function, name_of(fun), args, kwargs)
+    traced = _trace(function, name, args, kwargs)
     return LoweredStep(
-        name_of(fun), mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
+        name, mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
     )
 
 
