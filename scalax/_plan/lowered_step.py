@@ -129,8 +129,7 @@ def lower_step(
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
     name = name_of(fun)
-    if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):  # it changes nnx modules: its program does not
-        fun, args, kwargs = fun.pure, fun.arguments(*args, **kwargs), {}
+    fun, args, kwargs = _without_changes(fun, args, kwargs)
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
         # Attributes of a bound method are those of the function, which do not know the bound object.
         bound: types.MethodType = fun
@@ -140,6 +139,15 @@ def lower_step(
     return LoweredStep(
         name, mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
     )
+
+
+def _without_changes(
+    fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """A call of the pure function behind one that changes nnx modules; any other call as it is."""
+    if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):
+        return fun.pure, fun.arguments(*args, **kwargs), {}
+    return fun, args, kwargs
 
 
 def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
