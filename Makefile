@@ -33,7 +33,7 @@ $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm 
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check verify docs tutorial fuzz faults mutants clean
+.PHONY: help setup train train-distributed digits plan bench test check verify docs tutorial dist fuzz faults mutants clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +71,7 @@ check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JA
 verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, recordings, fuzz, faults (VERIFY="0.10.0 ...")
 	@failed=; $(PY) -m scripts.run_checks release || failed=" tests-newest"; \
 	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
-	JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py --check || failed="$$failed tutorial"; \
+	JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py --check || failed="$$failed notebooks"; \
 	$(PY) -m scripts.record_programs --check || failed="$$failed recordings"; \
 	$(PY) scripts/fuzz.py || failed="$$failed fuzz"; \
 	$(PY) scripts/faults.py || failed="$$failed faults"; \
@@ -81,8 +81,11 @@ docs: $(DEV_STAMP) ## build the documentation as a site in site/ (flags in ARGS:
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
 	@echo 'To read it: $(PY) -m http.server --directory site'
 
-tutorial: $(DEV_STAMP) ## run docs/tutorial.py, and make docs/tutorial.ipynb of it (flags in ARGS: --check)
-	@JAX_PLATFORMS=cpu $(PY) scripts/make_tutorial.py $(ARGS)
+tutorial: $(DEV_STAMP) ## run docs/tutorial.py and docs/notebooks/*.py, and make the notebooks of them (flags in ARGS: --check)
+	@JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py $(ARGS)
+
+dist: $(DEV_STAMP) ## build the sdist and the wheel in dist/, check them, and use the wheel in a clean environment
+	@JAX_PLATFORMS=cpu $(PY) scripts/make_dist.py
 
 fuzz: $(DEV_STAMP) ## check a million random safetensors headers, and 50,000 compositions of rules (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)

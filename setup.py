@@ -54,6 +54,7 @@ EXTRAS = {
         'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.
         'setuptools>=77',
+        'twine',
         'wheel',
     ],
 }

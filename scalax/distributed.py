@@ -7,7 +7,6 @@ that lets all processes stop together when one of them is told to end.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import operator
@@ -15,13 +14,13 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
+from scalax._util.progress import repeated
 from scalax.errors import ArgumentError
 
 __all__ = ['PREEMPTED', 'initialize', 'should_stop']
@@ -139,8 +138,12 @@ def initialize(
     if given.count == 1:
         return
     unknown = given.nothing and _launcher() is None
+
+    def say(seconds: float) -> None:
+        _log.warning('%s (%.0f of %g s)', given, seconds, initialization_timeout)
+
     try:
-        with _logged_while_waiting(str(given), initialization_timeout):
+        with repeated(say, _FIRST, _REPEAT):
             jax.distributed.initialize(
                 given.address,
                 given.count,
@@ -268,24 +271,3 @@ def _not_a_step(launcher: _Launcher) -> str:
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be alone.'
     )
-
-
-@contextlib.contextmanager
-def _logged_while_waiting(text: str, timeout: float) -> Iterator[None]:
-    """Logs *text* after a moment, and again from time to time, until the block is left."""
-    start, joined = time.monotonic(), threading.Event()
-
-    def log() -> None:
-        pause = _FIRST
-        while not joined.wait(pause):
-            passed = time.monotonic() - start
-            _log.warning('%s (%.0f of %g s)', text, passed, timeout)
-            pause = _REPEAT
-
-    thread = threading.Thread(target=log, name='scalax-waiting', daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        joined.set()
-        thread.join()

@@ -35,11 +35,10 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 
-from scalax._util.folding import MOST_RUNS, fold, times
+from scalax._util.folding import MOST_RUNS, Fold, fold, times
 
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message
-_QUOTED = re.compile("'([^']+)'")
 
 
 class ScalaxError(Exception):
@@ -157,33 +156,15 @@ def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
     of_leaf: dict[str, list[Problem]] = {}
     for problem in problems:
         of_leaf.setdefault(problem.leaf, []).append(problem)
-    leaves = list(of_leaf)
-    count = 'One leaf' if len(leaves) == 1 else f'{len(leaves)} leaves'
+    count = 'One leaf' if len(of_leaf) == 1 else f'{len(of_leaf)} leaves'
     head = f'{count}{f" of {where}" if where else ""} cannot be sharded as asked'
-    lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:']
-    # The same problem in each of many layers is shown once.
-    split = [leaf.rpartition(': ') for leaf in leaves]
-    folds = fold(
-        (path, (colon, array, *(_without_path(line, path) for line in _details(of_leaf[leaf]))))
-        for leaf, (path, colon, array) in zip(leaves, split, strict=True)
-    )
-    for item in folds[:_SHOWN]:
-        _, colon, array = split[item.first]
-        lines.append(f'  {item.short_name(MOST_RUNS)}{colon}{times(item.count)}{array}')
-        lines.extend(f'    {line}' for line in _details(of_leaf[leaves[item.first]]))
-    more = sum(item.count for item in folds[_SHOWN:])
-    if more:
-        lines.append(f'  ... and {plural(more, "more leaf", "more leaves")}')
+    leaves = ('\n    '.join([leaf, *_details(of_leaf[leaf])]) for leaf in of_leaf)
+    lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:', shown_leaves(leaves)]
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     # A hint that another one begins with is left out.
     told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
     lines.extend(f'What to do: {hint}' for hint in told)
     return '\n'.join(lines)
-
-
-def _without_path(line: str, path: str) -> str:
-    """What a line says of a leaf, without the path under which its rule sees it."""
-    return _QUOTED.sub(lambda seen: '' if f'/{path}'.endswith(f'/{seen[1]}') else seen[0], line)
 
 
 def _details(problems: Sequence[Problem]) -> list[str]:
@@ -212,6 +193,49 @@ def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
     if len(lines) > limit:
         text.append(f'  ... and {len(lines) - limit} more')
     return '\n'.join(text)
+
+
+def shown_leaves(leaves: Iterable[str], separator: str = '/') -> str:
+    """Lists leaves as `shown` lists lines; those that differ in numbers in their paths only share a line.
+
+    Args:
+        leaves: ``'<leaf path>: <what is there and what is wrong with it>'``, or paths alone.
+        separator: what is between the keys of a path.
+
+    Example:
+        >>> print(shown_leaves(f'layers/{i}/{name}: float32[8]' for i in range(80) for name in 'bw'))
+          layers/{0..79}/b: 80 x float32[8]
+          layers/{0..79}/w: 80 x float32[8]
+    """
+    split = [leaf.partition(': ') for leaf in leaves]
+    texts = [colon + _without_path(text, path, separator) for path, colon, text in split]
+    folds = fold(((path, text) for (path, *_), text in zip(split, texts, strict=True)), separator)
+    lines = []
+    for item in folds[:_SHOWN]:
+        colon = split[item.first][1]
+        text = _with_path(texts[item.first].removeprefix(colon), item)
+        count = f' ({item.count} leaves)' if item.count > 1 and not colon else times(item.count)
+        lines.append(f'  {item.short_name(MOST_RUNS)}{colon}{count}{text}')
+    more = sum(item.count for item in folds[_SHOWN:])
+    if more:
+        lines.append(f'  ... and {plural(more, "more leaf", "more leaves")}')
+    return '\n'.join(lines)
+
+
+_OWN_PATH = re.compile("'\0([0-9]+)'")
+
+
+def _without_path(text: str, path: str, separator: str) -> str:
+    """The text about a leaf, where the end of its path is quoted, with the number of keys in its place."""
+    keys = path.split(separator)
+    for count in range(len(keys), 0, -1):
+        text = text.replace(f"'{separator.join(keys[-count:])}'", f"'\0{count}'")
+    return text
+
+
+def _with_path(text: str, item: Fold) -> str:
+    """The result of `_without_path` with the folded path where that of each leaf was."""
+    return _OWN_PATH.sub(lambda found: f"'{item.short_name(MOST_RUNS, int(found[1]))}'", text)
 
 
 def plural(count: int, noun: str, several: str = '') -> str:

@@ -17,7 +17,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, owner_of, told_apart
 from scalax._tree.paths import NamedTree
 from scalax._util.renamed_keywords import renamed
-from scalax.errors import ArgumentError, did_you_mean, plural, shown
+from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
 from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
 
@@ -173,7 +173,7 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
     has = [getattr(leaf, 'sharding', None) for leaf in named.leaves]
     meshes = [sharding.mesh for sharding in has if isinstance(sharding, NamedSharding)]
     if helper is None and not meshes and len(named):
-        raise AssertionError(f'no leaf is on a mesh:\n{shown(map(named.describe, range(len(named))))}')
+        raise AssertionError(f'no leaf is on a mesh:\n{shown_leaves(map(named.describe, range(len(named))))}')
     if not len(named):
         return
     mesh = meshes[0] if helper is None else helper.mesh
@@ -186,7 +186,7 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
         if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(named.shapes[i])))
     ]
     if wrong:
-        raise AssertionError(f'arrays are not sharded as the rules say:\n{shown(wrong)}')
+        raise AssertionError(f'arrays are not sharded as the rules say:\n{shown_leaves(wrong)}')
 
 
 def _difference(mine: Any, theirs: Any) -> str:

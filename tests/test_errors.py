@@ -12,7 +12,17 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax import errors
-from scalax.errors import MeshError, Problem, RuleError, ScalaxError, ShardingError, did_you_mean
+from scalax.errors import (
+    IndivisibleWarning,
+    MeshError,
+    PlacementError,
+    Problem,
+    RuleError,
+    ScalaxError,
+    ShardingError,
+    did_you_mean,
+    shown_leaves,
+)
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -256,12 +266,33 @@ def test_one_cause_in_many_layers_is_said_once(snapshot):
     snapshot(error.value)
 
 
-def test_a_path_that_no_regex_matches_is_said_once_for_all_layers(snapshot):
-    tree = {'model': {'layers': [{'proj': np.zeros((8, 8)), 'qkv': np.zeros((8, 8))} for _ in range(12)]}}
+def test_every_list_of_leaves_is_folded(snapshot):
+    state = {'layers': [{'w': np.zeros((8, 8), np.float32)} for _ in range(100)]}
+    placed = HELPER.shard(state, P('fsdp'))
+    with snapshot.raises(PlacementError):
+        HELPER.sjit(lambda state: 1.0, in_shardings={'state': P('tp')})(placed)
+    with pytest.warns(IndivisibleWarning) as warned:
+        HELPER.match_sharding_rule(
+            TreePathShardingRule(('.*', P('fsdp')), on_indivisible='warn'), {'layers': [np.zeros(9)] * 40}
+        )
+    snapshot(warned[0].message)
+
+
+def test_leaves_fold_where_the_text_quotes_their_paths(snapshot):
+    tree = {'layers': [{'norm': np.zeros(8)} for _ in range(100)]}
     with pytest.raises(ShardingError) as error:
-        HELPER.match_sharding_rule({'model': TreePathShardingRule(('qkv', P('fsdp')))}, tree)
-    assert len(error.value.problems) == 12
+        HELPER.match_sharding_rule({'layers': TreePathShardingRule(('w', P()), strict=True)}, tree)
     snapshot(error.value)
+    details = {problem.leaf: problem.detail for problem in error.value.problems}
+    assert len(details) == 100
+    assert "'7/norm'" in details['layers/7/norm: float64[8]']
+
+
+def test_leaves_are_listed():
+    assert shown_leaves([]) == ''
+    assert shown_leaves(['a/0', 'a/1', 'b']) == '  a/{0,1} (2 leaves)\n  b'
+    assert shown_leaves(['a.0.w: x', 'a.1.w: x'], '.') == '  a.{0,1}.w: 2 x x'
+    assert shown_leaves(f'{letter}/w: x' for letter in 'abcdefghijkl').endswith('\n  ... and 2 more leaves')
 
 
 # --- Errors as values -----------------------------------------------------------------------------

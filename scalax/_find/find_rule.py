@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from scalax._plan.hardware import hardware_of_devices
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._tree.specs import axis_sizes_text
+from scalax._util.progress import Note, progress
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean, plural
 from scalax.rules import TreePathShardingRule
 
@@ -93,8 +92,8 @@ def find(
         headroom: the part of it that is to stay free.
         budget_s: the seconds after which nothing new is tried.
         file: where trials are written; those of an earlier search of the same step are read from there.
-        show_progress: whether to show the best so far; by default in a terminal. Without rich, it is logged
-            instead (``scalax.find``, level INFO).
+        show_progress: whether a line on stderr shows the best so far; by default on a terminal and in a
+            notebook. Elsewhere it is logged (``scalax.find``, level INFO).
 
     Returns:
         A `Found`. Ctrl-C ends the search early, with the best so far.
@@ -132,8 +131,8 @@ def find(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        note = stack.enter_context(_progress(show_progress))
-        trials = stack.enter_context(Trials(problem, usable, kept, note))
+        note = stack.enter_context(progress('finding a rule:', _log, show_progress))
+        trials = stack.enter_context(Trials(problem, usable, kept, _best_so_far(note)))
         search = Search(trials, meshes, batch_dim, started + budget_s)
         ended: Literal['', 'time', 'stopped'] = ''
         try:
@@ -226,13 +225,12 @@ def _mesh_sizes(
         raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {dict(sizes)}')
 
 
-@contextlib.contextmanager
-def _progress(shown: bool | None) -> Iterator[Callable[[Trial], None]]:
-    """Shows the best so far."""
+def _best_so_far(note: Note) -> Callable[[Trial], None]:
+    """A function that notes how many layouts were tried, and the best of them."""
     best: list[Trial] = []
     count = 0
 
-    def text(trial: Trial) -> str:
+    def tried(trial: Trial) -> None:
         nonlocal count
         count += 1
         if not best or trial.cost < best[0].cost:
@@ -240,20 +238,7 @@ def _progress(shown: bool | None) -> Iterator[Callable[[Trial], None]]:
         first = best[0]
         memory = human_bytes(first.memory)
         at_best = milliseconds(first.seconds) if math.isfinite(first.seconds) else 'no program'
-        return f'{plural(count, "layout")}; best: {axis_sizes_text(first.layout.sizes)}, {at_best}, {memory}'
+        sizes = axis_sizes_text(first.layout.sizes)
+        note(f'{plural(count, "layout")}; best: {sizes}, {at_best}, {memory}')
 
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if shown and importlib.util.find_spec('rich'):
-        from rich.console import Console
-
-        with Console(stderr=True).status('compiling') as status:
-            yield lambda trial: status.update(text(trial).replace('[', r'\['))
-        return
-
-    def log(trial: Trial) -> None:
-        line = text(trial)
-        if best[0] is trial:
-            _log.info('%s', line)
-
-    yield log
+    return tried

@@ -14,7 +14,7 @@ from scalax._hostdata import agreement, collectives
 from scalax._hostdata.transfer import reject_tracers
 from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape, leaf_text
 from scalax._tree.specs import MeshAxes
-from scalax.errors import DataError, shown
+from scalax.errors import DataError, shown_leaves
 
 _CHUNK = 2**26  # bytes in device memory at a time
 
@@ -57,7 +57,9 @@ def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
         )
     faults = [_fault(tree, i, process == jax.process_index()) for i in range(len(tree))]
     if any(faults):
-        raise DataError(f'these leaves cannot be sent to other processes:\n{shown(filter(None, faults))}')
+        raise DataError(
+            f'these leaves cannot be sent to other processes:\n{shown_leaves(filter(None, faults))}'
+        )
 
 
 def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:

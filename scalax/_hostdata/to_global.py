@@ -33,7 +33,7 @@ from scalax._tree.paths import (
     type_text,
 )
 from scalax._tree.specs import MeshAxes
-from scalax.errors import DataError, ScalaxError, shown
+from scalax.errors import DataError, ScalaxError, shown_leaves
 from scalax.rules._resolve import named_sharding
 
 Rows = Literal['all', 'needed']
@@ -156,7 +156,7 @@ def _compare_replicas(part: ProcessBatch) -> None:
         raise DataError(
             f'local_data_to_global_array: processes that load the same rows hold different values '
             f'({part.options.call}):\n'
-            f'{shown(found)}\n'
+            f'{shown_leaves(found)}\n'
             'What to do: load exactly the rows that helper.process_rows gives, with the same shuffling, '
             'augmentation and seed on every process.'
         )
@@ -225,7 +225,7 @@ def read(options: Options, pytree: Any) -> ProcessBatch:
     if any(faults):
         raise DataError(
             f'local data does not fit the mesh ({MeshAxes.of(options.mesh)}), with the batch on axis '
-            f'{batch_axis} over mesh axes {layout.axes}:\n{shown(filter(None, faults))}\n'
+            f'{batch_axis} over mesh axes {layout.axes}:\n{shown_leaves(filter(None, faults))}\n'
             'What to do: give arrays whose batch divides, or shard it over fewer axes with '
             'mesh_axis_subset.'
         )

@@ -13,7 +13,7 @@ from scalax._hostdata.batch_layout import checked_axis
 from scalax._hostdata.collectives import without_context
 from scalax._hostdata.transfer import agree_to_fetch, fetch, reject_tracers
 from scalax._tree.paths import NamedTree, is_key
-from scalax.errors import DataError, shown
+from scalax.errors import DataError, shown_leaves
 
 Box = tuple[tuple[int, int], ...]
 
@@ -28,7 +28,7 @@ def global_array_to_local_data(pytree: Any, batch_axis: int, rows: Literal['all'
     faults = [_fault(tree, i, axis, rows) for i in range(len(tree))]
     if any(faults):
         raise DataError(
-            f'global arrays have no local part along axis {axis}:\n{shown(filter(None, faults))}\n'
+            f'global arrays have no local part along axis {axis}:\n{shown_leaves(filter(None, faults))}\n'
             'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
         )
     if fetched := [

@@ -19,6 +19,7 @@ from scalax._trace import resharding
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
 from scalax._tree.specs import MeshAxes
+from scalax._tree.structures import shown_differences
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
 _ADVICE = (
@@ -219,11 +220,10 @@ def gather_functions(shardings: Any) -> Any:
 def apply_functions(functions: Any, pytree: Any) -> Any:
     """Applies a tree of functions to a tree of the same structure."""
     mine: Any = jax.tree.structure(functions)
-    theirs: Any = jax.tree.structure(pytree)
-    if mine != theirs:
+    if mine != jax.tree.structure(pytree):
         raise StructureError(
-            f'the functions have the structure {mine}, the tree has {theirs}: make the functions from '
-            'a tree of the same structure'
+            f'the tree has another structure than the functions:\n{shown_differences(pytree, functions)}\n'
+            'What to do: make the functions from a tree of the same structure.'
         )
     return jax.tree.map(lambda function, leaf: function(leaf), functions, pytree)
 

@@ -24,7 +24,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._tree.paths import dtype_on_devices, join, leaf_shape, leaf_text, optional_path, type_text
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.strict_json import brief
-from scalax.errors import ArgumentError, DataError, PlacementError, PlanError, shown
+from scalax.errors import ArgumentError, DataError, PlacementError, PlanError, shown, shown_leaves
 
 
 class Executable:
@@ -84,13 +84,13 @@ class Executable:
                 elsewhere.append(f'{row.path}: {_where(sharding)}, given {_where(own)}')
         if wrong:
             return ArgumentError(
-                f'{self.plan.name!r} was compiled for other arguments:\n{shown(wrong)}\n'
+                f'{self.plan.name!r} was compiled for other arguments:\n{shown_leaves(wrong)}\n'
                 'What to do: give it these, or plan and save a program for yours'
             )
         if elsewhere:
             return PlacementError(
                 f'{self.plan.name!r} was compiled for arguments that are placed otherwise:\n'
-                f'{shown(elsewhere)}\nWhat to do: helper.shard(tree, rules) places them'
+                f'{shown_leaves(elsewhere)}\nWhat to do: helper.shard(tree, rules) places them'
             )
         return None
 
@@ -99,9 +99,9 @@ class Executable:
         own = {*given}
         less = [f'{path}: not given' for path in wanted if path not in own]
         more = [f'{path}: given, and not an argument of the program' for path in given if path not in wanted]
-        lines = less + more or [f'it takes {self.compiled.in_tree}, given {tree}']
+        listed = shown_leaves(less + more) or f'  it takes {self.compiled.in_tree}, given {tree}'
         return ArgumentError(
-            f'{self.plan.name!r} was compiled for arguments of another structure:\n{shown(lines)}\n'
+            f'{self.plan.name!r} was compiled for arguments of another structure:\n{listed}\n'
             'What to do: give the arguments that it was planned with; static ones are part of the program, '
             'and are left out'
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,9 +28,12 @@ from scalax._transforms.followed_batch import BatchOfCall
 from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
+from scalax._util.progress import progress
 from scalax.errors import ArgumentError, PlanError
 from scalax.explain import ShardingReport, make_report
 from scalax.rules._resolve import ResolveMode, resolve
+
+_log = logging.getLogger('scalax.plan')
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
@@ -61,7 +65,8 @@ def make_plan(
         ArgumentError: *fun* is not a function, or nothing says that it runs on devices that are not here.
     """
     step = lower_step(helper, fun, args, kwargs)
-    plan = plan_lowered(step, quick=quick)
+    with progress(f'planning {step.name}', _log):
+        plan = plan_lowered(step, quick=quick)
     return plan.with_program(Program(step.lowered, step.mesh)) if keep_program else plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,11 @@ from scalax._report.trial_file import TrialFile
 from scalax._search.attempts import Attempts
 from scalax._search.outcome import Candidate, Search
 from scalax._search.possible_meshes import Constraints, possible_meshes
-from scalax._search.progress import Advance, progress
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
+from scalax._util.progress import Note, progress
 from scalax.errors import ArgumentError, checked_flag, did_you_mean
+
+_log = logging.getLogger('scalax.search')
 
 
 def search(
@@ -57,8 +60,8 @@ def search(
         file: where plans are written as they are made; those of an earlier search are read from there, if
             the step, the compiler and its flags are the same. (Compiler options of a function that
             ``jax.jit`` made are not compared; those of ``sjit`` are.)
-        show_progress: whether to show a bar; by default in a terminal. Without rich, steps are
-            logged instead (``scalax.search``, level INFO).
+        show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
+            notebook. Elsewhere it is logged (``scalax.search``, level INFO).
 
     Returns:
         A `Search`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
@@ -104,12 +107,12 @@ def search(
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
-    with progress(len(todo) + (full or 0), show_progress) as advance:
+    with progress('planning', _log, show_progress) as note:
         try:
             for place, candidate in enumerate(todo):
-                advance(candidate.name)
+                note(f'{place + 1} of {len(todo)}: {candidate.name}')
                 done[place] = attempt(candidate, quick=True)
-            _in_full(attempt, done, full, advance)
+            _in_full(attempt, done, full, note)
         except KeyboardInterrupt:
             interrupted = True
     return Search(
@@ -141,13 +144,13 @@ def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
         raise ArgumentError(f'full is how many meshes to compile in full, 0 or more, got {full!r}')
 
 
-def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, advance: Advance) -> None:
+def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:
     """Compiles the best in full until *most* of them fit; by default until the best fits for sure."""
     fitting = 0
     near = [place for place, candidate in done.items() if may_fit(candidate)]
     for place in sorted(near, key=lambda place: order(done[place])):
         if fitting >= (1 if most is None else most) or (most is None and surely_fits(done[place])):
             return
-        advance(f'{done[place].name}, in full')
+        note(f'in full: {done[place].name}')
         done[place] = attempt(dataclasses.replace(done[place], lost=''), quick=False)
         fitting += not done[place].lost

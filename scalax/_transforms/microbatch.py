@@ -20,7 +20,7 @@ from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._util.lru_cache import type_key
-from scalax.errors import ArgumentError, DataError, did_you_mean, shown
+from scalax.errors import ArgumentError, DataError, did_you_mean, shown_leaves
 
 Names = int | str | Sequence[int | str]
 Given = ParamSpec('Given')
@@ -226,7 +226,8 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     ]
     if wrong:
         raise DataError(
-            f'the batch of {name} cannot be taken in {n} parts along axis {batch_axis}:\n{shown(wrong)}\n'
+            f'the batch of {name} cannot be taken in {n} parts along axis {batch_axis}:\n'
+            f'{shown_leaves(wrong)}\n'
             'What to do: choose a number of parts that divides the rows (those of each device, so that none '
             'have to move), or name the arguments that are the batch (batch=...).'
         )
@@ -277,6 +278,6 @@ def _reject_integers(types: Any) -> None:
     ]
     if wrong:
         raise ArgumentError(
-            f'microbatch: the result has leaves that have no mean:\n{shown(wrong)}\n'
+            f'microbatch: the result has leaves that have no mean:\n{shown_leaves(wrong)}\n'
             "What to do: return floating-point numbers, or sums and divide them (reduce='sum')."
         )

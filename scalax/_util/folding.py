@@ -53,10 +53,12 @@ class Fold:
     Attributes:
         parts: the keys of the path; in one place there may be several.
         first: the index of the first of them.
+        separator: what is between the keys.
     """
 
     parts: tuple[str | Numbered, ...]
     first: int
+    separator: str = '/'
 
     @property
     def count(self) -> int:
@@ -72,15 +74,25 @@ class Fold:
     def paths(self) -> tuple[str, ...]:
         """Each of their paths."""
         choices = [part.keys if isinstance(part, Numbered) else [part] for part in self.parts]
-        return tuple('/'.join(keys) for keys in itertools.product(*choices))
+        return tuple(self.separator.join(keys) for keys in itertools.product(*choices))
 
-    def short_name(self, most: int | None) -> str:
-        """The name with at most *most* runs of numbers between braces; ``...`` stands for others."""
-        return '/'.join(part.name(most) if isinstance(part, Numbered) else part for part in self.parts)
+    def short_name(self, most: int | None, last: int = 0) -> str:
+        """The name with at most *most* runs of numbers between braces; ``...`` stands for others.
+
+        Args:
+            most: how many runs.
+            last: how many keys at the end of the path are named; 0 for all.
+        """
+        names = [part.name(most) if isinstance(part, Numbered) else part for part in self.parts[-last:]]
+        return self.separator.join(names)
 
 
-def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
+def fold(leaves: Iterable[tuple[str, Hashable]], separator: str = '/') -> list[Fold]:
     """Folds leaves, given as (leaf path, what they must agree in), in the order of the first of each.
+
+    Args:
+        leaves: the leaves.
+        separator: what is between the keys of a path.
 
     Example:
         >>> leaves = [('0/w', 'a'), ('0/b', 'b'), ('1/w', 'a'), ('1/b', 'b'), ('2/w', 'c')]
@@ -93,7 +105,8 @@ def fold(leaves: Iterable[tuple[str, Hashable]]) -> list[Fold]:
     for index, (path, key) in enumerate(leaves):
         kind = kinds.setdefault(key, len(kinds))
         # Keys that hold a slash can give two leaves the same path; those never fold into one.
-        folds.append((Fold(tuple(path.split('/')), index), (kind, repeats[path, kind])))
+        item = Fold(tuple(path.split(separator)), index, separator)
+        folds.append((item, (kind, repeats[path, kind])))
         repeats[path, kind] += 1
     for place in range(min(_DEEPEST, max((len(item.parts) for item, _ in folds), default=0))):
         folds = _fold_at(place, folds)
@@ -122,7 +135,7 @@ def _merged(place: int, group: Sequence[tuple[Fold, int]]) -> Fold:
     stem = str(first.parts[place]).removesuffix(str(number))
     numbered = Numbered(stem, tuple(sorted(number for _, number in group)))
     parts = (*first.parts[:place], numbered, *first.parts[place + 1 :])
-    return Fold(parts, min(item.first for item, _ in group))
+    return dataclasses.replace(first, parts=parts, first=min(item.first for item, _ in group))
 
 
 def braces(numbers: Sequence[int], most: int | None) -> str:

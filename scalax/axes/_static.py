@@ -11,7 +11,7 @@ import numpy as np
 
 from scalax._tree.paths import describe_leaf, has_foreign_dtype, path_string
 from scalax._util.lru_cache import type_key
-from scalax.errors import ArgumentError, shown
+from scalax.errors import ArgumentError, shown_leaves
 
 
 def is_array(leaf: Any) -> bool:
@@ -93,7 +93,7 @@ def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> N
             is_array(leaf) or hash(leaf)
         except TypeError:
             bad.append(describe_leaf(path_string(path), leaf))
-    said = f' leaves that are no arrays and cannot be hashed:\n{shown(bad)}' if bad else why
+    said = f' leaves that are no arrays and cannot be hashed:\n{shown_leaves(bad)}' if bad else why
     raise ArgumentError(
         f'{what}{said}\n'
         f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
@@ -110,6 +110,6 @@ def reject_structs(tree: Any, name: str) -> None:
         if isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     raise ArgumentError(
-        f'{name} got shapes, which have no values to compute with:\n{shown(bad)}\n'
+        f'{name} got shapes, which have no values to compute with:\n{shown_leaves(bad)}\n'
         'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
     )

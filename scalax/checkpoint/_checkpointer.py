@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
 import operator
 import os
 import threading
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, overload
 import jax
 
 from scalax._mesh import meshes
+from scalax._report.tables import human_bytes
 from scalax._tree.paths import NamedTree
+from scalax._util.progress import progress
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._description import Description, describe_leaf, require_fit, with_typed_keys
 from scalax.checkpoint._files import as_path
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from scalax.checkpoint._save import SaveThread
     from scalax.rules import RuleLike
 
+
+_log = logging.getLogger('scalax.checkpoint')
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
@@ -283,7 +289,10 @@ class Checkpointer:
                 leaves = with_typed_keys(target.wanted, leaves)
             require_fit(target.wanted, leaves, cast, bool(only), saved.where)
             state = None if data is None else saved.data()
-        with _agreement.all_or_none(helper.mesh, call):
+        arrays = [wanted for wanted in target.wanted.values() if hasattr(wanted, 'dtype')]
+        size = human_bytes(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
+        loading = progress(f'restoring step {saved.step}, {size}', _log)
+        with loading, _agreement.all_or_none(helper.mesh, call):
             values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
         if data is not None:
             with _agreement.all_or_none(helper.mesh, call):
@@ -328,7 +337,8 @@ class Checkpointer:
         save = self._running
         if save is None:
             return
-        save.join()  # if Ctrl-C ends this, the save goes on, and the next call waits for it
+        with progress(f'saving step {save.step}', _log):
+            save.join()  # if Ctrl-C ends this, the save goes on, and the next call waits for it
         self._running = None
         if save.error is not None:
             self._reached = None

@@ -197,6 +197,7 @@ def _problems(
 def _line(item: Fold, problem: _Problem, saved: Mapping[str, LeafDescription], extra: Sequence[str]) -> str:
     """One line of the message, for one leaf or several folded into one."""
     near = near_names(problem.leaf.path, extra) if problem.kind == 'missing' else []
+    near = near[: 2 if item.count == 1 else 1]  # that of another layer says nothing of all of them
     has = f' (the checkpoint has {" and ".join(str(saved[name]) for name in near)})' if near else ''
     name = item.short_name(MOST_RUNS) or '(the leaf itself)'
     return f'{problem.kind}: {name}: {times(item.count)}{problem.leaf.array}{problem.more}{has}'

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._mesh import meshes
+from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
+from scalax._util.progress import progress
 from scalax.checkpoint._safetensors_file import (
     Box,
     Tensor,
@@ -27,11 +30,13 @@ from scalax.checkpoint._safetensors_file import (
     tensors_of,
 )
 from scalax.checkpoint._safetensors_mapping import NameMapping, destinations
-from scalax.errors import ArgumentError, CheckpointError, shown
+from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
     from scalax.rules import RuleLike
+
+_log = logging.getLogger('scalax.checkpoint')
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
@@ -115,10 +120,14 @@ def _load(
             )
         )
     largest = max((load.largest for load in loads), default=0)
-    for i, load in enumerate(loads):
-        for coming in loads[i : i + 2]:
-            coming.read_ahead()
-        _set_leaf(tree, load.path, load.array(largest))
+    size, done = human_bytes(sum(load.tensor.size for load in loads)), 0
+    with progress('loading safetensors', _log) as note:
+        for i, load in enumerate(loads):
+            for coming in loads[i : i + 2]:
+                coming.read_ahead()
+            _set_leaf(tree, load.path, load.array(largest))
+            done += load.tensor.size
+            note(f'{human_bytes(done)} of {size}')
     return tree
 
 
@@ -220,7 +229,7 @@ def _require_dtypes(tensors: Iterable[Tensor]) -> None:
     ]
     if changed:
         raise CheckpointError(
-            f'JAX has no 64-bit numbers as it is set up:\n{shown(changed)}\n'
+            f'JAX has no 64-bit numbers as it is set up:\n{shown_leaves(changed, ".")}\n'
             'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
         )
 

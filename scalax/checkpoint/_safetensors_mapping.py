@@ -9,7 +9,7 @@ import numpy as np
 
 from scalax.checkpoint._safetensors_file import in_message
 from scalax.checkpoint._target import checked_pairs, substitute
-from scalax.errors import ArgumentError, CheckpointError, near_names, shown
+from scalax.errors import ArgumentError, CheckpointError, near_names, shown_leaves
 
 Destination = str | tuple[str, tuple[int, ...]] | None
 NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
@@ -39,7 +39,7 @@ def destinations(names: Sequence[str], mapping: NameMapping) -> dict[str, tuple[
         try:
             destination = destination_of(name)
         except KeyError:
-            problems.append(f'{in_message(name)}: the mapping says nothing of it')
+            problems.append(f'{in_message(name)}: not in the mapping')
             continue
         if destination is None:
             continue
@@ -50,14 +50,14 @@ def destinations(names: Sequence[str], mapping: NameMapping) -> dict[str, tuple[
             found[name] = checked
     if wrong:
         raise ArgumentError(
-            f'mapping: these destinations of tensors are not paths:\n{shown(wrong)}\n'
+            f'mapping: these destinations of tensors are not paths:\n{shown_leaves(wrong, ".")}\n'
             "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
             'leave the tensor out.'
         )
     problems.extend(_collisions(found))
     if problems:
         raise CheckpointError(
-            f'the mapping does not fit the tensors of the files:\n{shown(problems)}\n'
+            f'the mapping does not fit the tensors of the files:\n{shown_leaves(problems, ".")}\n'
             'What to do: give every tensor one path of its own, or None to leave it out.'
         )
     return found
@@ -99,7 +99,7 @@ def _unknown_names(mapping: Mapping[str, Any], names: Mapping[str, Any]) -> Iter
         # Messages show ten, and each search goes through all names.
         near = near_names(str(name), names) if i < 10 else []
         hint = f'; did you mean {in_message(near[0])}?' if near else ''
-        yield f'{in_message(str(name))}: the files have no such tensor{hint}'
+        yield f'{in_message(str(name))}: not in the files{hint}'
 
 
 def _collisions(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from scalax.checkpoint._files import FOLDER, Path
 from scalax.checkpoint._saved_step import FORMAT, ITEM, LEAVES
 from scalax.checkpoint._target import require_distinct
 from scalax.checkpoint._writer import TOKEN_LENGTH, Writer
-from scalax.errors import CheckpointError, shown
+from scalax.errors import CheckpointError, shown_leaves
 
 _METADATA = '_CHECKPOINT_METADATA'  # what Orbax reads about a step
 _AWAITED = 'array_metadatas'  # a folder that Orbax's process 0 makes, and its other processes wait for
@@ -305,7 +305,7 @@ def validate_state(tree: NamedTree) -> NamedTree:
     ]
     found.extend(_name_clashes(tree))
     if found:
-        raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown(found)}')
+        raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown_leaves(found)}')
     changed = any(leaf is not given for leaf, given in zip(leaves, tree.leaves, strict=True))
     return dataclasses.replace(tree, leaves=leaves) if changed else tree
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._tree.paths import NamedTree, canonical_dtype
-from scalax.errors import ArgumentError, CheckpointError, shown
+from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
         if tree.paths and not any(re.search(only, path) for path in tree.paths):
             raise CheckpointError(
                 f'only={only!r} is found in no leaf path of like, so that nothing would be restored:\n'
-                f'{shown(tree.paths)}'
+                f'{shown_leaves(tree.paths)}'
             )
     wanted: dict[str, Any] = {}
     rest: dict[str, Any] = {}

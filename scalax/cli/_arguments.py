@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
-    logging.getLogger('scalax').setLevel(logging.INFO)
+    logging.getLogger('scalax.cli').setLevel(logging.INFO)
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:

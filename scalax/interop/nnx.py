@@ -12,6 +12,7 @@ from typing import Any, Protocol, overload
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from scalax.errors import ArgumentError, did_you_mean, plural
 
@@ -81,7 +82,7 @@ def sjit(
 
     Raises:
         ArgumentError: *in_shardings* are not one for each argument; or *fun* returns what it is given, or
-            changes it in other ways than by new arrays.
+            changes it in other ways than by new arrays, or changes a module that is no argument.
 
     Example:
         >>> import jax
@@ -177,22 +178,8 @@ class NnxFunction:
         Raises:
             ArgumentError: arguments by name, or more or fewer than the shardings are for.
         """
-        if keywords:
-            raise ArgumentError(
-                f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
-                'or bind it with functools.partial before sjit'
-            )
-        if self._count not in (None, len(args)):
-            raise ArgumentError(
-                f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
-                f'{self._count}'
-            )
-        modules = _modules(args)
-        graph, states = nnx.split(modules)
-        # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
-        empty: Any = nnx.State({})
-        own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
-        return (graph, dict.fromkeys(modules)), *own
+        self._check(args, keywords)
+        return self._arguments(_modules(args), args)
 
     def followed(self, *args: Any) -> Any:
         """Which values of a call stay with the rows of its batch: `SjitFunction.followed`."""
@@ -204,10 +191,30 @@ class NnxFunction:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Calls the function, and changes the modules."""
-        states, (graph, result) = self.pure(*self.arguments(*args, **keywords))
+        self._check(args, keywords)
         modules = _modules(args)
+        states, (graph, result) = self.pure(*self._arguments(modules, args))
         nnx.update(modules, nnx.State({i: states[i] for i in modules}))
         return result if graph is None else nnx.merge(graph, result)
+
+    def _check(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if keywords:
+            raise ArgumentError(
+                f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
+                'or bind it with functools.partial before sjit'
+            )
+        if self._count not in (None, len(args)):
+            raise ArgumentError(
+                f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
+                f'{self._count}'
+            )
+
+    def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
+        graph, states = nnx.split(modules)
+        # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
+        empty: Any = nnx.State({})
+        own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
+        return (graph, dict.fromkeys(modules)), *own
 
     def _without_changes(self, graph: Any, *given: Any) -> Any:
         """The function, which returns the states of its modules, too; None for other arguments."""
@@ -215,7 +222,10 @@ class NnxFunction:
         state = nnx.State({i: given[i] for i in positions})
         modules = nnx.merge(graph, state)
         own = _references(modules)
-        result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
+        try:
+            result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
+        except TraceContextError as error:
+            raise ArgumentError(self._closes_over(error)) from error
         if nnx.graphdef(modules) != graph:
             raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))
         if _has_modules(result) and own & {*_references(result)}:
@@ -228,6 +238,22 @@ class NnxFunction:
         empty: Any = nnx.State({})
         count = max(len(given), self._returned)
         return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
+
+    def _closes_over(self, error: Exception) -> str:
+        """What to do about a change of a module that is no argument."""
+        try:
+            known = inspect.getclosurevars(self._fun)
+        except TypeError:  # of what is no function of Python
+            names = []
+        else:
+            own = {**known.globals, **known.nonlocals}
+            names = [name for name, value in own.items() if _has_modules(value)]
+        said = str(error).partition(' (http')[0]
+        return (
+            f'{self._name} changes {" or ".join(names) or "a module"}, which is not one of its arguments: a '
+            f'compiled function can change these only ({said}).\n'
+            'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan).'
+        )
 
     def _changes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         """What a function has changed in modules, other than arrays."""

@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
+from scalax._tree.structures import shown_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
 from scalax.rules._merge_decisions import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
@@ -83,8 +84,9 @@ class ShardingRule(abc.ABC):
             values = whole.treedef.flatten_up_to(applied)
         except ValueError:
             raise StructureError(
-                f'{name}.apply() returned a tree of structure {jax.tree.structure(applied)} for a tree of '
-                f'structure {whole.treedef}: it returns one PartitionSpec for each leaf of its argument'
+                f'{name}.apply() returned a tree of another structure than its argument:\n'
+                f'{shown_differences(applied, whole.tree)}\n'
+                'What to do: return one PartitionSpec for each leaf of the argument, as jax.tree.map does.'
             ) from None
         given: dict[Any, Decision] = {}
         answers: list[Answer] = []

@@ -20,7 +20,7 @@ from scalax.errors import (
     did_you_mean,
     near_names,
     plural,
-    shown,
+    shown_leaves,
     warn,
 )
 from scalax.interop import DimensionNames
@@ -166,7 +166,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             else:
                 answers.append(found)
         if passed and self.on_indivisible == 'warn':
-            warn(f'dimensions that do not divide:\n{shown(passed)}', IndivisibleWarning)
+            warn(f'dimensions that do not divide:\n{shown_leaves(passed)}', IndivisibleWarning)
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from scalax._tree.paths import join, key_string, leaf_shape, leaf_text, optional_path
-from scalax.errors import ScalaxError, StructureError, did_you_mean, plural
+from scalax._tree.paths import leaf_shape, leaf_text, optional_path
+from scalax._tree.structures import Difference, children, differences, first_ten, folded, node_text
+from scalax.errors import ScalaxError, StructureError, did_you_mean
 from scalax.rules._base import Rule, RuleLike, ShardingRule, is_rule
 from scalax.rules._decisions import short
 
@@ -66,7 +66,7 @@ def split(
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
-        _explain(rules, pytree, None, where)
+        _explain(rules, pytree, where)
         raise
     return [
         Subtree(rule, optional_path(path), subtree)
@@ -126,80 +126,36 @@ def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str
     )
 
 
-def _children(tree: Any) -> list[tuple[str, Any]]:
-    """The nodes right below the root of *tree*, with their keys; empty for a leaf."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    return [(key_string(path[0]), child) for path, child in flat if path]
-
-
-def _node(node: Any, children: dict[str, Any]) -> str:
-    if node is None:
-        return 'None'
-    if jax.tree_util.all_leaves([node]):
-        return 'a leaf'
-    return f'a {type(node).__name__} with {plural(len(children), "child", "children")}'
-
-
-def _first_ten(items: Iterable[str]) -> str:
-    texts = list(items)
-    return ', '.join(texts[:10]) + (f' and {len(texts) - 10} more' if len(texts) > 10 else '')
-
-
-def _explain(rules: Any, tree: Any, at: str | None, where: str) -> None:
-    """Raises about the first place where the two trees differ."""
-    if is_rule(rules) or _fits(rules, tree):
+def _explain(rules: Any, tree: Any, where: str) -> None:
+    """Raises about the places where the two trees differ."""
+    places = folded((found, _why(found)) for found in differences(rules, tree, is_rule))
+    if not places:
         return
+    place, why = places[0]
+    others = f'\nThey also differ {first_ten(place for place, _ in places[1:])}.' if places[1:] else ''
     of = _of(where) or ' of the tree'
-    place = 'at its root' if at is None else f'at {at!r}'
-    mine, theirs = dict(_children(rules)), dict(_children(tree))
-    missing = [key for key in theirs if key not in mine]
-    extra = [key for key in mine if key not in theirs]
-    if type(rules) is not type(tree):
-        why = (
-            f'the rules hold {_node(rules, mine)} there, the tree holds {_node(tree, theirs)}. '
+    raise StructureError(f'the rules do not have the structure{of} {place}: {why}{others}')
+
+
+def _why(found: Difference) -> str:
+    """What differs in a place, and what to do about it."""
+    if type(found.prefix) is not type(found.tree):
+        return (
+            f'the rules hold {node_text(found.prefix)} there, the tree holds {node_text(found.tree)}. '
             'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
         )
-    elif missing or extra:
-        parts = [f'there is no rule for {_first_ten(map(repr, missing))}'] if missing else []
-        if extra:
-            near = (f'{key!r} ({did_you_mean(key, theirs)})' for key in extra)
-            parts.append(f'the tree has nothing called {_first_ten(near)}')
-        why = (
-            f'{"; ".join(parts)}. Give one rule for each subtree (in sjit, None leaves one to the compiler).'
-        )
-        if any(_REGEX.search(key) for key in extra):
-            why += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
-    else:
-        for key, child in mine.items():
-            _explain(child, theirs[key], join(at, key), where)
-        why = (
-            f'the {type(rules).__name__} there differs in its static fields{_differing(rules, tree, mine)}. '
+    if not found.missing and not found.extra:
+        return (
+            f'the {type(found.prefix).__name__} there differs in its static fields{found.fields}. '
             'Give one rule for the whole subtree, or make the tree of rules of the tree itself '
             '(jax.tree.map, tree.replace).'
         )
-    raise StructureError(f'the rules do not have the structure{of} {place}: {why}')
-
-
-def _fits(rules: Any, tree: Any) -> bool:
-    """Whether a tree of rules is a prefix of a tree."""
-    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
-    try:
-        treedef.flatten_up_to(tree)
-    except ValueError:
-        return False
-    return True
-
-
-def _differing(rules: Any, tree: Any, children: Iterable[str]) -> str:
-    """The fields of two nodes that are not children and differ, as far as they compare."""
-    known = [field.name for field in dataclasses.fields(rules)] if dataclasses.is_dataclass(rules) else []
-    names = [name for name in known if name not in children]
-    found = [name for name in names if _differ(getattr(rules, name, None), getattr(tree, name, None))]
-    return f' ({", ".join(found)})' if found else ''
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return bool(one != other)
-    except Exception:  # a user's comparison
-        return one is not other
+    parts = [f'there is no rule for {first_ten(map(repr, found.missing))}'] if found.missing else []
+    if found.extra:
+        known = dict(children(found.tree))
+        near = (f'{key!r} ({did_you_mean(key, known)})' for key in found.extra)
+        parts.append(f'the tree has nothing called {first_ten(near)}')
+    why = f'{"; ".join(parts)}. Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+    if any(_REGEX.search(key) for key in found.extra):
+        why += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+    return why

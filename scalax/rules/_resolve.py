@@ -20,7 +20,7 @@ from scalax._tree import specs
 from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes, OnIndivisible
-from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown, warn
+from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
 from scalax.rules._base import Rule, RuleLike, ShardingRule, as_rule, decide, is_pure, is_rule
 from scalax.rules._decisions import Decision, non_arrays
 from scalax.rules._prefix import key_of, split
@@ -263,7 +263,7 @@ class _Task:
         if self.passed:
             of = f' of {self.where}' if self.where else ''
             warn(
-                f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown(self.passed)}',
+                f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown_leaves(self.passed)}',
                 IndivisibleWarning,
             )
 

@@ -14,7 +14,7 @@ from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
-from scalax.errors import Problem, ShardingError, plural, shown
+from scalax.errors import Problem, ShardingError, plural, shown_leaves
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
@@ -148,7 +148,7 @@ def _shown(sharding: NamedSharding) -> NamedSharding | specs.Fault:
 def _error(problems: Sequence[Problem]) -> ShardingError:
     count = plural(len(problems), 'leaf has', 'leaves have')
     lines = [f'{count} no sharding that could be shown:']
-    lines.append(shown(f'{problem.leaf}: {problem.detail}' for problem in problems))
+    lines.append(shown_leaves(f'{problem.leaf}: {problem.detail}' for problem in problems))
     hints = dict.fromkeys(problem.hint for problem in problems)
     lines.extend(f'What to do: {hint}' for hint in hints)
     return ShardingError(problems, message='\n'.join(lines))

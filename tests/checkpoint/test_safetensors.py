@@ -293,13 +293,13 @@ def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper, snapshot
     assert error_of(helper, file, P()) == head + '  d.e goes to d/e, which is inside d, where d goes' + do
     mapping: Any = {'a.b': 'x', 'a.cc': 'y', 'd': 'x', 'd.e': None}
     assert error_of(helper, file, P(), mapping) == (
-        head + '  a.cc: the files have no such tensor; did you mean a.c?\n'
-        '  a.c: the mapping says nothing of it\n'
+        head + '  a.cc: not in the files; did you mean a.c?\n'
+        '  a.c: not in the mapping\n'
         '  d and a.b both go to x' + do
     )
     mapping = [('^a.', 'z/')]
     assert error_of(helper, file, P(), mapping) == (
-        head + '  d: the mapping says nothing of it\n  d.e: the mapping says nothing of it' + do
+        head + '  d: not in the mapping\n  d.e: not in the mapping' + do
     )
     mapping = [('a.b', 'x', (1, 0)), ('', None)]
     snapshot(error_of(helper, file, P(), mapping))

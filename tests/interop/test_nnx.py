@@ -259,3 +259,26 @@ def test_errors_name_the_arguments_of_the_function():
     step = nnx.sjit(helper(), train_step, in_shardings=(FSDP, FSDP, P('fsdp')))
     with pytest.raises(ShardingError, match=r"(?s)'train_step'.*x: float32\[9, 16\]"):
         step(model, optimizer, rows(9))
+
+
+MODEL = flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0))
+
+
+def test_a_module_that_is_no_argument_cannot_be_changed():
+    def around(x):
+        MODEL.kernel[...] *= 2
+        return MODEL(x)
+
+    text = r'(?s)around changes MODEL, which is not one of its arguments: .* \(Cannot mutate .*\)\.\nWhat to '
+    with pytest.raises(ArgumentError, match=text):
+        nnx.sjit(helper(), around)(rows())
+
+    def inside(model, x):
+        def loss(x):
+            model.kernel[...] *= 2
+            return model(x).sum()
+
+        return flax_nnx.grad(loss)(x)
+
+    with pytest.raises(ArgumentError, match='inside changes a module, which is not one of its arguments'):
+        nnx.sjit(helper(), inside)(flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0)), rows())

@@ -263,3 +263,13 @@ def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
     HELPER.match_sharding_rule(rules, tree)
     with pytest.raises(StructureError, match='the wrong way round'):
         HELPER.match_sharding_rule(tree, rules)
+
+
+def test_trees_of_rules_that_differ_alike_in_many_layers(snapshot):
+    tree = {'layers': [{'q': 1.0, 'k': 1.0} for _ in range(100)], 'head': {'w': 1.0}}
+    rules = jax.tree.map(lambda _: P(), tree)
+    for layer in rules['layers'][:60]:
+        layer['query'] = layer.pop('q')
+    rules['head'] = P(), P()
+    with snapshot.raises(StructureError):
+        HELPER.match_sharding_rule(rules, tree)

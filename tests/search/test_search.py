@@ -1,10 +1,6 @@
 """`scalax.plan.search`: which meshes are looked at, what becomes of each, and who wins."""
 
 import dataclasses
-import importlib.util
-import io
-import logging
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,6 @@ import pytest
 
 from scalax._search import attempts as module
 from scalax._search.possible_meshes import possible_meshes
-from scalax._search.progress import progress
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
@@ -441,7 +436,7 @@ def test_slices():
     assert by_mesh[1, 8].plan is None and '2 slices' in by_mesh[1, 8].lost
 
 
-# --- The value, and the bar ----------------------------------------------------------------------
+# --- The value -----------------------------------------------------------------------------------
 
 
 def test_nothing_found():
@@ -449,24 +444,3 @@ def test_nothing_found():
     assert not nothing.fits
     assert not Search((), 'v5e:2x2').fits
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']
-
-
-@pytest.mark.parametrize('bar', [True, False])
-def test_progress(bar, monkeypatch, caplog):
-    find = importlib.util.find_spec
-    if not bar:
-        monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'rich' else find(name))
-    said = io.StringIO()
-    monkeypatch.setattr(sys, 'stderr', said)
-    caplog.set_level(logging.INFO, 'scalax.search')
-    with progress(2, shown=None) as advance:
-        advance('fsdp=4')
-    assert (said.getvalue(), caplog.messages) == ('', [])  # nobody looks
-    monkeypatch.setenv('FORCE_COLOR', '1')  # rich asks the terminal, which there is none of
-    with progress(2, shown=True) as advance:
-        advance('fsdp=4')
-        advance('fsdp=2')
-    if bar:
-        assert 'fsdp=2' in said.getvalue()
-    else:
-        assert caplog.messages == ['planning fsdp=4', 'planning fsdp=2']

@@ -1,8 +1,7 @@
 """Builds the distributions and uses the wheel the way a user gets it: installed, not from here."""
 
-import os
-import shutil
-import subprocess
+import importlib.metadata
+import re
 import sys
 import sysconfig
 import tarfile
@@ -11,49 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from scripts import make_dist
 from tests.support import ROOT
+
+NEEDED_BY_EXTRAS = ['jax', 'matplotlib', 'rich', 'orbax-checkpoint', 'safetensors']
 
 PACKAGE_FILES = sorted(
     str(path.relative_to(ROOT).as_posix())
     for path in (ROOT / 'scalax').rglob('*')
     if path.suffix == '.py' or path.name == 'py.typed' or path.parent.name == 'assets'
 )
-BUILD_INPUTS = ['setup.py', 'pyproject.toml', 'MANIFEST.in', 'LICENSE', 'README.md', 'CHANGELOG.md']
-
-# Run by the clean environment's interpreter.
-IMPORT_EVERYTHING = """
-import importlib, importlib.metadata, pkgutil, sys
-import scalax
-
-assert scalax.__file__.startswith(sys.prefix), f'imported from elsewhere: {scalax.__file__}'
-assert importlib.metadata.version('scalax') == scalax.__version__
-names = [module.name for module in pkgutil.walk_packages(scalax.__path__, 'scalax.')]
-for name in names:
-    if not name.endswith('.__main__'):  # importing that one would run it
-        importlib.import_module(name)
-print('imported', len(names))
-"""
-
-
-def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command without what the environment of this test run would lend it."""
-    lent = ('PYTHONPATH', 'PYTHONHOME', 'PYTHONWARNINGS')
-    env = {key: value for key, value in os.environ.items() if key not in lent}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f'{command} failed:\n{done.stdout}\n{done.stderr}'
-    return done.stdout
 
 
 @pytest.fixture(scope='module')
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
-    source = tmp_path_factory.mktemp('source')
-    for name in BUILD_INPUTS:
-        shutil.copy(ROOT / name, source)
-    no_caches = shutil.ignore_patterns('__pycache__')
-    shutil.copytree(ROOT / 'scalax', source / 'scalax', ignore=no_caches)
-    run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', source / 'dist', cwd=source)
-    return source / 'dist'
+    """A folder with the sdist, and the wheel that was built from it; twine has checked them."""
+    folder = tmp_path_factory.mktemp('dist')
+    make_dist.build(folder)
+    return folder
 
 
 def test_wheel_holds_the_package_and_nothing_else(distributions: Path) -> None:
@@ -83,13 +57,25 @@ def test_sdist_holds_the_package(distributions: Path) -> None:
     assert {*PACKAGE_FILES, 'LICENSE', 'README.md', 'setup.py', 'pyproject.toml'} <= names
 
 
-def test_every_module_imports_from_the_installed_wheel(distributions: Path, tmp_path: Path) -> None:
+def test_extras_are_metadata(distributions: Path) -> None:
     [wheel] = distributions.glob('*.whl')
-    run(sys.executable, '-m', 'venv', '--without-pip', 'clean', cwd=tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith('.dist-info/METADATA')]
+        metadata = archive.read(name).decode().splitlines()
+    known = {importlib.metadata.distribution(name).metadata['Name'].lower() for name in NEEDED_BY_EXTRAS}
+    for extra in make_dist.EXTRAS:
+        assert f'Provides-Extra: {extra}' in metadata
+        lines = [line for line in metadata if line.endswith(f'extra == "{extra}"')]
+        needed = [re.match(r'Requires-Dist: ([\w-]+)', line) for line in lines]
+        assert lines and {found[1].lower() for found in needed if found} <= known
+
+
+def test_the_installed_wheel_is_used(distributions: Path, tmp_path: Path) -> None:
+    [wheel] = distributions.glob('*.whl')
+    make_dist.run(sys.executable, '-m', 'venv', '--without-pip', 'clean', cwd=tmp_path)
     clean = tmp_path / 'clean'
-    python = clean / 'bin' / 'python'
-    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '--python', python]
-    run(*pip, 'install', '--quiet', '--no-index', '--no-deps', wheel, cwd=tmp_path)
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '--python', clean / 'bin' / 'python']
+    make_dist.run(*pip, 'install', '--quiet', '--no-index', '--no-deps', wheel, cwd=tmp_path)
 
     # JAX and the others are borrowed from this environment instead of being downloaded again.
     # Folders named in a .pth file come after the clean environment's own, and .pth files inside
@@ -98,9 +84,20 @@ def test_every_module_imports_from_the_installed_wheel(distributions: Path, tmp_
     [site_packages] = clean.glob('lib/python3*/site-packages')
     (site_packages / 'borrowed.pth').write_text('\n'.join(sorted(borrowed)) + '\n')
 
-    # -I: the current folder is not on the path.
-    output = run(python, '-I', '-W', 'error', '-c', IMPORT_EVERYTHING, cwd=tmp_path)
-    assert output.startswith('imported ')
-
-    version = run(clean / 'bin' / 'scalax', '--version', cwd=tmp_path)
+    imported, readme, version, doctor = make_dist.smoke_test(clean, tmp_path)
+    assert re.fullmatch(r'imported \d+ modules', imported)
+    assert readme.startswith('README: ')
     assert version.startswith('scalax ') and ', JAX ' in version
+    assert doctor
+
+
+def test_the_first_blocks_of_a_page() -> None:
+    page = 'a\n```python\nx = 1\n```\nb\n```python\nprint(x)\n```\n<!-- prints -->\n```text\n1\n```\n'
+    assert make_dist.first_blocks(page) == ('x = 1\nprint(x)\n', '1\n')
+    with pytest.raises(RuntimeError, match='no text'):
+        make_dist.first_blocks('```python\nx = 1\n```\n')
+
+
+def test_a_use_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r'(?s)failed:.*ZeroDivisionError'):
+        make_dist.run(sys.executable, '-c', '1 / 0', cwd=tmp_path)

@@ -19,7 +19,7 @@ from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallLayout, CallSignature
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
-from scalax.errors import ArgumentError, shown
+from scalax.errors import ArgumentError, shown_leaves
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
@@ -218,7 +218,7 @@ def _too_large(call: Call) -> ArgumentError:
 
 
 def _leaves_raising(kind: type[Exception], call: Call) -> str:
-    return shown(call.describe(*leaf) for leaf in call.leaves() if _raises(kind, leaf[-1]))
+    return shown_leaves(call.describe(*leaf) for leaf in call.leaves() if _raises(kind, leaf[-1]))
 
 
 def _raises(kind: type[Exception], leaf: Any) -> bool:

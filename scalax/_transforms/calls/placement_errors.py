@@ -33,7 +33,7 @@ from scalax.errors import (
     PlacementError,
     ScalaxError,
     UnshardedWarning,
-    shown,
+    shown_leaves,
     warn,
 )
 
@@ -70,7 +70,7 @@ class ShardedCall:
     def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as ') -> str:
         """The leaves that are wrong, with a *text* about each; empty without any."""
         wanted = (sharding for shardings in self.shardings.values() for sharding in shardings)
-        return shown(
+        return shown_leaves(
             f'{self.call.describe(*leaf)}{verb}{text(leaf[-1], sharding)}'
             for leaf, sharding in zip(self.call.leaves(), wanted, strict=True)
             if wrong(leaf[-1], sharding)
@@ -95,7 +95,7 @@ def reject_deleted(call: Call) -> None:
 def _deleted(call: Call) -> ArgumentError:
     gone = (call.describe(*leaf) for leaf in call.leaves() if _is_deleted(leaf[-1]))
     return ArgumentError(
-        f'{call.signature.name} got arrays that are deleted:\n{shown(gone)}\n'
+        f'{call.signature.name} got arrays that are deleted:\n{shown_leaves(gone)}\n'
         'What to do: they were donated to an earlier call (donate_argnums), which reused their '
         'buffers. Use the outputs of that call instead, or do not donate.'
     )
@@ -116,7 +116,7 @@ def donated_twice(call: Call) -> ArgumentError | None:
         return None
     return ArgumentError(
         f'{call.signature.name} got one array in several places, and donates it (donate_argnums):\n'
-        f'{shown(bad)}\n'
+        f'{shown_leaves(bad)}\n'
         'What to do: give a copy in each place (jnp.copy), or do not donate.'
     )
 
@@ -136,7 +136,7 @@ def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> Non
     if bad:
         raise MeshError(
             f'{call.signature.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
-            f'Explicit axes:\n{shown(bad)}\n'
+            f'Explicit axes:\n{shown_leaves(bad)}\n'
             'What to do: use one helper for functions that call one another.'
         )
 
@@ -338,9 +338,10 @@ def warn_left_alone(sharded: ShardedCall, outputs: Any) -> None:
         if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
     ]
     if alone:
+        listed = shown_leaves(alone)
         warn(
             f'outputs of {sharded.call.signature.name} are on one device, although arguments are on several: '
-            f'they depend on no value of those, and nothing says how they are sharded:\n{shown(alone)}\n'
+            f'they depend on no value of those, and nothing says how they are sharded:\n{listed}\n'
             'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state '
             'of an optimizer, or PartitionSpec() for copies on all devices.',
             UnshardedWarning,

@@ -17,7 +17,9 @@ or lets the caller dispatch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +40,12 @@ from scalax._transforms.sjit.program import Program, ProgramTable, ShardingKey, 
 from scalax._transforms.sjit.trace import Recording, TracedFunction, TraceShardings
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util.lru_cache import LRUCache
+from scalax._util.progress import progress
 
 if TYPE_CHECKING:
     from scalax._transforms.followed_batch import BatchOfCall
+
+_log = logging.getLogger('scalax.sjit')
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,19 +174,26 @@ class Dispatcher:
             read = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
                 return self._function.run(call, self._shardings_in(call, read.state))[0]
-            entry = self._find(read)
-            placed_args = self._placed(read, placement.moved)
-            moves = dataclasses.replace(read.moves, mismatched=False)
-            if read.typed is not call and (moves.unplaced or moves.foreign):
-                shardings = read.sharded.shardings
-                slots = placement.slots_to_place(flat_args, shardings, moves)
-                forms = {
-                    slot: compress(jax.tree.structure(flat_args[slot]), shardings[slot]) for slot in slots
-                }
-                entry.program.place_host_data(forms, moves)
-            self._table.add(flat_args, entry.program)
-            self.fast_call = self._table if len(self.programs.items()) > 1 else entry.program.call
-            return self._run(read, entry, placed_args)
+            with self._said_if_slow(read):
+                entry = self._find(read)
+                placed_args = self._placed(read, placement.moved)
+                moves = dataclasses.replace(read.moves, mismatched=False)
+                if read.typed is not call and (moves.unplaced or moves.foreign):
+                    shardings = read.sharded.shardings
+                    slots = placement.slots_to_place(flat_args, shardings, moves)
+                    forms = {
+                        slot: compress(jax.tree.structure(flat_args[slot]), shardings[slot]) for slot in slots
+                    }
+                    entry.program.place_host_data(forms, moves)
+                self._table.add(flat_args, entry.program)
+                self.fast_call = self._table if len(self.programs.items()) > 1 else entry.program.call
+                return self._run(read, entry, placed_args)
+
+    def _said_if_slow(self, read: ReadCall) -> contextlib.AbstractContextManager[Any]:
+        """Says what takes long where a call has to be traced and compiled."""
+        if read.state.entry is not None and read.state.entry.outputs_checked:
+            return contextlib.nullcontext()
+        return progress(f'compiling {self.signature.name}', _log)
 
     def explain_or_retry(self, error: Exception, fast_call: Any, flat_args: tuple[Any, ...]) -> bool:
         """Whether *error* only means that *fast_call* cannot serve this call, and `dispatch` may.

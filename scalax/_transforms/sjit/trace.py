@@ -31,7 +31,7 @@ from scalax._transforms.calls.call_signature import CallLayout, CallSignature
 from scalax._transforms.calls.placement import Shardings, as_typed
 from scalax._transforms.calls.placement_errors import reject_foreign_types
 from scalax._transforms.followed import run_followed
-from scalax._tree.paths import path_string
+from scalax._tree.paths import describe_leaf, path_string
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import (
     LostUpdateWarning,
@@ -39,7 +39,7 @@ from scalax.errors import (
     UnusedAnnotationWarning,
     did_you_mean,
     near_names,
-    shown,
+    shown_leaves,
     warn,
 )
 
@@ -256,7 +256,7 @@ class _ModuleUpdates:
             return
         returned = set(map(id, self._found(outputs))) | set(map(id, jax.tree.leaves(outputs)))
         lost = [
-            f'{type(module).__name__}: {path}'
+            f'{describe_leaf(path, leaf)} of {type(module).__name__}'
             for module, before in zip(self._modules, self._before, strict=True)
             if id(module) not in returned
             for path, leaf in _leaves_by_path(module).items()
@@ -265,7 +265,7 @@ class _ModuleUpdates:
         if lost:
             warn(
                 f'{name} changes modules that it was given, and the changes are lost, because a compiled '
-                f'function works on a copy (with jax.jit too):\n{shown(lost)}\n'
+                f'function works on a copy (with jax.jit too):\n{shown_leaves(lost)}\n'
                 'What to do: use scalax.interop.nnx.sjit, which changes them; or return the module, or its '
                 'state (nnx.state), and go on with that.',
                 LostUpdateWarning,

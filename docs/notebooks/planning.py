@@ -1,0 +1,108 @@
+# %% [markdown]
+# # Planning a training step
+#
+# How much memory does a step need, what does it send, and how long does it take at least? A plan compiles the
+# step and reads the compiler's program. Nothing runs: shapes are enough, and so is a laptop.
+#
+# The first two parts work anywhere. The third compiles for TPUs with the TPU compiler (`pip install
+# "scalax[plan]"`, on Linux, needs no TPU); without it, that part says so.
+
+# %%
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from scalax.plan import search
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+jax.config.update('jax_num_cpu_devices', 8)  # before JAX looks for its devices
+
+# %% [markdown]
+# ## The step
+#
+# Eight layers of an MLP, as a `scan`, with what the backward pass needs computed again (`jax.checkpoint`).
+# `params` and `batch` are shapes: 0.5 GiB of weights that are never made.
+
+
+# %%
+def train_step(params, batch):
+    def layer(x, weights):
+        return x + jnp.tanh(x @ weights['up']) @ weights['down'], None
+
+    def loss(params):
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer), batch, params)[0].astype('float32')).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+
+params = {
+    'up': jax.ShapeDtypeStruct((8, 2048, 8192), 'bfloat16'),
+    'down': jax.ShapeDtypeStruct((8, 8192, 2048), 'bfloat16'),
+}
+batch = jax.ShapeDtypeStruct((16384, 2048), 'bfloat16')
+
+
+def make_step(helper, rule):
+    step = helper.sjit(
+        train_step, in_shardings=(rule, P('fsdp')), out_shardings=(rule, None), donate_argnums=0
+    )
+    return step, (params, batch)
+
+
+fsdp = FSDPShardingRule('fsdp', min_fsdp_size=1).stacked()
+tensor_parallel = TreePathShardingRule(('up', P(None, None, 'tp')), ('down', P(None, 'tp')))
+
+# %% [markdown]
+# ## On simulated devices
+#
+# Eight CPU devices, and FSDP. The collectives are those of the partitioner, whatever the hardware. CPUs have
+# no speed to plan with, so the roofline takes the numbers of a TPU v5e.
+
+# %%
+helper = MeshShardingHelper([8], ['fsdp'])
+step, arguments = make_step(helper, fsdp)
+plan = helper.plan(step, *arguments)
+for row in plan.collectives[:4]:
+    print(f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each')
+roofline = plan.roofline('v5e', torus={'fsdp': 8})
+print(f'bound by {roofline.bound}; at most {roofline.mfu:.0%} of the peak')
+
+# %% [markdown]
+# ## On GPUs that are not here
+#
+# `h100:8` is a node of eight H100, for which simulated devices stand: the program is the partitioner's, the
+# times are computed with the numbers of the hardware. A search tries every mesh with every rule, and ranks
+# them. (Takes a few seconds.)
+
+# %%
+rules = {'fsdp': fsdp, 'fsdp x tp': tensor_parallel & FSDPShardingRule('fsdp', min_fsdp_size=1).stacked()}
+print(search(make_step, 'h100:8', ['fsdp', 'tp'], rules))
+
+# %% [markdown]
+# ## On TPUs that are not here
+#
+# The compiler for TPUs lays the program out, and says how much memory it takes. (**Slow**: takes up to a
+# minute. Needs the TPU compiler.) `quick=False` makes the code too, for exact figures.
+
+
+# %% tags=["tpu", "slow"]
+def plan_on_tpus():
+    if importlib.util.find_spec('libtpu') is None:
+        return 'the TPU compiler is not installed: pip install "scalax[plan]"'
+    tpus = MeshShardingHelper.from_topology('v5e:2x4', [8], ['fsdp'])
+    step, arguments = make_step(tpus, fsdp)
+    return tpus.plan(step, *arguments, quick=True)
+
+
+plan_on_tpus()
+
+# %% [markdown]
+# ## Next steps
+#
+# - `print(plan)` is the same as text, and `plan.diff(other)` compares two.
+# - From a terminal: `scalax plan`, `scalax search` and `scalax find`
+#   ([command_line.md](../command_line.md)).
+# - [planning.md](../planning.md): what is counted, how, and how far to trust it.
