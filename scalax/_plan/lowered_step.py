@@ -128,15 +128,26 @@ def lower_step(
     mesh = helper.mesh
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
+    name = name_of(fun)
+    fun, args, kwargs = _without_changes(fun, args, kwargs)
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
         # Attributes of a bound method are those of the function, which do not know the bound object.
         bound: types.MethodType = fun
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
-    traced = _trace(function, name_of(fun), args, kwargs)
+    traced = _trace(function, name, args, kwargs)
     return LoweredStep(
-        name_of(fun), mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
+        name, mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
     )
+
+
+def _without_changes(
+    fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """A call of the pure function behind one that changes nnx modules; any other call as it is."""
+    if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):
+        return fun.pure, fun.arguments(*args, **kwargs), {}
+    return fun, args, kwargs
 
 
 def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

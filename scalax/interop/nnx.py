@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import jax
 from flax import nnx
@@ -27,6 +27,7 @@ class _Helper(Protocol):
     def sjit(self, fun: Callable[..., Any], **options: Any) -> Any: ...
 
 
+@overload
 def sjit(
     helper: _Helper,
     fun: Callable[..., Any],
@@ -36,13 +37,36 @@ def sjit(
     donate_argnums: int | Sequence[int] = (),
     batch_argnums: int | Sequence[int] | None = None,
     **options: Any,
-) -> NnxFunction:
+) -> NnxFunction: ...
+@overload
+def sjit(
+    helper: _Helper,
+    fun: None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], NnxFunction]: ...
+def sjit(
+    helper: _Helper,
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] = (),
+    batch_argnums: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
     """Compiles a function of nnx modules for a mesh, as ``nnx.jit`` does for one device.
 
     What the function changes in a module, an optimizer or an ``nnx.Rngs`` is changed in the caller's: their
     variables get the new arrays, with the shardings of *in_shardings*. References that modules share are
     kept. Variables that the function adds or removes are an error, and so are attributes without arrays that
-    it changes: call ``model.eval()`` before it.
+    it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has compiled already, and
+    ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``. `MeshShardingHelper.plan` takes the result, with
+    modules of arrays or of ``nnx.eval_shape``.
 
     Args:
         helper: the `MeshShardingHelper`.
@@ -77,6 +101,16 @@ def sjit(
         >>> step(model, jax.numpy.ones((8, 16))).shape
         (8, 16)
     """
+    if fun is None:
+        return functools.partial(
+            sjit,
+            helper,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate_argnums,
+            batch_argnums=batch_argnums,
+            **options,
+        )
     return NnxFunction(helper, fun, in_shardings, out_shardings, donate_argnums, batch_argnums, options)
 
 
@@ -85,7 +119,7 @@ class NnxFunction:
 
     Attributes:
         pure: the function of `MeshShardingHelper.sjit` behind it, which changes nothing. It takes what
-            `arguments` gives: ``helper.plan(step.pure, *step.arguments(model, batch))``.
+            `arguments` gives: ``step.pure.shardings_for(*step.arguments(model, batch))``.
     """
 
     pure: Any
@@ -134,23 +168,36 @@ class NnxFunction:
         )
         functools.update_wrapper(self, fun)
 
-    def arguments(self, *args: Any) -> tuple[Any, ...]:
+    def arguments(self, *args: Any, **keywords: Any) -> tuple[Any, ...]:
         """The arguments of `pure`: how modules are put together, and their states in place of them.
 
         Args:
             args: the arguments of the function.
+            keywords: none: they are an error.
+
+        Raises:
+            ArgumentError: arguments by name, or more or fewer than the shardings are for.
         """
+        self._check(args, keywords)
         return self._arguments(_modules(args), args)
 
-    def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
-        graph, states = nnx.split(modules)
-        # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
-        empty: Any = nnx.State({})
-        own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
-        return (graph, dict.fromkeys(modules)), *own
+    def followed(self, *args: Any) -> Any:
+        """Which values of a call stay with the rows of its batch: `SjitFunction.followed`."""
+        return self.pure.followed(*self.arguments(*args))
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program of a call, lowered for the mesh: `SjitFunction.lower`."""
+        return self.pure.lower(*self.arguments(*args))
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Calls the function, and changes the modules."""
+        self._check(args, keywords)
+        modules = _modules(args)
+        states, (graph, result) = self.pure(*self._arguments(modules, args))
+        nnx.update(modules, nnx.State({i: states[i] for i in modules}))
+        return result if graph is None else nnx.merge(graph, result)
+
+    def _check(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         if keywords:
             raise ArgumentError(
                 f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
@@ -161,10 +208,13 @@ class NnxFunction:
                 f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
                 f'{self._count}'
             )
-        modules = _modules(args)
-        states, (graph, result) = self.pure(*self._arguments(modules, args))
-        nnx.update(modules, nnx.State({i: states[i] for i in modules}))
-        return result if graph is None else nnx.merge(graph, result)
+
+    def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
+        graph, states = nnx.split(modules)
+        # The positions are keys, which are part of the structure. Of what is shared, the first has the state.
+        empty: Any = nnx.State({})
+        own = (states.get(i, empty) if i in modules else arg for i, arg in enumerate(args))
+        return (graph, dict.fromkeys(modules)), *own
 
     def _without_changes(self, graph: Any, *given: Any) -> Any:
         """The function, which returns the states of its modules, too; None for other arguments."""

@@ -74,9 +74,35 @@ def test_the_batch_is_followed_and_the_step_is_planned():
     mesh = helper()
     model, optimizer = nnx.sjit(mesh, make, out_shardings=FSDP)(jax.random.key(0))
     step = nnx.sjit(mesh, train_step, in_shardings=(FSDP, FSDP, P('fsdp')))
-    arguments = step.arguments(model, optimizer, rows(4096))
-    assert step.pure.followed(*arguments).kept
-    assert 'train_step' in str(mesh.plan(step.pure, *arguments))
+    assert step.followed(model, optimizer, rows(4096)).kept
+    assert step.lower(model, optimizer, rows(4096)).as_text() == (
+        step.pure.lower(*step.arguments(model, optimizer, rows(4096))).as_text()
+    )
+    plan = mesh.plan(step, model, optimizer, rows(4096))
+    assert plan == mesh.plan(step.pure, *step.arguments(model, optimizer, rows(4096)))
+    assert plan.name == 'train_step' and plan.followed.kept
+    assert 'model/up/kernel/value' in [row.path for row in plan.inputs.rows]
+
+
+def test_a_step_is_planned_from_shapes_for_devices_that_are_not_here():
+    node = MeshShardingHelper.from_topology('h100:8', [4, 2], ['fsdp', 'tp'])
+    step = nnx.sjit(node, train_step, in_shardings=(TP, TP, P('fsdp')), donate_argnums=(0, 1))
+    model, optimizer = flax_nnx.eval_shape(make, jax.random.key(0))
+    plan = node.plan(step, model, optimizer, jax.ShapeDtypeStruct((64, 16), 'float32'), quick=True)
+    assert plan.fits and plan.work.by_part['backward'] > 0
+    with pytest.raises(ArgumentError, match='train_step was called with x=: give each argument by its'):
+        node.plan(step, model, optimizer, x=rows())
+
+
+@pytest.mark.parametrize('compiled', [train_step, flax_nnx.jit(train_step)], ids=['plain', 'nnx.jit'])
+def test_a_decorator_and_a_step_that_is_compiled_for_one_device(compiled):
+    model, optimizer = nnx.sjit(helper(), make, out_shardings=FSDP)(jax.random.key(0))
+    before = np.asarray(model.down.kernel[...])
+    step = nnx.sjit(helper(), in_shardings=(FSDP, FSDP, P('fsdp')), donate_argnums=(0, 1))(compiled)
+    assert step(model, optimizer, rows()) > 0
+    assert np.any(before != model.down.kernel[...])
+    assert model.down.kernel[...].sharding.spec == P('fsdp')
+    assert step.followed(model, optimizer, rows()).kept
 
 
 def test_one_rule_for_all_and_arguments_without_modules():
