@@ -70,6 +70,7 @@ def test_extras_are_metadata(distributions: Path) -> None:
         assert lines and {found[1].lower() for found in needed if found} <= known
 
 
+@pytest.mark.slow  # `make dist` does it, too
 def test_the_installed_wheel_is_used(distributions: Path, tmp_path: Path) -> None:
     [wheel] = distributions.glob('*.whl')
     make_dist.run(sys.executable, '-m', 'venv', '--without-pip', 'clean', cwd=tmp_path)
