@@ -10,6 +10,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.extend.core
+
 # Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
 CALLS = {
     **dict.fromkeys(('jit', 'pjit', 'remat', 'remat2', 'checkpoint'), 'jaxpr'),
@@ -30,6 +33,24 @@ def replaced(jaxpr: Any, **changes: Any) -> Any:
     inner = opened(jaxpr)
     new = inner.replace(**changes)
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr whose constants of an outer trace are its last inputs; and these constants."""
+    inner = opened(jaxpr)
+    pairs = [*zip(inner.constvars, jaxpr.consts, strict=True)]
+    captured = [pair for pair in pairs if isinstance(pair[1], jax.core.Tracer)]
+    if not captured:
+        return jaxpr, []
+    kept = [pair for pair in pairs if not isinstance(pair[1], jax.core.Tracer)]
+    names = inner.debug_info.arg_names  # None where JAX does not know them
+    new = inner.replace(
+        constvars=[var for var, _ in kept],
+        invars=[*inner.invars, *[var for var, _ in captured]],
+        debug_info=inner.debug_info._replace(arg_names=names and (*names, *[''] * len(captured))),
+    )
+    closed = jax.extend.core.ClosedJaxpr(new, [value for _, value in kept])
+    return closed, [value for _, value in captured]
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
