@@ -145,6 +145,7 @@ def _without_changes(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """A call of the pure function behind one that changes nnx modules; any other call as it is."""
+    # As scalax.interop.nnx makes it. The class cannot be imported where flax is not installed.
     if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):
         return fun.pure, fun.arguments(*args, **kwargs), {}
     return fun, args, kwargs
