@@ -27,6 +27,7 @@ from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored, move_to_experts, stay
 from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, scan_parts, shape_of
+from scalax._follow.kernels import KERNEL, split_of
 from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims, redealt
 from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
@@ -151,6 +152,7 @@ class _Follower:
         whole: this jaxpr.
 
     Attributes:
+        mesh: the mesh.
         trails: answers about trails.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
         placed: as for `Arguments`.
@@ -166,7 +168,7 @@ class _Follower:
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
         self.sums_of_tables: dict[int, int] = {}
-        self._mesh = mesh
+        self.mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
@@ -215,7 +217,7 @@ class _Follower:
 
     def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
-        return constraint(var, spec, self._mesh, source_info)
+        return constraint(var, spec, self.mesh, source_info)
 
 
 class _Edit:
@@ -306,7 +308,7 @@ class _Edit:
         name, trails = equation.primitive.name, self._follower.trails
         ids = [*map(id, equation.invars)]
         operands = [*map(self._on_trail.get, ids, LOSTS)]
-        self._replaced, self._summed = {}, []
+        self._replaced, self._summed, placed = {}, [], equation
         experts = self._experts(equation, operands) if name == 'dot_general' else ()
         if name in _WITH_TABLES:
             self._move_to_table(equation, operands)
@@ -314,15 +316,20 @@ class _Edit:
             ndim = len(getattr(equation.outvars[0].aval, 'shape', ()))
             results: Sequence[Trail] = [trails.merged(tuple(operands), ndim)] * len(equation.outvars)
             params = equation.params
+        elif name == KERNEL:
+            placed, results = self._kernel(equation, operands)
+            params = placed.params
         else:
             params, results = self._results(equation, operands)
         self._weights.note(equation, operands, experts)
-        changed = {} if params is equation.params else {'params': params}
+        changed = {} if params is placed.params else {'params': params}
         if not (self._constrained.keys().isdisjoint(ids) and self._replaced.keys().isdisjoint(ids)):
             changed['invars'] = [*map(self._input, equation.invars)]
-        self._equations.append(equation.replace(**changed) if changed else equation)
+        self._equations.append(placed.replace(**changed) if changed else placed)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_choice = name in LOOPS or (name in CHOICES and not all(map(trails.has_rows, operands)))
+        is_choice = (
+            name in LOOPS or name == KERNEL or (name in CHOICES and not all(map(trails.has_rows, operands)))
+        )
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = trails.possible(whole, getattr(var.aval, 'shape', ()))
             if trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
@@ -335,6 +342,16 @@ class _Edit:
                     self._kept.append(Kept(var.aval, spec, equation))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
+
+    def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+        """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
+        split = split_of(equation, operands, self._follower.mesh)
+        if split is None or not any(map(self._follower.has_rows, split.results)):
+            if any(map(self._follower.has_rows, operands)):
+                self._note_loss(equation)
+            return equation, ()
+        # What is interpreted, for tests, the compiler partitions as other code.
+        return equation if equation.params['interpret'] else split.equation_on_rows(), split.results
 
     def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
         """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
@@ -393,6 +410,8 @@ class _Edit:
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
+        if equation.primitive.name == KERNEL:
+            return set(range(max(len(shape_of(var)) for var in equation.outvars)))
         weights = [
             place
             for place, atom in enumerate(equation.invars)
