@@ -92,8 +92,8 @@ class FewRows:
 
     Attributes:
         weights: the elements of weights that would be gathered, in all products.
-        rows: those of the rows, or of their products if these are smaller; and of the gradients of tables
-            that the compiler would add up.
+        rows: those of the rows, or of their products if these are smaller; and of the gradients that the
+            compiler would add up: of tables, and in each round of a loop.
     """
 
     weights: int
@@ -137,7 +137,7 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     found = follower.jaxpr(jaxpr, arguments.trails)
     products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
     weights = sum(each.weights for each in products)
-    rows = sum(each.moved for each in products) + sum(follower.sums_of_tables.values())
+    rows = sum(each.moved for each in products) + sum(follower.sums.values())
     if weights > rows:
         return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
     return found
@@ -159,15 +159,15 @@ class _Follower:
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
-        sums_of_tables: equation, by its id -> the elements of a table's gradient that each device would add
-            up with others, if rows did not move to it.
+        sums: equation, by its id -> the elements of sums over rows that each device would add up with
+            others, if rows did not move to a table, or in each round of a loop.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
-        self.sums_of_tables: dict[int, int] = {}
+        self.sums: dict[int, int] = {}
         self.mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
@@ -321,7 +321,7 @@ class _Edit:
             params = placed.params
         else:
             params, results = self._results(equation, operands)
-        self._weights.note(equation, operands, experts)
+        self._weights.note(equation, operands, results, experts)
         changed = {} if params is placed.params else {'params': params}
         if not (self._constrained.keys().isdisjoint(ids) and self._replaced.keys().isdisjoint(ids)):
             changed['invars'] = [*map(self._input, equation.invars)]
@@ -395,7 +395,7 @@ class _Edit:
             # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
             if not axes.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
                 shards = math.prod(follower.trails.sizes[axis] for axis in axes)
-                follower.sums_of_tables[id(equation)] = table.aval.size // shards
+                follower.sums[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
                     operands[place] = follower.without_rows(operands[place])
@@ -544,8 +544,8 @@ class _Edit:
 
     def _sum_behind(self, equation: Any, carried: int, inside: Followed) -> None:
         """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-        self._summed = [
-            var
+        summed = [
+            (var, inside.trails[i])
             for i, var in enumerate(equation.outvars[:carried])
             if i in inside.summed
             and not self._follower.has_rows(inside.trails[i])
@@ -553,6 +553,10 @@ class _Edit:
             and not isinstance(var, DropVar)
             and id(var) not in self._users_own
         ]
+        self._summed = [var for var, _ in summed]
+        # The compiler alone adds them up in each round.
+        elements = sum(self._weights.size_without_rows(*each) for each in summed)
+        self._follower.sums[id(equation)] = elements * equation.params.get('length', 1)
 
     def _settled(
         self, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]
