@@ -59,8 +59,8 @@ def test_weights_of_many_rows_are_not():
 
 def test_a_stack_is_constrained_once():
     def fun(x, w):
-        _, stack = lax.scan(lambda c, _: (jnp.tanh(c @ w), c), x, None, length=3)
-        return lax.scan(lambda c, each: (c * each, None), x, stack)[0]
+        last, stack = lax.scan(lambda c, _: (jnp.tanh(c @ w), c), x, None, length=3)
+        return lax.scan(lambda c, each: (c * each, None), last, stack)[0]
 
     # Behind the loop that makes it; not before the one that takes it, nor its elements in the rounds.
     followed = following(fun, (X, W), [0, None])
