@@ -413,8 +413,7 @@ class _Edit:
         """Rows move to the gradient of a table, a sum of scattered ones, if the table has more elements.
 
         Else each device would have a sum of the size of its part of the table, and all would add these up.
-        Where axes of the rows shard the columns of the table, rows become columns over these, which takes
-        less; so they do it as well if only those of one device are fewer elements than the table.
+        Where axes of the rows shard the columns of the table, rows become columns over these.
         """
         name, follower, shape = equation.primitive.name, self._follower, shape_of(equation.invars[0])
         if name == 'gather' and equation.invars[0] not in follower.from_batch:
@@ -423,29 +422,20 @@ class _Edit:
         if name == 'gather' or shape not in follower.tables:
             return
         table, _, updates = equation.invars
-        if not self._has_open_rows(updates):
+        if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
             return
         columns = columns_of_table(equation, follower.tables[shape])
-        leaving = follower.trails.batch_axes
-        all_move = table.aval.size > updates.aval.size
-        if not all_move:
-            leaving = leaving.intersection(axes_of(columns), axes_of(operands[2]))
-            shards = math.prod(follower.trails.sizes[axis] for axis in axes_of(operands[2]))
-            if not leaving or table.aval.size <= updates.aval.size // shards:
-                return
         if not follower.has_rows(RULES[name](equation, operands)[0]):
             axes = axes_of(follower.tables[shape])
             # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
-            if all_move and not axes.issuperset(
-                follower.trails.batch_axes.intersection(axes_of(operands[2]))
-            ):
+            if not axes.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
                 shards = math.prod(follower.trails.sizes[axis] for axis in axes)
                 follower.sums[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
                     if axes_of(columns):  # as for experts: at both ends
                         self._place_before(equation.invars[place], spec_of(operands[place]), equation)
-                    operands[place] = without(operands[place], leaving)
+                    operands[place] = follower.without_rows(operands[place])
                     ndim = len(shape_of(equation.invars[place]))
                     there = merged((columns, operands[place]), ndim) if place == 2 else operands[place]
                     self._place_before(equation.invars[place], closed_spec_of(there, ndim), equation)
