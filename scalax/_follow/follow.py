@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import DropVar, Literal
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from scalax._follow.columns import Columns
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored, move_to_experts, scattered, stay, way
@@ -30,7 +31,7 @@ from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, s
 from scalax._follow.kernels import KERNEL, split_of
 from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
 from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, columns_of_table, own_dims, redealt
-from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, merged, without
+from scalax._follow.trail import LOST, LOSTS, Trail, Trails, along, axes_of, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
@@ -158,6 +159,7 @@ class _Follower:
         trails: answers about trails.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
         placed: as for `Arguments`.
+        has_columns: whether mesh axes that shard no rows may shard columns, and it is known where.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
@@ -174,6 +176,8 @@ class _Follower:
         self.mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
+        others = mesh.shape.keys() - arguments.batch_axes
+        self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.has_kernels = False
@@ -195,7 +199,10 @@ class _Follower:
             arguments = opened(jaxpr).invars
             on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
             if (on_trail or self.resumes) and opened(jaxpr).eqns:
-                found = _Edit(self, jaxpr, on_trail).made(before)
+                edit = _Edit(self, jaxpr, dict(on_trail))
+                found = edit.made(before)
+                if edit.columns.better_whole:
+                    found = _Edit(self, jaxpr, on_trail, edit.columns.better_whole).made(before)
             else:
                 found = _Edit(self, jaxpr, on_trail).unchanged()
             self._known[key] = jaxpr, found
@@ -239,9 +246,16 @@ class _Edit:
         jaxpr: the jaxpr.
         on_trail: the trails of its arguments. Here and below the keys for variables are their ids: literals
             are not hashable.
+        whole: the results of products whose columns are whole, as `Columns` found before.
+
+    Attributes:
+        columns: what becomes of columns.
     """
 
-    def __init__(self, follower: _Follower, jaxpr: Any, on_trail: dict[int, Trail]) -> None:
+    def __init__(
+        self, follower: _Follower, jaxpr: Any, on_trail: dict[int, Trail], whole: Container[int] = ()
+    ) -> None:
+        self._whole, self.columns = whole, Columns(follower.trails)
         self._follower, self._jaxpr, self._on_trail = follower, jaxpr, on_trail
         self._equations: list[Any] = []
         self._constrained: dict[int, Any] = {}  # variable -> the variable behind its constraint
@@ -329,6 +343,8 @@ class _Edit:
             self._keep_beside(equation, operands)
         if name in _WITH_TABLES:
             self._move_to_table(equation, operands)
+        if self._follower.has_columns and name == 'conv_general_dilated':
+            self._place_images(equation, operands)
         if name in ELEMENTWISE:  # most equations
             ndim = len(getattr(equation.outvars[0].aval, 'shape', ()))
             results: Sequence[Trail] = [trails.merged(tuple(operands), ndim)] * len(equation.outvars)
@@ -351,6 +367,8 @@ class _Edit:
         )
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = trails.possible(whole, getattr(var.aval, 'shape', ()))
+            if id(var) in self._whole:
+                trail = along(trail, trails.batch_axes)
             if trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
                 self._note_loss(equation)
             if trail:
@@ -359,6 +377,8 @@ class _Edit:
                     spec = spec_of(trail, self._whole_dims(equation, operands))
                     self._constrain(var, spec, equation)
                     self._kept.append(Kept(var.aval, spec, equation))
+        if self._follower.has_columns and equation.outvars:
+            self.columns.note(equation, operands, self._trail(equation.outvars[0]))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
 
@@ -414,6 +434,26 @@ class _Edit:
             var = equation.invars[place]
             if dims and self._follower.placed and self._has_open_rows(var):
                 self._place_before(var, spec_of(operands[place], dims), equation)
+
+    def _place_images(self, equation: Any, operands: list[Trail]) -> None:
+        """Constrains the channels of the images that a convolution takes.
+
+        They are whole along the axes of the kernel's columns, and split where it sums. Else the compiler may
+        split what is computed before over these axes, and gather it for each convolution.
+        """
+        follower, (image, kernel) = self._follower, operands
+        numbers = equation.params['dimension_numbers']
+        if image and not follower.has_rows(kernel):
+            channels, summed = numbers.lhs_spec[1], kernel[numbers.rhs_spec[1]] if kernel else ()
+            left = without(image, axes_of(kernel) - follower.trails.batch_axes)
+            split = tuple((each or summed) if i == channels else each for i, each in enumerate(left))
+            operands[0] = follower.possible(split, equation.invars[0])
+        for trail, var, dims in zip(
+            operands, equation.invars, (numbers.lhs_spec, numbers.rhs_spec), strict=True
+        ):
+            if self._has_open_rows(var) and id(var) not in self._constrained:
+                self._on_trail[id(var)] = trail
+                self._constrain(var, spec_of(trail, dims[:2]), equation)
 
     def _move_to_table(self, equation: Any, operands: list[Trail]) -> None:
         """Rows move to the gradient of a table, a sum of scattered ones, if the table has more elements.
@@ -484,6 +524,8 @@ class _Edit:
         if name in CALLS:
             inside = self._inside(equation, params[CALLS[name]], operands)
             self._weights.note_call(equation.invars, inside.multiplied)
+            if inside.multiplied:
+                self.columns.note_use(equation.invars)
             self._weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
             return {**params, CALLS[name]: inside.jaxpr}, inside.trails
         if name == 'scan':
