@@ -60,6 +60,13 @@ UNOPTIMISED = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'XLA_FLAGS': WHOLE}
 # JAX 0.10 can also make machine code without MLIR, in a third of the time; newer ones do not know the flag.
 UNOPTIMISED_OLDEST = {**UNOPTIMISED, 'XLA_FLAGS': f'{WHOLE} --xla_cpu_use_fusion_emitters=false'}
 
+# Hundreds of processes import scalax and the examples: what Python compiles of them is kept beside the files,
+# also where the shell says otherwise.
+BYTECODE = {'PYTHONDONTWRITEBYTECODE': ''}
+
+# What mypy checks; tests/typed has programs of users, right and wrong ones.
+TYPED = ['scalax', 'benchmarks', 'tests/typed']
+
 # Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
 # compiles it once.
 COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
@@ -135,7 +142,6 @@ NOT_IN_CHECK = [
     'tests/rules/test_optimizer_state.py',
     'tests/search',
     'tests/test_distributed.py',
-    'tests/test_types.py',
     'tests/tools',
     'tests/trace/test_constraints.py',
     'tests/transforms/sjit/test_copied.py',
@@ -184,7 +190,7 @@ class Step:
 
     def environment(self) -> dict[str, str]:
         env = {**os.environ, self.mark: '1', 'SCALAX_RUNNING_TEST': str(self.running or '')}
-        return {**env, **self.variables}
+        return {**env, **BYTECODE, **self.variables}
 
     def finish(self) -> None:
         """Waits for the step, within what is left of its time, and records how it went."""
@@ -297,7 +303,7 @@ def static_steps(python: str) -> list[Step]:
     return [
         Step('format', [python, '-m', 'ruff', 'format', '--check', '.']),
         Step('lint', [python, '-m', 'ruff', 'check', '.']),
-        Step('types', [python, '-m', 'mypy', 'scalax', 'benchmarks']),
+        Step('types', [python, '-m', 'mypy', *TYPED]),
     ]
 
 
