@@ -27,6 +27,7 @@ from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored, move_to_experts, stay
 from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, scan_parts, shape_of
+from scalax._follow.kernels import KERNEL, split_of
 from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims, redealt
 from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
@@ -91,8 +92,8 @@ class FewRows:
 
     Attributes:
         weights: the elements of weights that would be gathered, in all products.
-        rows: those of the rows, or of their products if these are smaller; and of the gradients of tables
-            that the compiler would add up.
+        rows: those of the rows, or of their products if these are smaller; and of the gradients that the
+            compiler would add up: of tables, and in each round of a loop.
     """
 
     weights: int
@@ -136,7 +137,7 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     found = follower.jaxpr(jaxpr, arguments.trails)
     products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
     weights = sum(each.weights for each in products)
-    rows = sum(each.moved for each in products) + sum(follower.sums_of_tables.values())
+    rows = sum(each.moved for each in products) + sum(follower.sums.values())
     if weights > rows:
         return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
     return found
@@ -151,22 +152,23 @@ class _Follower:
         whole: this jaxpr.
 
     Attributes:
+        mesh: the mesh.
         trails: answers about trails.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
         placed: as for `Arguments`.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
-        sums_of_tables: equation, by its id -> the elements of a table's gradient that each device would add
-            up with others, if rows did not move to it.
+        sums: equation, by its id -> the elements of sums over rows that each device would add up with
+            others, if rows did not move to a table, or in each round of a loop.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
-        self.sums_of_tables: dict[int, int] = {}
-        self._mesh = mesh
+        self.sums: dict[int, int] = {}
+        self.mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
@@ -215,7 +217,7 @@ class _Follower:
 
     def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
         """An equation that constrains a variable."""
-        return constraint(var, spec, self._mesh, source_info)
+        return constraint(var, spec, self.mesh, source_info)
 
 
 class _Edit:
@@ -306,7 +308,7 @@ class _Edit:
         name, trails = equation.primitive.name, self._follower.trails
         ids = [*map(id, equation.invars)]
         operands = [*map(self._on_trail.get, ids, LOSTS)]
-        self._replaced, self._summed = {}, []
+        self._replaced, self._summed, placed = {}, [], equation
         experts = self._experts(equation, operands) if name == 'dot_general' else ()
         if name in _WITH_TABLES:
             self._move_to_table(equation, operands)
@@ -314,15 +316,20 @@ class _Edit:
             ndim = len(getattr(equation.outvars[0].aval, 'shape', ()))
             results: Sequence[Trail] = [trails.merged(tuple(operands), ndim)] * len(equation.outvars)
             params = equation.params
+        elif name == KERNEL:
+            placed, results = self._kernel(equation, operands)
+            params = placed.params
         else:
             params, results = self._results(equation, operands)
-        self._weights.note(equation, operands, experts)
-        changed = {} if params is equation.params else {'params': params}
+        self._weights.note(equation, operands, results, experts)
+        changed = {} if params is placed.params else {'params': params}
         if not (self._constrained.keys().isdisjoint(ids) and self._replaced.keys().isdisjoint(ids)):
             changed['invars'] = [*map(self._input, equation.invars)]
-        self._equations.append(equation.replace(**changed) if changed else equation)
+        self._equations.append(placed.replace(**changed) if changed else placed)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_choice = name in LOOPS or (name in CHOICES and not all(map(trails.has_rows, operands)))
+        is_choice = (
+            name in LOOPS or name == KERNEL or (name in CHOICES and not all(map(trails.has_rows, operands)))
+        )
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = trails.possible(whole, getattr(var.aval, 'shape', ()))
             if trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
@@ -335,6 +342,16 @@ class _Edit:
                     self._kept.append(Kept(var.aval, spec, equation))
         for var in self._summed:
             self._constrain(var, closed_spec_of(self._trail(var), len(shape_of(var))), equation)
+
+    def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+        """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
+        split = split_of(equation, operands, self._follower.mesh)
+        if split is None or not any(map(self._follower.has_rows, split.results)):
+            if any(map(self._follower.has_rows, operands)):
+                self._note_loss(equation)
+            return equation, ()
+        # What is interpreted, for tests, the compiler partitions as other code.
+        return equation if equation.params['interpret'] else split.equation_on_rows(), split.results
 
     def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
         """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
@@ -378,7 +395,7 @@ class _Edit:
             # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
             if not axes.issuperset(follower.trails.batch_axes.intersection(axes_of(operands[2]))):
                 shards = math.prod(follower.trails.sizes[axis] for axis in axes)
-                follower.sums_of_tables[id(equation)] = table.aval.size // shards
+                follower.sums[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
                     operands[place] = follower.without_rows(operands[place])
@@ -393,6 +410,8 @@ class _Edit:
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
+        if equation.primitive.name == KERNEL:
+            return set(range(max(len(shape_of(var)) for var in equation.outvars)))
         weights = [
             place
             for place, atom in enumerate(equation.invars)
@@ -525,8 +544,8 @@ class _Edit:
 
     def _sum_behind(self, equation: Any, carried: int, inside: Followed) -> None:
         """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-        self._summed = [
-            var
+        summed = [
+            (var, inside.trails[i])
             for i, var in enumerate(equation.outvars[:carried])
             if i in inside.summed
             and not self._follower.has_rows(inside.trails[i])
@@ -534,6 +553,10 @@ class _Edit:
             and not isinstance(var, DropVar)
             and id(var) not in self._users_own
         ]
+        self._summed = [var for var, _ in summed]
+        # The compiler alone adds them up in each round.
+        elements = sum(self._weights.size_without_rows(*each) for each in summed)
+        self._follower.sums[id(equation)] = elements * equation.params.get('length', 1)
 
     def _settled(
         self, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]

@@ -14,7 +14,7 @@ from typing import Any
 
 from scalax._follow.jaxprs import shape_of
 from scalax._follow.primitives import ELEMENTWISE
-from scalax._follow.trail import Trail, Trails
+from scalax._follow.trail import Trail, Trails, axes_of
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
@@ -34,7 +34,8 @@ class Products:
     Attributes:
         rows: with how many rows each device multiplies it at once, at most; `FEW_ROWS` or more if that is a
             part of it, so that a loop over layers does not gather all of them.
-        weights: the elements that devices gather for the products if the rows stay.
+        weights: the elements that devices gather for the products if the rows stay. Here and below, what
+            other mesh axes shard counts as much as a device has of it.
         moved: the elements of the rows, or of their products if these are smaller. They move if the weight
             stays.
     """
@@ -71,27 +72,35 @@ class Weights:
         """Whether a value is an argument without rows, a part of one, or computed of one."""
         return id(atom) in self._numbers
 
-    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int] = ()) -> None:
+    def note(
+        self,
+        equation: Any,
+        operands: Sequence[Trail],
+        results: Sequence[Trail] = (),
+        staying: Container[int] = (),
+    ) -> None:
         """Takes note of an equation without jaxprs.
 
         Args:
             equation: the equation.
             operands: the trails of its operands.
-            staying: which of these are weights that are not gathered for it.
+            results: those of its results.
+            staying: which operands are weights that are not gathered for it.
         """
         name, params = equation.primitive.name, equation.params
         if name == 'dot_general':
             (left, right), _ = params['dimension_numbers']
             for weight, summed in ((0, right), (1, left)):
                 if weight not in staying:
-                    self._note_product(equation, operands, weight=weight, summed=summed)
+                    self._note_product(equation, operands, results, weight=weight, summed=summed)
             if all(map(self._trails.has_rows, operands)):
                 self._note_sum(equation, operands, (left, right))
         elif name == 'ragged_dot_general':
             (left, _), _ = params['ragged_dot_dimension_numbers'].dot_dimension_numbers
-            self._note_product(equation, operands, weight=1, summed=left)
+            self._note_product(equation, operands, results, weight=1, summed=left)
         elif name == 'conv_general_dilated':
-            self._note_product(equation, operands, weight=1, summed=params['dimension_numbers'].lhs_spec[1:2])
+            features = params['dimension_numbers'].lhs_spec[1:2]
+            self._note_product(equation, operands, results, weight=1, summed=features)
         elif name in SAME:
             operand, result = equation.invars[0], equation.outvars[0]
             if self.is_weight(operand) and (name in _PARTS or _size(operand) == _size(result)):
@@ -143,13 +152,20 @@ class Weights:
             self._note_products(operands[i], all_rounds)
 
     def _note_product(
-        self, equation: Any, operands: Sequence[Trail], *, weight: int, summed: Container[int]
+        self,
+        equation: Any,
+        operands: Sequence[Trail],
+        results: Sequence[Trail],
+        *,
+        weight: int,
+        summed: Container[int],
     ) -> None:
         """A product of a weight and rows, if it is one.
 
         Args:
             equation: the product.
             operands: the trails of its operands.
+            results: that of its result.
             weight: the number of the operand that is the weight.
             summed: the dimensions of the other one that are summed.
         """
@@ -158,8 +174,20 @@ class Weights:
             return
         atom = equation.invars[other]
         rows = self._count(atom, operands[other], summed, inside=False)
-        moved = min(_size(atom), _size(equation.outvars[0]))
-        self._note_products(equation.invars[weight], Products(rows, _size(equation.invars[weight]), moved))
+        sizes = [
+            self.size_without_rows(*each)
+            for each in (
+                (equation.invars[weight], operands[weight]),
+                (atom, operands[other]),
+                *zip(equation.outvars, results, strict=False),
+            )
+        ]
+        self._note_products(equation.invars[weight], Products(rows, sizes[0], min(sizes[1:])))
+
+    def size_without_rows(self, atom: Any, trail: Trail) -> int:
+        """The elements of a value that a device has if it has all rows."""
+        axes = axes_of(trail) - self._trails.batch_axes
+        return _size(atom) // math.prod(self._trails.sizes[axis] for axis in axes)
 
     def _note_sum(
         self, equation: Any, operands: Sequence[Trail], contracted: Sequence[Container[int]]

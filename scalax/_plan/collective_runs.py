@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Literal, get_args
 
 from scalax._plan.hlo import Computation, Instruction, Module
@@ -47,8 +47,9 @@ _PARTIAL_OPERANDS = ('all-gather', 'all-to-all', 'collective-permute', 'ragged-a
 # Attributes of instructions that send something to other devices.
 _BETWEEN_DEVICES = ('replica_groups=', 'source_target_pairs=')
 _CHANNEL = re.compile(r'(?:^|[ ,])channel_id=(\d+)')
+_BEGINS = 'custom_call_target="AsyncCollectiveStart"'
 # What may stand between the parts of one collective.
-_FORWARDS = ('bitcast', 'copy', 'get-tuple-element', 'tuple')
+_FORWARDS = ('bitcast', 'copy', 'get-tuple-element', 'tuple', 'while')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,27 +114,28 @@ def runs(module: Module) -> Iterator[Run]:
     Raises:
         PlanError: devices send something to one another in an unknown way.
     """
+    begun = _begun(module)
 
     def sent(visit: Visit, instruction: Instruction) -> int:
-        run = _run(visit, instruction, module)
+        run = _run(visit, instruction, module, begun)
         return run.whole_bytes(1) if run else 0
 
     for visit in visits(module, sent):
         computation = visit.computation
         instructions = computation.instructions.values()
         for instruction in instructions if module.scheduled else _distinct(computation, module.partitions):
-            run = _run(visit, instruction, module)
+            run = _run(visit, instruction, module, begun)
             if run is not None:
                 yield run
 
 
-def _run(visit: Visit, instruction: Instruction, module: Module) -> Run | None:
+def _run(visit: Visit, instruction: Instruction, module: Module, begun: Container[str]) -> Run | None:
     """The collective that an instruction is, or begins."""
     kind = _kind(instruction)
     if kind is None:
         return None
     run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
-    return None if _continues(run, module) else run
+    return None if _continues(run, module, begun) else run
 
 
 def _distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
@@ -189,10 +191,13 @@ def _fused_kind(kind: Kind, instruction: Instruction, visit: Visit) -> Kind:
     return kind
 
 
-def _continues(run: Run, module: Module) -> bool:
-    """Whether a fusion goes on with a collective that another fusion has begun, whose results it gets."""
+def _continues(run: Run, module: Module, begun: Container[str]) -> bool:
+    """Whether a fusion goes on with a collective that another fusion has begun, whose results it gets.
+
+    A collective may go on beside a loop; then its results so far are part of what the loop carries.
+    """
     outside, holder = run.holder
-    if holder is run.instruction:
+    if holder is run.instruction or not run.channel or _begins(run.computation):
         return False
     todo = outside.makers_of(holder)
     while todo:
@@ -201,6 +206,21 @@ def _continues(run: Run, module: Module) -> bool:
             todo += outside.makers_of(maker)
         elif maker.opcode == 'fusion':
             [inside] = module.called(maker, 'calls')
-            if run.channel and run.channel in map(channel_of, inside.instructions.values()):
+            if run.channel in map(channel_of, inside.instructions.values()):
                 return True
+        elif maker.opcode == 'parameter' and outside.name != module.entry and run.channel in begun:
+            return True
     return False
+
+
+def _begun(module: Module) -> frozenset[str]:
+    """The channels of collectives that are begun in one fusion, and go on in others."""
+    first = filter(_begins, module.computations.values())
+    return frozenset(channel_of(each) for inside in first for each in inside.instructions.values())
+
+
+def _begins(computation: Computation) -> bool:
+    return any(
+        each.opcode == 'custom-call' and _BEGINS in each.attributes
+        for each in computation.instructions.values()
+    )

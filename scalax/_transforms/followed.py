@@ -5,13 +5,15 @@ In this room, because frames of it are taken out of the tracebacks of the user's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.follow import Arguments, Followed, follow
+from scalax._follow.choices import follow_choices
+from scalax._follow.follow import Arguments, Followed
 from scalax._follow.jaxprs import opened, with_inputs
 
 
@@ -21,8 +23,8 @@ def run_followed(
     static: Sequence[int],
     arguments: Arguments,
     mesh: Mesh | AbstractMesh,
-) -> tuple[Any, Followed]:
-    """The outputs of a function, computed by its jaxpr with constraints.
+) -> tuple[Sequence[Any], Followed]:
+    """The leaves of the outputs of a function, computed by its jaxpr with constraints.
 
     The user's code is traced once. Its jaxpr is edited and bound as one equation, a `jit`: that costs less
     than to evaluate it equation by equation, and keeps the lines of the code.
@@ -34,18 +36,28 @@ def run_followed(
         arguments: what is known of the leaves of the others.
         mesh: a mesh of Auto axes, in force.
     """
-    jaxpr, shapes = jax.make_jaxpr(fun, static_argnums=static, return_shape=True)(*args)
-    found = follow(jaxpr, arguments, mesh)
+    found = follow_choices(jax.make_jaxpr(fun, static_argnums=static)(*args), arguments, mesh)
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)
     leaves += captured
-    structure: Any = jax.tree.structure(shapes)
+    call = _call(jax.sharding.get_abstract_mesh())
+    params = call.params | {'jaxpr': closed, 'name': fun.__name__}
+    for name, value in params.items():
+        # One for each of the two inputs or three outputs of the template.
+        if isinstance(value, tuple) and len(value) in (2, 3):
+            params[name] = value[:1] * (len(leaves) if len(value) == 2 else len(closed.out_avals))
+    return call.primitive.bind(*leaves, **params), found
 
-    def same_size(*leaves: Any) -> list[float]:
-        return [0.0] * structure.num_leaves
 
-    # The parameters of a `jit` are one for each input and each output, whatever these are.
-    same_size.__name__ = same_size.__qualname__ = fun.__name__
-    [equation] = opened(jax.make_jaxpr(jax.jit(same_size))(*leaves)).eqns
-    results = equation.primitive.bind(*leaves, **{**equation.params, 'jaxpr': closed})
-    return jax.tree.unflatten(structure, results), found
+@functools.lru_cache(maxsize=64)
+def _call(ambient: AbstractMesh) -> Any:
+    """An equation that calls a jitted function, as JAX makes it where this mesh is in force.
+
+    Its parameters say of each input and output how it is sharded, donated and laid out: not at all.
+    """
+
+    def template(x: Any, y: Any) -> tuple[Any, Any, Any]:
+        return x, x, y
+
+    [equation] = opened(jax.make_jaxpr(jax.jit(template))(0.0, 0.0)).eqns
+    return equation

@@ -102,6 +102,42 @@ def test_weights_that_are_not_gathered_do_not_count(rule, why):
     assert step.followed(STACK, like(8, SIZE)).kept, why
 
 
+def recurrent(w, x):
+    return lax.scan(lambda c, x: (jnp.tanh(c @ w + x), None), jnp.zeros_like(x[0]), x)[0]
+
+
+def test_gradients_that_each_round_of_a_loop_would_add_up_count():
+    """The compiler alone sums the gradient of the weight in every time step."""
+    x = like(4, 8, SIZE)  # 32 rows in all, for a weight of 64
+    shardings = {'in_shardings': (P('fsdp'), P(None, 'fsdp')), 'batch_argnums': 1}
+    assert not HELPER.sjit(recurrent, **shardings).followed(like(SIZE, SIZE), x).kept
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(recurrent(w, x)))(w)
+
+    step = HELPER.sjit(gradient, **shardings, out_shardings=P('fsdp'))
+    assert step.followed(like(SIZE, SIZE), x).kept
+    plain = HELPER.sjit(gradient, **shardings | {'batch_argnums': ()}, out_shardings=P('fsdp'))
+    moved = [
+        sum(row.bytes * row.count for row in HELPER.plan(each, like(SIZE, SIZE), x).collectives)
+        for each in (step, plain)
+    ]
+    assert moved[0] < moved[1]
+
+
+@pytest.mark.parametrize(
+    ('rule', 'shards'),
+    [(P('fsdp'), 1), (P('fsdp', 'tp'), 2), (P('tp', 'fsdp'), 2)],
+    ids=['not over tp', 'columns over tp', 'rows of it over tp'],
+)
+def test_what_other_axes_shard_counts_once_for_their_devices(rule, shards):
+    """Over tp a device gathers its part of the weight; rows move whole, or their products in parts."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    step = helper.sjit(lambda w, x: x @ w, in_shardings=(rule, P('fsdp')), batch_argnums=1)
+    found = elements(step.followed(like(SIZE, 8 * SIZE), like(16, SIZE)))
+    assert found == (8 * SIZE * SIZE // shards, 16 * SIZE)
+
+
 def test_look_ups_are_no_products():
     step = HELPER.sjit(lambda w, x: w[x], in_shardings=(RULE, P('fsdp')))
     assert step.followed(like(4096, SIZE), like(8, dtype='int32')).kept

@@ -359,3 +359,66 @@ ENTRY %main (a: f32[4]) -> f32[8] {{
 """
     [run] = runs(parse(text))
     assert run.op_name == name
+
+
+def fused(name, channel, *, begins=False, ends=False):
+    """A fusion that begins an all-gather, goes on with it beside other things, or waits for its end."""
+    gather = f'all-gather(%i), channel_id={channel}, replica_groups=[1,8]<=[8], dimensions={{0}}'
+    if begins:
+        return f"""
+%{name} (i: f32[256]) -> (f32[256], f32[2048]) {{
+  %i = f32[256]{{0}} parameter(0)
+  %g = f32[2048]{{0}} {gather}
+  ROOT %s = (f32[256]{{0}}, f32[2048]{{0}}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+"""
+    root = 'custom-call(%o, %g), custom_call_target="AsyncCollectiveDone"' if ends else 'copy(%o)'
+    return f"""
+%{name} (i: f32[256], o: f32[2048]) -> f32[2048] {{
+  %i = f32[256]{{0}} parameter(0)
+  %o = f32[2048]{{0}} parameter(1)
+  %g = f32[2048]{{0}} {gather}
+  ROOT %s = f32[2048]{{0}} {root}
+}}
+"""
+
+
+STATE = '(s32[], f32[256]{0}, f32[2048]{0})'
+BESIDE_A_LOOP = f"""HloModule made, is_scheduled=true, num_partitions=8
+{fused('begin', 7, begins=True)}{fused('goes_on', 7)}
+{fused('end', 7, ends=True)}{fused('own', 8, begins=True)}
+%body (state: (s32[], f32[256], f32[2048])) -> (s32[], f32[256], f32[2048]) {{
+  %state = {STATE} parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[256]{{0}} get-tuple-element(%state), index=1
+  %o = f32[2048]{{0}} get-tuple-element(%state), index=2
+  %n = f32[2048]{{0}} fusion(%x, %o), kind=kLoop, calls=%goes_on
+  %own.1 = (f32[256]{{0}}, f32[2048]{{0}}) fusion(%x), kind=kCustom, calls=%own
+  ROOT %t = {STATE} tuple(%i, %x, %n)
+}}
+
+%test (state: (s32[], f32[256], f32[2048])) -> pred[] {{
+  %state = {STATE} parameter(0)
+  ROOT %p = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[256]) -> f32[2048] {{
+  %x = f32[256]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %first = (f32[256]{{0}}, f32[2048]{{0}}) fusion(%x), kind=kCustom, calls=%begin
+  %a = f32[256]{{0}} get-tuple-element(%first), index=0
+  %b = f32[2048]{{0}} get-tuple-element(%first), index=1
+  %state = {STATE} tuple(%zero, %a, %b)
+  %loop = {STATE} while(%state), condition=%test, body=%body, \
+    backend_config={{"known_trip_count":{{"n":"5"}}}}
+  %c = f32[256]{{0}} get-tuple-element(%loop), index=1
+  %d = f32[2048]{{0}} get-tuple-element(%loop), index=2
+  ROOT %last = f32[2048]{{0}} fusion(%c, %d), kind=kCustom, calls=%end
+}}
+"""
+
+
+def test_a_collective_that_goes_on_beside_a_loop_counts_once():
+    """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
+    found = [(run.channel, run.visit.count) for run in runs(parse(BESIDE_A_LOOP))]
+    assert sorted(found) == [('7', 1), ('8', 5)]

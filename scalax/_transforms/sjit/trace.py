@@ -147,11 +147,18 @@ class TracedFunction:
         if shardings.batch is None or not traced or jax.config.jax_disable_jit:
             return self._call(call.signature, flat_args), None
 
+        structure: Any = None
+
         def flat_function(*flat_args: Any) -> Any:
-            return self._call(call.signature, flat_args)
+            nonlocal structure
+            outputs = self._call(call.signature, flat_args)
+            structure = jax.tree.structure(outputs)
+            return outputs
 
         users = self.as_users(flat_function, call.layout)
-        return run_followed(users, flat_args, call.layout.static, shardings.batch, self._rules.mesh)
+        mesh, static = self._rules.mesh, call.layout.static
+        results, followed = run_followed(users, flat_args, static, shardings.batch, mesh)
+        return jax.tree.unflatten(structure, results), followed
 
     def _call(self, signature: CallSignature, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
