@@ -138,7 +138,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
     weights = sum(each.weights for each in products)
     rows = sum(each.moved for each in products) + sum(follower.sums.values())
-    if weights > rows:
+    # The compiler does not move rows to kernels; JAX would refuse these.
+    if weights > rows and not follower.has_kernels:
         return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
     return found
 
@@ -161,6 +162,7 @@ class _Follower:
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         sums: equation, by its id -> the elements of sums over rows that each device would add up with
             others, if rows did not move to a table, or in each round of a loop.
+        has_kernels: whether there were kernels that run on each device with its rows.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
@@ -173,6 +175,7 @@ class _Follower:
         self.has_rows = self.trails.has_rows
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
+        self.has_kernels = False
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
@@ -345,13 +348,16 @@ class _Edit:
 
     def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
-        split = split_of(equation, operands, self._follower.mesh)
-        if split is None or not any(map(self._follower.has_rows, split.results)):
-            if any(map(self._follower.has_rows, operands)):
+        has_rows = self._follower.has_rows
+        split = split_of(equation, operands, self._follower.mesh, has_rows)
+        if split is None or not any(map(has_rows, split.results)):
+            if any(map(has_rows, operands)):
                 self._note_loss(equation)
             return equation, ()
-        # What is interpreted, for tests, the compiler partitions as other code.
-        return equation if equation.params['interpret'] else split.equation_on_rows(), split.results
+        if equation.params['interpret']:  # for tests; the compiler partitions it as other code
+            return equation, split.results
+        self._follower.has_kernels = True
+        return split.equation_on_rows(), split.results
 
     def _experts(self, equation: Any, operands: list[Trail]) -> Sequence[int]:
         """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ from scalax._follow.jaxprs import opened, shape_of
 from scalax._follow.trail import Trail, of_dims
 
 KERNEL = 'pallas_call'
+# What tells a kernel its step, or how many there are.
+_NUMBERS = frozenset({'program_id', 'num_programs', 'axis_index'})
+_PARALLEL = ('parallel', 'core_parallel')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,29 +88,36 @@ class Split:
         ]
 
 
-def split_of(equation: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh) -> Split | None:
+def split_of(
+    equation: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, has_rows: Callable[[Trail], bool]
+) -> Split | None:
     """How the steps of a kernel are dealt to the devices that have its operands; None if they may not be.
 
     Args:
         equation: the kernel.
         trails: those of its operands.
         mesh: a mesh of Auto axes.
+        has_rows: tells whether some dimension of a trail holds rows of the batch.
     """
     blocks = equation.params['grid_mapping'].block_mappings
     # Operands that are no blocks are sizes of the grid, or numbers that choose blocks.
     if len(blocks) != len(equation.invars) + len(equation.outvars):
         return None
-    axes = _axes_of_steps(blocks[: len(equation.invars)], trails)
+    operands = zip(blocks[: len(equation.invars)], trails, strict=True)
+    axes = _axes_of_steps(sorted(operands, key=lambda operand: not has_rows(operand[1])))
     every = Split(equation, axes, mesh)
     over = {step: axes[step] for step, shards in every.shards.items() if _may_split(equation, step, shards)}
     return Split(equation, over, mesh) if over else None
 
 
-def _axes_of_steps(blocks: Sequence[Any], trails: Sequence[Trail]) -> dict[int, tuple[str, ...]]:
-    """Dimension of the grid -> the mesh axes over the dimensions of operands that it walks over."""
+def _axes_of_steps(operands: Sequence[tuple[Any, Trail]]) -> dict[int, tuple[str, ...]]:
+    """Dimension of the grid -> the mesh axes over the dimensions of operands that it walks over.
+
+    The first operand that has some decides.
+    """
     found: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
-    for block, trail in zip(blocks, trails, strict=True):
+    for block, trail in operands:
         walked = _walked(block)
         for dim, axes in enumerate(trail):
             step = walked.get(dim)
@@ -144,7 +154,7 @@ def _may_split(equation: Any, step: int, shards: int) -> bool:
     grid = equation.params['grid_mapping']
     if not isinstance(grid.grid[step], int) or grid.grid[step] % shards or grid.num_index_operands:
         return False
-    blocks = grid.block_mappings
+    blocks, written = grid.block_mappings, _written(equation)
     for operand, result in equation.params['input_output_aliases']:
         if _walked(blocks[operand]) != _walked(blocks[len(equation.invars) + result]):
             return False
@@ -158,7 +168,9 @@ def _may_split(equation: Any, step: int, shards: int) -> bool:
             for atom in atoms
             if not isinstance(atom, Literal) and atom is var
         ]
-        if len(uses) != len(walked) or len(walked) > 1 or (i >= len(equation.invars) and not walked):
+        if len(uses) != len(walked) or len(walked) > 1 or (not walked and i in written):
+            return False
+        if any(each.primitive.name in _NUMBERS for each in index_map.eqns):
             return False
         for dim in walked:
             size = _block_size(block.block_shape[dim])
@@ -167,23 +179,36 @@ def _may_split(equation: Any, step: int, shards: int) -> bool:
     return _steps_are_apart(equation, step)
 
 
+def _written(equation: Any) -> set[int]:
+    """The blocks that a kernel writes to, by number: results, and operands that it changes in place."""
+    kernel = opened(equation.params['jaxpr'])
+    places = {id(var): place for place, var in enumerate(kernel.invars)}
+    found = {*range(len(equation.invars), len(equation.invars) + len(equation.outvars))}
+    for effect in kernel.effects:
+        if getattr(effect, 'name', 'Read') != 'Read':
+            # A number until JAX 0.11, the variable since.
+            found.add(getattr(effect, 'input_index', places.get(id(getattr(effect, 'input', None)), -1)))
+    return found
+
+
 def _steps_are_apart(equation: Any, step: int) -> bool:
     """Whether a kernel does the same at each step of a dimension of the grid, whatever came before it."""
     grid, params = equation.params['grid_mapping'], equation.params
-    vmapped = grid.vmapped_dims
-    if step not in vmapped:
-        # Dimensions that jax.vmap adds are not counted in a kernel.
-        number = step - sum(1 for dim in vmapped if dim < step)
-        for each in _equations(params['jaxpr']):
-            name = each.primitive.name
-            if name in ('program_id', 'num_programs') and each.params['axis'] == number:
-                return False
-            if name.startswith('prng_'):  # its state goes from step to step
-                return False
+    if step in grid.vmapped_dims:
+        return True
+    # A kernel does not count the dimensions that jax.vmap adds.
+    counted = [dim for dim in range(len(grid.grid)) if dim not in grid.vmapped_dims]
+    number = counted.index(step)
+    for each in _equations(params['jaxpr']):
+        name = each.primitive.name
+        if name in _NUMBERS and each.params.get('axis', number) == number:
+            return False
+        if name.startswith('prng_'):  # its state goes from step to step
+            return False
     # What is left in scratch memory is there in the next step, unless it is said that steps are parallel.
     said = getattr(params['compiler_params'], 'dimension_semantics', None) or ()
-    parallel = len(said) == len(grid.grid) and said[step] == 'parallel'
-    return not grid.scratch_avals or parallel or step in vmapped
+    parallel = len(said) == len(counted) and getattr(said[number], 'value', said[number]) in _PARALLEL
+    return not grid.scratch_avals or parallel
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

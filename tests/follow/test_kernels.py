@@ -75,20 +75,27 @@ def test_each_device_runs_it_on_its_rows(helper):
 
 def in_parts(fun, trails, mesh, *args):
     """The results of a kernel, computed part by part as each device of a mesh would."""
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    [equation] = [each for each in jaxpr.eqns if each.primitive.name == 'pallas_call']
-    split = split_of(equation, trails, mesh)
+    split = split_in(fun, trails, *args, mesh=mesh)
     specs = mesh_specs(split.equation_on_rows())
     parts = []
     for index in np.ndindex(*mesh.shape.values()):
         device = dict(zip(mesh.shape, index, strict=True))
         operands = [part(arg, spec, device, mesh) for arg, spec in zip(args, specs[0], strict=True)]
         parts.append((device, split.on_device(*operands)))
-    found = [np.full(var.aval.shape, np.nan, var.aval.dtype) for var in equation.outvars]
+    results = split.equation.outvars
+    found = [np.full(var.aval.shape, np.nan, var.aval.dtype) for var in results]
     for device, results in parts:
         for whole, spec, result in zip(found, specs[1], results, strict=True):
             whole[slices(whole, spec, device, mesh)] = result
     return found
+
+
+def split_in(fun, trails, *args, mesh=MESH):
+    """How the kernel of a function is split."""
+    [equation] = [
+        each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == 'pallas_call'
+    ]
+    return split_of(equation, trails, mesh, lambda trail: ('fsdp',) in trail)
 
 
 def mesh_specs(equation):
@@ -328,6 +335,73 @@ def test_any_other_kernel_is_left_alone(helper, fun):
     followed, _ = run(helper, fun, ROWS)
     assert not kernels(followed)
     assert is_lost(followed)
+
+
+def sums_in_place(x, total):
+    """The rows seen so far, added up in an operand."""
+
+    def kernel(x, total, out):
+        @pl.when(x[0, 0, 0] > -1)
+        def _():
+            total[...] += x[...]
+
+        out[...] = total[...]
+
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
+    whole = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
+    call = pl.pallas_call(
+        kernel, like(x), grid=(len(x),), in_specs=[row, whole], out_specs=row, interpret=True
+    )
+    return call(x, total)
+
+
+def test_an_operand_that_steps_change_keeps_them_together():
+    assert split_in(sums_in_place, [rows_at(0, 3), ()], ROWS, ROWS[:1]) is None
+    assert split_in(sums_in_place, [rows_at(0, 3), rows_at(0, 3)], ROWS, ROWS[:1]) is None
+
+
+def test_a_kernel_that_asks_for_a_named_dimension_of_its_grid():
+    def kernel(x, out):
+        out[...] = x[...] + jax.lax.axis_index('i').astype('float32')
+
+    fun = functools.partial(sines, kernel=kernel, grid=(('i', 16),), interpret=False)
+    assert split_in(fun, [rows_at(0, 3)], ROWS) is None
+    named = functools.partial(sines, grid=(('i', 16),), interpret=False)
+    assert split_in(named, [rows_at(0, 3)], ROWS).over == {0: ('fsdp',)}
+
+
+def test_parallel_steps_as_jax_names_them_and_under_vmap():
+    params = pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY))
+    fun = functools.partial(scratch, compiler_params=params)
+    assert split_in(fun, [rows_at(0, 3)], ROWS).over == {0: ('fsdp',)}
+    examples = jnp.stack([ROWS, ROWS])
+    assert split_in(jax.vmap(fun), [rows_at(1, 4)], examples).over == {1: ('fsdp',)}
+
+
+def test_axes_of_rows_come_first():
+    mesh = AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
+    row = pl.BlockSpec((1, 8, 32), lambda i: (i, 0, 0))
+
+    def kernel(w, x, out):
+        out[...] = w[...] * x[...]
+
+    def fun(w, x):
+        return pl.pallas_call(kernel, like(x), grid=(16,), in_specs=[row, row], out_specs=row)(w, x)
+
+    found = split_in(fun, [rows_at(0, 3, ('tp',)), rows_at(0, 3)], ROWS, ROWS, mesh=mesh)
+    assert found.over == {0: ('fsdp',)}
+
+
+def test_few_rows_of_a_kernel_are_followed(helper):
+    """JAX would refuse the kernel."""
+
+    def fun(weights, x, interpret):
+        return sines((x @ weights).reshape(8, 1, 64), interpret=interpret)
+
+    step = helper.sjit(fun, in_shardings=(RULE, P('fsdp')), static_argnums=2, batch_argnums=1)
+    args = jnp.ones((64, 64)), jnp.ones((8, 64))
+    assert kernels(step.followed(*args, False)) == [('float32[8,1,64]', P('fsdp', None, None))]
+    assert 'rows are few' in step.followed(*args, True).reason
 
 
 def test_rows_that_a_kernel_does_not_walk_over(helper):
