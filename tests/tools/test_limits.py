@@ -234,7 +234,5 @@ def test_files_are_shared_so_that_all_parts_take_about_as_long() -> None:
     files = sorted((ROOT / 'tests').rglob('test_*.py'))
     parts = run_checks.shares(files, 6)
     assert sorted(file for part in parts for file in part) == files
-    seconds = [
-        sum(run_checks.SECONDS.get(str(file.relative_to(ROOT)), 1) for file in part) for part in parts
-    ]
+    seconds = [sum(run_checks.SECONDS.get(str(file.relative_to(ROOT)), 1) for file in part) for part in parts]
     assert max(seconds) - min(seconds) <= min(run_checks.SECONDS.values())
