@@ -12,8 +12,8 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import ELEMENTWISE, RULES
-from scalax._follow.trail import LOST, LOSTS, Trail, Trails, common
+from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims
+from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, put
 from scalax._follow.weights import SAME
 
 
@@ -116,7 +116,49 @@ def stay(equation: Any, trails: Sequence[Trail], stored: Sequence[Trail]) -> lis
     ]
 
 
+def way(
+    equation: Any, place: int, trails: Sequence[Trail], moved: Trail, sizes: Mapping[str, int]
+) -> tuple[list[Trail], tuple[int, ...]]:
+    """The trails of an operand on its way to the other one, and the dimension in parts of which it moves.
+
+    If further mesh axes shard the columns of the other one, all devices along these would get the same. So
+    each gets a part, and they exchange these behind the move. Else it moves whole, in parts of no dimension.
+
+    Args:
+        equation: the product.
+        place: the number of the operand that moves.
+        trails: those of the operands, before the move.
+        moved: the trail behind it.
+        sizes: the sizes of the mesh axes.
+    """
+    contracted, batch = equation.params['dimension_numbers']
+    here, other, shape = trails[place], 1 - place, shape_of(equation.invars[place])
+    columns = [each for i, each in enumerate(trails[other]) if i not in (*contracted[other], *batch[other])]
+    axes = tuple(axis for each in columns for axis in each)
+    if axes and axes in moved:
+        dim = moved.index(axes)
+        return [here, moved, put(moved, dim, ())], (dim,)
+    count = math.prod(sizes[axis] for axis in axes)
+    free = [i for i, size in enumerate(shape) if not here[i] and not moved[i] and size % count == 0]
+    if axes and free and axes_of(moved).isdisjoint(axes):
+        dim = max(free, key=shape.__getitem__)
+        return [put(here, dim, axes), put(moved, dim, axes), moved], (dim,)
+    return [here, moved], ()
+
+
+def scattered(equation: Any, weight: int, trails: Sequence[Trail], result: Trail) -> Trail:
+    """The trail of a product at experts. A sum over mesh axes is split over them: in parts it moves back."""
+    contracted, _ = equation.params['dimension_numbers']
+    pairs = [(trail, dims) for trail, dims in zip(trails, contracted, strict=True) if trail]
+    summed = tuple(dict.fromkeys(axis for trail, dims in pairs for i in dims for axis in trail[i]))
+    dim = next((i for i in own_dims(equation, weight) if not result[i]), None)
+    return result if dim is None else put(result, dim, summed)
+
+
 def _takes_less(equation: Any, weight: int, devices: int) -> bool:
-    """Whether the rows on a device, there and back, are less than the weights of all devices."""
+    """Whether the rows on a device are less than the weights of all devices.
+
+    Rows move once for each product: there for the first one at the experts, and back behind the last one.
+    """
     weights, rows = (math.prod(shape_of(equation.invars[i])) for i in (weight, 1 - weight))
-    return 2 * rows < weights * devices
+    return rows < weights * devices

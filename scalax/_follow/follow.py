@@ -25,10 +25,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.constraint import closed_spec_of, constraint, spec_of
 from scalax._follow.dependence import Dependence
-from scalax._follow.experts import Stored, move_to_experts, stay
+from scalax._follow.experts import Stored, move_to_experts, scattered, stay, way
 from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, scan_parts, shape_of
 from scalax._follow.kernels import KERNEL, split_of
-from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims, redealt
+from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
+from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, columns_of_table, own_dims, redealt
 from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, merged, without
 from scalax._follow.weights import FEW_ROWS, Products, Weights
 
@@ -180,14 +181,21 @@ class _Follower:
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
-    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False) -> Followed:
-        """The jaxpr with constraints; if it is a round of a loop, on its arguments and results as well."""
-        key = id(jaxpr), tuple(trails), is_round
+    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], *, before: int | None = None) -> Followed:
+        """The jaxpr with constraints.
+
+        Args:
+            jaxpr: the jaxpr.
+            trails: those of its arguments.
+            before: if it is a round of a loop, how many of these are no elements of stacks. They come first,
+                and are constrained as well, and so are its results.
+        """
+        key = id(jaxpr), tuple(trails), before
         if key not in self._known:
             arguments = opened(jaxpr).invars
             on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
             if (on_trail or self.resumes) and opened(jaxpr).eqns:
-                found = _Edit(self, jaxpr, on_trail).made(is_round)
+                found = _Edit(self, jaxpr, on_trail).made(before)
             else:
                 found = _Edit(self, jaxpr, on_trail).unchanged()
             self._known[key] = jaxpr, found
@@ -264,16 +272,18 @@ class _Edit:
         passed = self._weights.passed(jaxpr.outvars)
         return Followed(self._jaxpr, tuple(map(self._trail, jaxpr.outvars)), passed=passed)
 
-    def made(self, is_round: bool) -> Followed:
+    def made(self, before: int | None) -> Followed:
         """The jaxpr with constraints."""
         jaxpr = opened(self._jaxpr)
         first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
-        if is_round:
-            for var in filter(self._may_keep, jaxpr.invars):
+        if before is not None:
+            # Stacks are constrained before the loop. A constraint of their elements as well can cost a copy
+            # of all that rounds have saved: the compiler then reads it in another order than it is stored in.
+            for var in filter(self._may_keep, jaxpr.invars[:before]):
                 self._constrain(var, spec_of(self._trail(var)), first)
         for equation in jaxpr.eqns:
             self._equation(equation)
-        if is_round:
+        if before is not None:
             for atom in jaxpr.outvars:
                 if id(atom) not in self._constrained and self._may_keep(atom):
                     self._constrain(atom, spec_of(self._trail(atom)), last)
@@ -313,6 +323,10 @@ class _Edit:
         operands = [*map(self._on_trail.get, ids, LOSTS)]
         self._replaced, self._summed, placed = {}, [], equation
         experts = self._experts(equation, operands) if name == 'dot_general' else ()
+        if name == 'dot_general' and all(map(trails.has_rows, operands)):
+            self._gather_factors(equation, operands)
+        if name in SIDE_BY_SIDE and len({*operands}) > 1:
+            self._keep_beside(equation, operands)
         if name in _WITH_TABLES:
             self._move_to_table(equation, operands)
         if name in ELEMENTWISE:  # most equations
@@ -324,6 +338,8 @@ class _Edit:
             params = placed.params
         else:
             params, results = self._results(equation, operands)
+        for place in experts:
+            results = [scattered(equation, place, operands, results[0])]
         self._weights.note(equation, operands, results, experts)
         changed = {} if params is placed.params else {'params': params}
         if not (self._constrained.keys().isdisjoint(ids) and self._replaced.keys().isdisjoint(ids)):
@@ -370,10 +386,12 @@ class _Edit:
             place, var = move[0], equation.invars[move[0]]
             trail = self._follower.possible(move[1], var)
             if trail and self._may_keep(var):
+                stops, dim = way(equation, place, operands, trail, self._follower.trails.sizes)
+                trail = stops[-1]
                 if (id(var), trail) not in self._moved:
                     # At both ends: else the compiler might compute it where it moves to.
-                    self._place_before(var, spec_of(operands[place]), equation)
-                    self._place_before(var, spec_of(trail), equation)
+                    for stop in stops:
+                        self._place_before(var, spec_of(stop, dim), equation)
                     self._moved[id(var), trail] = self._replaced[id(var)]
                 self._replaced[id(var)] = self._moved[id(var), trail]
                 operands[place] = trail
@@ -382,10 +400,26 @@ class _Edit:
             operands[place] = without(operands[place], axes_of(operands[1 - place]))
         return staying
 
+    def _gather_factors(self, equation: Any, operands: list[Trail]) -> None:
+        """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
+        contracted, _ = equation.params['dimension_numbers']
+        for place, trail in enumerate(whole_factors(equation, operands, self._follower.trails)):
+            if trail != operands[place] and self._has_open_rows(equation.invars[place]):
+                self._place_before(equation.invars[place], spec_of(trail, contracted[place]), equation)
+                operands[place] = trail
+
+    def _keep_beside(self, equation: Any, operands: Sequence[Trail]) -> None:
+        """Keeps what is stacked with split values whole: else the compiler splits what computed it too."""
+        for place, dims in enumerate(whole_beside(equation, operands, self._follower.trails)):
+            var = equation.invars[place]
+            if dims and self._follower.placed and self._has_open_rows(var):
+                self._place_before(var, spec_of(operands[place], dims), equation)
+
     def _move_to_table(self, equation: Any, operands: list[Trail]) -> None:
         """Rows move to the gradient of a table, a sum of scattered ones, if the table has more elements.
 
         Else each device would have a sum of the size of its part of the table, and all would add these up.
+        Where axes of the rows shard the columns of the table, rows become columns over these.
         """
         name, follower, shape = equation.primitive.name, self._follower, shape_of(equation.invars[0])
         if name == 'gather' and equation.invars[0] not in follower.from_batch:
@@ -396,6 +430,7 @@ class _Edit:
         table, _, updates = equation.invars
         if not self._has_open_rows(updates) or table.aval.size <= updates.aval.size:
             return
+        columns = columns_of_table(equation, follower.tables[shape])
         if not follower.has_rows(RULES[name](equation, operands)[0]):
             axes = axes_of(follower.tables[shape])
             # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
@@ -404,11 +439,12 @@ class _Edit:
                 follower.sums[id(equation)] = table.aval.size // shards
             for place in (1, 2):
                 if self._has_open_rows(equation.invars[place]):
+                    if axes_of(columns):  # as for experts: at both ends
+                        self._place_before(equation.invars[place], spec_of(operands[place]), equation)
                     operands[place] = follower.without_rows(operands[place])
                     ndim = len(shape_of(equation.invars[place]))
-                    self._place_before(
-                        equation.invars[place], closed_spec_of(operands[place], ndim), equation
-                    )
+                    there = merged((columns, operands[place]), ndim) if place == 2 else operands[place]
+                    self._place_before(equation.invars[place], closed_spec_of(there, ndim), equation)
 
     def _has_open_rows(self, atom: Any) -> bool:
         """Whether a value has rows that no constraint of a user places."""
@@ -476,10 +512,10 @@ class _Edit:
             self._lost.append(Lost(equation, largest.aval))
 
     def _inside(
-        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], *, is_round: bool = False
+        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], *, before: int | None = None
     ) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
-        found = self._follower.jaxpr(jaxpr, trails, is_round=is_round)
+        found = self._follower.jaxpr(jaxpr, trails, before=before)
         self._kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self._lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         return found
@@ -494,7 +530,7 @@ class _Edit:
             return [*before, *state, *behind]
 
         state = self._settled(body, operands[constants : constants + carried], arguments)
-        inside = self._inside(equation, body, arguments(state), is_round=True)
+        inside = self._inside(equation, body, arguments(state), before=constants + carried)
         self._gather_before(equation, range(constants), inside)
         self._sum_behind(equation, carried, inside)
         self._weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
@@ -505,6 +541,8 @@ class _Edit:
         """The trail of the elements that a loop takes of a stack."""
         row = _row(trail)
         if row or not trail or id(atom) not in self._parts:
+            if row and id(atom) not in self._constrained and self._has_open_rows(atom):
+                self._place_before(atom, spec_of(trail), equation)
             return row
         parts = self._follower.possible(redealt(*self._parts[id(atom)]), atom)
         if not parts:
@@ -527,7 +565,8 @@ class _Edit:
             return [*operands[slice(*constants)], *state]
 
         state = self._settled(params['body_jaxpr'], operands[constants[1] :], arguments)
-        inside = self._inside(equation, params['body_jaxpr'], arguments(state), is_round=True)
+        given = arguments(state)
+        inside = self._inside(equation, params['body_jaxpr'], given, before=len(given))
         self._gather_before(equation, range(*constants), inside)
         of_rounds = equation.invars[constants[0] :]
         self._weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)

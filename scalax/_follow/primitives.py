@@ -209,6 +209,17 @@ def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(dims, len(shape))]
 
 
+def columns_of_table(eqn: Any, table: Trail) -> Trail:
+    """Where updates that are scattered to the rows of a table lie, if their columns lie as the table's."""
+    numbers = eqn.params['dimension_numbers']
+    shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = [i for i in range(len(shape)) if i not in gone]
+    pairs = zip(numbers.update_window_dims, windows, strict=True)
+    found = {place: table[i] for place, i in pairs if table and update[place] == shape[i]}
+    return of_dims(found, len(update))
+
+
 def _update_slice(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     whole = [axes if a == b else () for axes, a, b in zip(trails[1], shape, update, strict=False)]

@@ -100,6 +100,11 @@ def without(trail: Trail, axes: Container[str]) -> Trail:
     return kept if any(kept) else LOST
 
 
+def put(trail: Trail, dim: int, axes: tuple[str, ...]) -> Trail:
+    """A trail with these axes in one dimension."""
+    return (*trail[:dim], axes, *trail[dim + 1 :])
+
+
 def along(trail: Trail, axes: frozenset[str]) -> Trail:
     """The dimensions of a trail that some of these mesh axes shard, also with others."""
     kept = tuple([each if axes.intersection(each) else () for each in trail])

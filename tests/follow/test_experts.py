@@ -150,10 +150,68 @@ def test_less_is_moved():
     assert sum(moved.values()) <= sum(before.values())
 
 
+GRID = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+COLUMNS_AND_ROWS = {'up': P('fsdp', None, 'tp'), 'down': P('fsdp', 'tp')}
+
+
+def test_parts_of_the_width_move_if_another_axis_shards_the_experts():
+    spread = GRID.sjit(back, in_shardings=(COLUMNS_AND_ROWS, P('fsdp')), batch_argnums=1)
+    free = P.UNCONSTRAINED
+    assert [spec for _, spec in constraints(spread.trace(weights(), like(*ROWS)).jaxpr)] == [
+        P('fsdp', free, free, 'tp'),
+        P(free, 'fsdp', free, 'tp'),
+        P(free, 'fsdp', free, None),  # whole at the experts
+        P('fsdp', free, free, 'tp'),  # the first product
+        P('fsdp', free, free, 'tp'),  # the second one: a sum over tp, split
+        P('fsdp', free, free, 'tp'),  # and so it moves back
+        P(free, 'fsdp', free, 'tp'),
+    ]
+
+
+def test_rows_that_are_in_parts_are_whole_at_the_experts():
+    def fun(w, x):
+        return back(w, with_sharding_constraint(x, P('fsdp', None, None, 'tp')) * 2)
+
+    spread = GRID.sjit(fun, in_shardings=(COLUMNS_AND_ROWS, P('fsdp')), batch_argnums=1)
+    free = P.UNCONSTRAINED
+    _, *first = [spec for _, spec in constraints(spread.trace(weights(), like(*ROWS)).jaxpr)]
+    assert first[:3] == [
+        P('fsdp', free, free, 'tp'),
+        P(free, 'fsdp', free, 'tp'),
+        P(free, 'fsdp', free, None),
+    ]
+
+
+def test_a_sum_over_another_axis_is_split():
+    def fun(w, x):
+        return jnp.einsum('gech,ehd->egcd', x, w['down'])
+
+    spread = GRID.sjit(fun, in_shardings=(COLUMNS_AND_ROWS, P('fsdp')), batch_argnums=1)
+    [kept] = spread.followed(weights(), like(8, 8, 4, 32)).kept
+    assert kept.spec == P('fsdp', P.UNCONSTRAINED, P.UNCONSTRAINED, 'tp')
+
+
+def test_a_width_that_does_not_divide_moves_whole():
+    odd = {'up': like(8, 5, 32), 'down': like(8, 32, 5)}
+    spread = GRID.sjit(experts, in_shardings=(COLUMNS_AND_ROWS, P('fsdp')), batch_argnums=1)
+    free = P.UNCONSTRAINED
+    assert [spec for _, spec in constraints(spread.trace(odd, like(8, 8, 3, 5)).jaxpr)][:2] == [
+        P('fsdp', free, free, free),
+        P(free, 'fsdp', free, free),
+    ]
+
+
+def test_values_that_move_in_parts_stay_what_they_are():
+    leaves = [np.arange(np.prod(shape)).reshape(shape) % 5 - 2.0 for shape in (UP, DOWN, ROWS)]
+    up, down, x = (leaf.astype('float32') for leaf in leaves)
+    given = {'up': up, 'down': down}
+    spread = GRID.sjit(back, in_shardings=(COLUMNS_AND_ROWS, P('fsdp')), batch_argnums=1)
+    np.testing.assert_array_equal(spread(given, x), jax.jit(back)(given, x))
+
+
 @pytest.mark.parametrize('axes', [('fsdp', 'tp'), ('tp', 'fsdp')])
 def test_experts_over_another_axis_as_well(axes):
-    grid = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-    fun = grid.sjit(experts, in_shardings=(P(axes), P('fsdp')), batch_argnums=1)
+    fun = GRID.sjit(experts, in_shardings=(P(axes), P('fsdp')), batch_argnums=1)
     followed = fun.followed(weights(), like(*ROWS))
     assert len(followed.kept) == 2
     assert all(axes in value.spec for value in followed.kept)

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -160,6 +161,28 @@ def test_rows_move_to_a_table_with_more_elements(rows, moves):
 
     assert summed(()) >= table.size * table.dtype.itemsize // 4
     assert (summed((1, 2)) == 0) is moves
+
+
+@pytest.mark.parametrize(
+    ('rows', 'moved'),
+    [(32, P(None, 'fsdp')), (128, None)],
+    ids=['few', 'many'],
+)
+def test_rows_become_columns_of_a_table_whose_columns_their_axis_shards(rows, moved):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+    def gradient(table, i, y):
+        return jax.grad(lambda table: jnp.sum(jnp.tanh(table[i]) * y))(table)
+
+    shardings = {'in_shardings': (P('tp', 'fsdp'), P('fsdp'), P('fsdp')), 'batch_argnums': (1, 2)}
+    step = helper.sjit(gradient, **shardings, out_shardings=P('tp', 'fsdp'))
+    random = np.random.default_rng(1)
+    table, y = (random.normal(size=shape).astype('float32') for shape in ((64, 16), (rows, 16)))
+    i = random.integers(0, 64, rows)
+    found = [(shape, spec) for shape, spec in constraints(step.trace(table, i, y).jaxpr) if None in spec]
+    last = [((rows, 1), P(None, None)), ((rows, 16), moved)] if moved else []
+    assert found[1:] == last  # the first one is behind the look-up
+    np.testing.assert_allclose(step(table, i, y), jax.jit(gradient)(table, i, y), rtol=1e-5, atol=1e-5)
 
 
 def model(params, batch):

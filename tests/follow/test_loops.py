@@ -11,7 +11,7 @@ from tests.support.following import constraints, following, like, result_dims
 
 X, W = like(16, 24), like(24, 24)
 OPEN = P.UNCONSTRAINED
-ROWS, WHOLE = P('fsdp', OPEN), P(None, None)
+ROWS, STACK, WHOLE = P('fsdp', OPEN), P(OPEN, 'fsdp', OPEN), P(None, None)
 
 
 def recurrent(x, w):
@@ -38,7 +38,7 @@ def test_both_ends_of_a_round_are_kept():
 
 def test_weights_of_few_rows_are_gathered_before_the_loop():
     followed = following(recurrent, (like(9, 16, 24), W), [1, None])
-    assert specs(outside(followed)) == [WHOLE, ROWS]
+    assert specs(outside(followed)) == [STACK, WHOLE, ROWS]
 
 
 def test_so_are_those_of_a_loop_of_unknown_length():
@@ -54,7 +54,19 @@ def test_weights_of_many_rows_are_not():
     def fun(x, w):
         return lax.scan(lambda c, row: (jnp.tanh(row @ w), None), x[0], x)[0]
 
-    assert specs(outside(following(fun, (many, W), [1, None]))) == [ROWS]
+    assert specs(outside(following(fun, (many, W), [1, None]))) == [STACK, ROWS]
+
+
+def test_a_stack_is_constrained_once():
+    def fun(x, w):
+        last, stack = lax.scan(lambda c, _: (jnp.tanh(c @ w), c), x, None, length=3)
+        return lax.scan(lambda c, each: (c * each, None), last, stack)[0]
+
+    # Behind the loop that makes it; not before the one that takes it, nor its elements in the rounds.
+    followed = following(fun, (X, W), [0, None])
+    assert specs(outside(followed)) == [WHOLE, ROWS, STACK, ROWS]
+    *_, second = [each for each in followed.jaxpr.jaxpr.eqns if each.primitive.name == 'scan']
+    assert constraints(second.params['jaxpr']) == [((16, 24), ROWS)] * 2
 
 
 def lost_rows(x):

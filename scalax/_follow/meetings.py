@@ -1,0 +1,49 @@
+"""Where values that lie differently over mesh axes without rows meet: in products, and side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._follow.jaxprs import shape_of
+from scalax._follow.primitives import RULES
+from scalax._follow.trail import Trail, Trails, axes_of, merged, without
+
+SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
+
+
+def whole_factors(equation: Any, operands: Sequence[Trail], trails: Trails) -> Sequence[Trail]:
+    """The trails of the operands of a product of rows with rows.
+
+    A product that sums over a mesh axis leaves each device a part of the sums, which all add up: that sends
+    them twice. If the operands have fewer elements than that, they are gathered, and nothing is added up.
+    """
+    contracted, _ = equation.params['dimension_numbers']
+    pairs = [*zip(operands, contracted, strict=True)]
+    others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
+    summed = {axis for trail in operands for axis in axes_of(trail)} - others - trails.batch_axes
+    if not summed:
+        return operands
+    whole = [without(trail, summed) for trail in operands]
+
+    def elements(atom: Any, trail: Trail) -> int:
+        return math.prod(shape_of(atom)) // math.prod([trails.sizes[axis] for axis in axes_of(trail)])
+
+    moved = sum(
+        elements(atom, after)
+        for atom, before, after in zip(equation.invars, operands, whole, strict=True)
+        if before != after
+    )
+    [result] = RULES['dot_general'](equation, whole)
+    return whole if moved < 2 * elements(equation.outvars[0], result) else operands
+
+
+def whole_beside(equation: Any, operands: Sequence[Trail], trails: Trails) -> list[set[int]]:
+    """Of each operand of a stack or a concatenation the dimensions that mesh axes split in others only."""
+    found = merged(operands, len(shape_of(equation.invars[0])))
+    return [
+        {i for i, (mine, all_) in enumerate(zip(each, found, strict=False)) if all_ and not mine}
+        - {i for i, all_ in enumerate(found) if not trails.batch_axes.isdisjoint(all_)}
+        for each in operands
+    ]
