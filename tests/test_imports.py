@@ -200,15 +200,11 @@ def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
 @pytest.mark.one_jax
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """At run time; a type hint may name what is above."""
-    needs = {
-        module: {
-            name
-            for line, name in imported_modules(TREES[path], package_of(path))
-            if name in MODULES and line not in type_only_lines(TREES[path])
-        }
-        - {module}
-        for module, path in MODULES.items()
-    }
+    needs = {}
+    for module, path in MODULES.items():
+        hints = type_only_lines(TREES[path])
+        imported = imported_modules(TREES[path], package_of(path))
+        needs[module] = {name for line, name in imported if name in MODULES and line not in hints} - {module}
     files = {  # packages only hand on what is in them
         module: names for module, names in needs.items() if MODULES[module].name != '__init__.py'
     }

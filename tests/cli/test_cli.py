@@ -110,10 +110,10 @@ def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, as
     assert 'fsdp=4, tp=2' in done.stdout
 
 
-def test_plan_as_json(job):
-    done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=2', '--json')
+def test_plan_as_json(job, capsys):
+    done = here(capsys, 'plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2', '--json')
     plan = Plan.load(done.stdout)
-    assert (plan.mesh, plan.flops, plan.fits) == ({'fsdp': 2, 'tp': 2}, 2 * 64**3, None)
+    assert (plan.mesh, plan.flops, plan.fits) == ({'fsdp': 4, 'tp': 2}, 2 * 64**3, None)
     assert Plan.load(plan.to_json()) == plan
     assert json.loads(done.stdout)['version'] == 1
 
@@ -172,10 +172,10 @@ def test_what_does_not_fit_is_planned_and_not_saved(job, capsys, tmp_path):
 @pytest.mark.parametrize(
     ('function', 'fits', 'code'), [('make_step', True, 0), ('make_large', False, 3)], ids=['fits', 'does not']
 )
-def test_plan_for_tpus(job, function, fits, code):
+def test_plan_for_tpus(job, capsys, function, fits, code):
     on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick', '--json')
     page = job.parent / 'plan.html'
-    done = run('plan', f'{job}:{function}', *on, '--html', page)
+    done = here(capsys, 'plan', f'{job}:{function}', *on, '--html', page)
     assert (done.returncode, done.stderr) == (code, '')
     plan = Plan.load(done.stdout)
     assert '<title>Plan of step</title>' in page.read_text()
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_the_compiler(job):
 def test_search(job, tmp_path, capsys):
     page, trials = tmp_path / 'search.html', tmp_path / 'trials.jsonl'
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
-    done = run('search', f'{job}:make_step', *on, '--quick', '--html', page, '--file', trials)
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--quick', '--html', page, '--file', trials)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
@@ -516,21 +516,21 @@ def test_topologies(capsys):
 GPUS = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
 
 
-def test_plan_on_nodes_of_gpus(job):
+def test_plan_on_nodes_of_gpus(job, capsys):
     done = run('plan', f'{job}:make_step', '--topology', 'h100:2x4', '--mesh', 'fsdp=-1,tp=2')
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[:2] == ['step on 8 cpu devices for h100 (fsdp=4, tp=2)', GPUS]
     on = ('--topology', 'h100:4', '--mesh', 'tp=4', '--dcn', 'fsdp=2', '--json')
-    plan = Plan.load(run('plan', f'{job}:make_step', *on).stdout)
+    plan = Plan.load(here(capsys, 'plan', f'{job}:make_step', *on).stdout)
     assert [place.slice for place in plan.places] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_search_and_find_on_nodes_of_gpus(job):
+def test_search_and_find_on_nodes_of_gpus(job, capsys):
     on = ('--topology', 'h100:2x4', '--sizes', 'tp=2')
-    done = run('search', f'{job}:make_step', '--axes', 'fsdp,tp', *on)
+    done = here(capsys, 'search', f'{job}:make_step', '--axes', 'fsdp,tp', *on)
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[:2] == ['1 mesh on h100:2x4: 1 planned quickly', GPUS]
-    done = run('find', f'{job}:make_one_device', '--batch', 1, *on)
+    done = here(capsys, 'find', f'{job}:make_one_device', '--batch', 1, *on)
     assert done.returncode == 0 and GPUS in done.stdout
 
 
@@ -583,8 +583,8 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
     assert sys.modules['json'] is json
 
 
-def test_arguments_that_are_none(job):
-    done = run('plan', f'{job}:make_one', '--mesh', 'fsdp=2')
+def test_arguments_that_are_none(job, capsys):
+    done = here(capsys, 'plan', f'{job}:make_one', '--mesh', 'fsdp=8')
     assert done.returncode == 2
     assert done.stderr == (
         f"error: '{job}:make_one' has to return the step and the tuple of its arguments; "

@@ -46,6 +46,7 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     assert dict(os.environ) == before
 
 
+@pytest.mark.one_jax
 def test_no_folder_for_temporary_files_is_a_finding(monkeypatch):
     def none(*_, **__):
         raise FileNotFoundError(2, 'No usable temporary directory found')
@@ -84,6 +85,7 @@ def test_variables_that_are_set_too_late(file):
     assert opened.summary  # the rest is looked at all the same
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ('text', 'what', 'cure'),
     [
@@ -110,6 +112,7 @@ def test_files_that_fail(file, text, what, cure):
         assert 'almost' in found.what.splitlines()[1]
 
 
+@pytest.mark.one_jax
 def test_a_file_that_prints_a_line_without_end(file):
     # Patterns that search the whole of it take hours.
     opened = open_devices({}, LONG, file('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)'))
@@ -117,6 +120,7 @@ def test_a_file_that_prints_a_line_without_end(file):
     assert found.what.startswith('importing train.py failed (exit code 3)') and len(found.what) < 1000
 
 
+@pytest.mark.one_jax
 @pytest.mark.slow
 def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
     # Its own process ignores what can be ignored, and so does the one that it starts.
@@ -140,6 +144,7 @@ def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
     assert not _runs(pid)
 
 
+@pytest.mark.one_jax
 def test_what_has_left_the_group_is_not_waited_for(file, tmp_path):
     named = file(
         'import os, time\n'
@@ -388,6 +393,7 @@ def test_a_diagnosis(monkeypatch):
     ].items()
 
 
+@pytest.mark.one_jax
 def test_ctrl_c_ends_the_other_process(file, tmp_path):
     named = file(
         'import os, time\n'

@@ -94,8 +94,8 @@ def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
         return
     gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=spec)
     for fun, count in ((forward, 6), (gradient, 20)):
-        assert_collectives(fun, given, collective_permute={'sp': count}, **NOTHING_ELSE)
-        assert_collectives(fun, given, collective_permute=count)  # along no other axis
+        along = {'sp': count, 'dp': 0, ('dp', 'sp'): 0}
+        assert_collectives(fun, given, collective_permute=along, **NOTHING_ELSE)
 
 
 def test_narrow_floats_have_narrow_gradients(rng):

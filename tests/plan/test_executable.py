@@ -96,6 +96,7 @@ def test_another_process_gets_what_the_step_gives(tmp_path):
     assert run(script, 'load', file) == said
 
 
+@pytest.mark.one_jax
 def test_the_command_line_saves_what_the_script_loads(tmp_path):
     script, file, plan = tmp_path / 'job.py', tmp_path / 'step.bin', tmp_path / 'own.bin'
     script.write_text(SCRIPT)

@@ -98,12 +98,12 @@ def test_a_gather_is_that_of_its_pass(over):
 @functools.cache
 def block():
     """Gathered weights, partial sums, and products that wait for both: in full."""
-    step, arguments = train_step(v5e(), 4, 512, 4096)
+    step, arguments = train_step(v5e(), 4, 256, 1024)
     return v5e().plan(step, *arguments)
 
 
 def test_a_plan_counts_what_its_executable_runs():
-    step, arguments = train_step(v5e(), 4, 512, 4096)
+    step, arguments = train_step(v5e(), 4, 256, 1024)
     text = step.lower(*arguments).compile().as_text()
     expected = executable_reader.read(text, dict(v5e().mesh.shape)).collectives
     assert rows(block()) == expected

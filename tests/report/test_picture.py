@@ -18,6 +18,7 @@ def size(path):
     return struct.unpack('>II', data[16:24])
 
 
+@pytest.mark.one_jax
 def test_points_and_text_are_drawn(tmp_path):
     pytest.importorskip('matplotlib')
     text = 'a $formula$ {that} is \\none\n' * 3

@@ -41,10 +41,12 @@ BY_PATH = TreePathShardingRule(
 
 
 def make_params():
-    key = jax.random.key(0)
+    rng = np.random.default_rng(0)
     shapes = {'embed': (16, 8), 'layers': {'w': (8, 16), 'b': (16,)}, 'qkv': (2, 8, 4), 'scale': ()}
     return jax.tree.map(
-        lambda shape: jax.random.normal(key, shape), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jnp.asarray(rng.normal(size=shape), 'float32'),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 

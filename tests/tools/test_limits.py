@@ -227,3 +227,12 @@ def test_a_step_that_leaves_a_process_fails(monkeypatch: pytest.MonkeyPatch) -> 
     run_checks.run([leaves])
     assert leaves.problem == 'left processes behind'
     assert left_behind.find(leaves.mark) == []
+
+
+def test_files_are_shared_so_that_all_parts_take_about_as_long() -> None:
+    assert [file for file in run_checks.SECONDS if not (ROOT / file).is_file()] == []
+    files = sorted((ROOT / 'tests').rglob('test_*.py'))
+    parts = run_checks.shares(files, 6)
+    assert sorted(file for part in parts for file in part) == files
+    seconds = [sum(run_checks.SECONDS.get(str(file.relative_to(ROOT)), 1) for file in part) for part in parts]
+    assert max(seconds) - min(seconds) <= min(run_checks.SECONDS.values())

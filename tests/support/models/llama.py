@@ -290,10 +290,11 @@ def equinox(config, stacked, mlp=EquinoxMlp):
 def linen_layer(layer=Layer, names=HUGGING_FACE):
     """A small layer: (its parameters, a function of them and x); x is (sequence, features)."""
     layer = layer(dataclasses.replace(SIZES['tiny'], names=names))
-    params = layer.init(jax.random.key(0), jnp.zeros((1, 8, SIZES['tiny'].d)))['params']
+    params = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((1, 8, SIZES['tiny'].d)))['params']
     return params, lambda params, x: layer.apply({'params': params}, x[None])[0][0]
 
 
 def equinox_layer():
-    params, static = eqx.partition(EquinoxLayer(SIZES['tiny'], EquinoxMlp, jax.random.key(0)), eqx.is_array)
+    made = eqx.filter_jit(EquinoxLayer)(SIZES['tiny'], EquinoxMlp, jax.random.key(0))
+    params, static = eqx.partition(made, eqx.is_array)
     return params, lambda params, x: eqx.combine(params, static)(x)

@@ -1,0 +1,11 @@
+"""Wrong uses of the program: where mypy finds no such error, it says that the comment is not needed."""
+
+import jax.numpy as jnp
+
+from tests.typed.program import Batch, State, helper, init, rules, step, train_step
+
+step(init(), jnp.zeros(3))  # type: ignore[arg-type]
+state: State = step(init(), Batch(jnp.ones(3), jnp.ones(3)))  # type: ignore[assignment]
+helper.sjit(train_step, in_sharding=rules)  # type: ignore[call-overload]
+helper.sjit(train_step, on_mismatch='move')  # type: ignore[call-overload]
+helper.abstract(init(), 'fsdp')  # type: ignore[arg-type]
