@@ -12,9 +12,10 @@ from typing import Any
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.follow import Arguments, Followed, follow
+from scalax._follow.follow import follow
 from scalax._follow.jaxprs import CALLS, opened, replaced
 from scalax._follow.primitives import ELEMENTWISE
+from scalax._follow.types import Arguments, Followed
 
 # Nothing is kept behind these, and they lose no rows.
 _PLAIN = ELEMENTWISE | {'broadcast_in_dim', 'reduce_max', 'reduce_min', 'reduce_sum'}

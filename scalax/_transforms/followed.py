@@ -13,8 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.choices import follow_choices
-from scalax._follow.follow import Arguments, Followed
 from scalax._follow.jaxprs import opened, with_inputs
+from scalax._follow.types import Arguments, Followed
 
 
 def run_followed(

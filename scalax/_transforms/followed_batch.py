@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.follow import Arguments, FewRows, Followed, Kept, Lost
+from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._transforms.calls.call_key import Call
 from scalax._tree.specs import text

@@ -6,7 +6,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from scalax._follow.choices import follow_choices
-from scalax._follow.follow import Arguments, follow
+from scalax._follow.follow import follow
+from scalax._follow.types import Arguments
 from tests.support.following import MESH, constraints, equations, like, rows_at
 
 ROWS, WEIGHTS = like(8, 4096), like(4096, 512)

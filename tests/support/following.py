@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from scalax._follow.follow import Arguments, Followed, follow
+from scalax._follow.follow import follow
 from scalax._follow.jaxprs import opened
 from scalax._follow.trail import Trail
+from scalax._follow.types import Arguments, Followed
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 

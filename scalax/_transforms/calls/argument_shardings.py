@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.follow import Arguments
 from scalax._follow.trail import LOST, along, of_sharding, without
+from scalax._follow.types import Arguments
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of

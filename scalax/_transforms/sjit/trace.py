@@ -22,7 +22,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._follow.follow import Arguments, Followed
+from scalax._follow.types import Arguments, Followed
 from scalax._trace import contexts
 from scalax._trace.constraints import abstract, apply_shardings
 from scalax._transforms.calls.argument_shardings import ArgumentShardings

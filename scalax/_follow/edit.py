@@ -1,0 +1,114 @@
+"""A jaxpr that is written anew, equation by equation, with constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import DropVar, Literal
+from jax.sharding import PartitionSpec
+
+from scalax._follow.jaxprs import opened, shape_of
+from scalax._follow.shared import Shared
+from scalax._follow.trail import LOST, Trail
+from scalax._follow.types import Followed, Kept, Lost
+from scalax._follow.weights import Weights
+
+
+class Edit:
+    """One jaxpr, and what is known of it so far.
+
+    Here and in the attributes the keys for variables are their ids: literals are not hashable.
+
+    Args:
+        shared: what is known of all jaxprs.
+        follow: follows a jaxpr inside it.
+        jaxpr: the jaxpr.
+        on_trail: the trails of its arguments.
+
+    Attributes:
+        equations: the new equations.
+        on_trail: variable -> its trail.
+        constrained: variable -> the variable behind its constraint.
+        kept: the values that are constrained, those of jaxprs inside it too.
+        lost: where rows were lost, likewise.
+        weights: its arguments without rows, and what is multiplied with them.
+        replaced: operand of the equation at hand -> what stands in its place, for this equation.
+        summed: the results of the loop at hand that are summed behind it.
+        moved: a variable and where it moves to -> what moved.
+        parts: a batch in parts -> the reshape that made it, and the trail of its operand.
+        users_given: the results of the user's constraints.
+        users_own: these, and what they take.
+    """
+
+    def __init__(
+        self, shared: Shared, follow: Callable[..., Followed], jaxpr: Any, on_trail: dict[int, Trail]
+    ) -> None:
+        self.shared, self.follow, self.jaxpr, self.on_trail = shared, follow, jaxpr, on_trail
+        self.equations: list[Any] = []
+        self.constrained: dict[int, Any] = {}
+        self.kept: list[Kept] = []
+        self.lost: list[Lost] = []
+        arguments = {
+            var: i
+            for i, var in enumerate(opened(jaxpr).invars)
+            if not shared.has_rows(on_trail.get(id(var), LOST))
+        }
+        self.weights = Weights(arguments, shared.trails)
+        self.replaced: dict[int, Any] = {}
+        self.summed: list[Any] = []
+        self.moved: dict[tuple[int, Trail], Any] = {}
+        self.parts: dict[int, tuple[Any, Trail]] = {}
+        users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
+        taken = {id(each.invars[0]) for each in users}
+        self.users_given = {id(each.outvars[0]) for each in users}
+        self.users_own = taken | self.users_given
+
+    def trail(self, atom: Any) -> Trail:
+        """The trail of a variable or literal."""
+        return self.on_trail.get(id(atom), LOST)
+
+    def input(self, atom: Any) -> Any:
+        """What stands for an operand of the equation at hand."""
+        return self.replaced.get(id(atom), self.constrained.get(id(atom), atom))
+
+    def may_keep(self, var: Any) -> bool:
+        """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
+        if id(var) in self.users_own or isinstance(var, DropVar):
+            return False
+        # A constraint would bring a value back from there.
+        space = getattr(var.aval, 'memory_space', jax.memory.Space.Device)
+        return space == jax.memory.Space.Device and self.shared.has_rows(self.trail(var))
+
+    def has_open_rows(self, atom: Any) -> bool:
+        """Whether a value has rows that no constraint of a user places."""
+        return not isinstance(atom, Literal) and self.may_keep(atom)
+
+    def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
+        """Constrains a variable, for all equations behind this one."""
+        added = self.shared.constraint(var, spec, equation.source_info)
+        self.equations.append(added)
+        self.constrained[id(var)] = added.outvars[0]
+
+    def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
+        """Constrains an operand of the equation at hand, and of no other."""
+        added = self.shared.constraint(self.input(var), spec, equation.source_info)
+        self.equations.append(added)
+        self.replaced[id(var)] = added.outvars[0]
+
+    def note_loss(self, equation: Any) -> None:
+        """Takes note of an equation that lost rows."""
+        largest = max(equation.outvars, key=lambda var: getattr(var.aval, 'size', 0), default=None)
+        if largest is not None and shape_of(largest):
+            self.lost.append(Lost(equation, largest.aval))
+
+    def inside(
+        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], *, before: int | None = None
+    ) -> Followed:
+        """A jaxpr of an equation; what is kept and lost in it counts."""
+        found = self.follow(jaxpr, trails, before=before)
+        self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
+        self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
+        return found

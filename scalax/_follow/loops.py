@@ -1,0 +1,137 @@
+"""Loops: what a round is given, what is gathered before a loop, and what is summed behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import DropVar, Literal
+
+from scalax._follow.constraint import closed_spec_of, spec_of
+from scalax._follow.edit import Edit
+from scalax._follow.jaxprs import opened, scan_parts, shape_of
+from scalax._follow.primitives import redealt
+from scalax._follow.trail import LOST, Trail, common, merged
+from scalax._follow.types import Followed
+from scalax._follow.weights import FEW_ROWS
+
+# Loops settle after two or three rounds of following what they carry; more are not tried.
+_ROUNDS = 8
+
+
+def follow_scan(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+    """The parameters of a scan whose rounds are followed, and the trails of its results."""
+    body = equation.params['jaxpr']
+    constants, carried = scan_parts(equation)
+    stacks = [*zip(equation.invars, operands, strict=True)][constants + carried :]
+    before, behind = operands[:constants], [_of_stack(edit, *stack, equation) for stack in stacks]
+
+    def arguments(state: Sequence[Trail]) -> list[Trail]:
+        return [*before, *state, *behind]
+
+    state = _settled(edit, body, operands[constants : constants + carried], arguments)
+    inside = edit.inside(equation, body, arguments(state), before=constants + carried)
+    _gather_before(edit, equation, range(constants), inside)
+    _sum_behind(edit, equation, carried, inside)
+    edit.weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
+    stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
+    return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
+
+
+def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
+    """The trail of the elements that a loop takes of a stack."""
+    row = _row(trail)
+    if row or not trail or id(atom) not in edit.parts:
+        if row and id(atom) not in edit.constrained and edit.has_open_rows(atom):
+            edit.place_before(atom, spec_of(trail), equation)
+        return row
+    parts = edit.shared.possible(redealt(*edit.parts[id(atom)]), atom)
+    if not parts:
+        return LOST
+    # The rows of each part are dealt to all devices; else a device would have whole parts.
+    edit.place_before(atom, spec_of(parts), equation)
+    return _row(parts)
+
+
+def follow_while(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+    """The same of a `while`."""
+    params = equation.params
+    constants = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
+
+    def arguments(state: Sequence[Trail]) -> list[Trail]:
+        return [*operands[slice(*constants)], *state]
+
+    state = _settled(edit, params['body_jaxpr'], operands[constants[1] :], arguments)
+    given = arguments(state)
+    inside = edit.inside(equation, params['body_jaxpr'], given, before=len(given))
+    _gather_before(edit, equation, range(*constants), inside)
+    of_rounds = equation.invars[constants[0] :]
+    edit.weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)
+    _sum_behind(edit, equation, len(state), inside)
+    return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
+
+
+def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -> None:
+    """Gathers the weights at these operands of a loop, if each round multiplies few rows with them.
+
+    What depends on the batch is no weight: it may be large, and its rows were lost.
+    """
+    for i, place in enumerate(places):
+        var = equation.invars[place]
+        given = id(var) in edit.users_given
+        if isinstance(var, Literal) or given or var in edit.shared.from_batch:
+            continue
+        if i in inside.multiplied and inside.multiplied[i].rows < FEW_ROWS:
+            spec = closed_spec_of(edit.trail(var), len(shape_of(var)))
+            edit.place_before(var, spec, equation)
+
+
+def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
+    """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
+    summed = [
+        (var, inside.trails[i])
+        for i, var in enumerate(equation.outvars[:carried])
+        if i in inside.summed
+        and not edit.shared.has_rows(inside.trails[i])
+        and shape_of(var)
+        and not isinstance(var, DropVar)
+        and id(var) not in edit.users_own
+    ]
+    edit.summed = [var for var, _ in summed]
+    # The compiler alone adds them up in each round.
+    elements = sum(edit.weights.size_without_rows(*each) for each in summed)
+    edit.shared.sums[id(equation)] = elements * equation.params.get('length', 1)
+
+
+def _settled(
+    edit: Edit, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]
+) -> list[Trail]:
+    """The trails of what a loop carries: those of the first round or of what a round returns.
+
+    State that begins as zeros has rows from the first round on. Rows that a round loses are not kept.
+    """
+    state = list(first)
+    variables = opened(body).outvars[: len(state)]
+
+    def returned() -> Sequence[Trail]:
+        return edit.follow(body, arguments(state)).trails[: len(state)]
+
+    for _ in range(_ROUNDS):
+        grown = [
+            edit.shared.possible(merged(pair, len(shape_of(var))), var)
+            for *pair, var in zip(state, returned(), variables, strict=True)
+        ]
+        if grown == state:
+            break
+        state = grown
+    for _ in range(_ROUNDS):
+        kept = [common(*pair) for pair in zip(state, returned(), strict=True)]
+        if kept == state:
+            break
+        state = kept
+    return state
+
+
+def _row(trail: Trail) -> Trail:
+    """The trail of one element of a stack."""
+    return trail[1:] if any(trail[1:]) else LOST

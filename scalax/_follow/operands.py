@@ -1,0 +1,132 @@
+"""Operands that are placed otherwise before an equation, because that takes less than what would follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._follow.constraint import closed_spec_of, spec_of
+from scalax._follow.edit import Edit
+from scalax._follow.experts import move_to_experts, stay, way
+from scalax._follow.jaxprs import shape_of
+from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
+from scalax._follow.primitives import RULES, columns_of_table
+from scalax._follow.trail import Trail, axes_of, common, merged, without
+
+_WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
+
+
+def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
+    """Places operands of an equation. *operands* gets their new trails.
+
+    Returns:
+        the operands that are experts' weights to which rows move, by number.
+    """
+    name, shared = equation.primitive.name, edit.shared
+    if name == 'dot_general':
+        experts = _experts(edit, equation, operands)
+        if all(map(shared.has_rows, operands)):
+            _gather_factors(edit, equation, operands)
+        return experts
+    if name in SIDE_BY_SIDE and len({*operands}) > 1:
+        _keep_beside(edit, equation, operands)
+    elif name in _WITH_TABLES:
+        _move_to_table(edit, equation, operands)
+    elif name == 'conv_general_dilated' and shared.has_columns:
+        _place_images(edit, equation, operands)
+    return ()
+
+
+def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
+    """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
+    _, (batch, _) = equation.params['dimension_numbers']
+    if not batch or not any(operands):
+        return ()
+    stored = [edit.shared.stored.of(atom) for atom in equation.invars]
+    move = move_to_experts(equation, operands, stored, edit.shared.trails.sizes)
+    if move is not None:
+        place, var = move[0], equation.invars[move[0]]
+        trail = edit.shared.possible(move[1], var)
+        if trail and edit.may_keep(var):
+            stops, dim = way(equation, place, operands, trail, edit.shared.trails.sizes)
+            trail = stops[-1]
+            if (id(var), trail) not in edit.moved:
+                # At both ends: else the compiler might compute it where it moves to.
+                for stop in stops:
+                    edit.place_before(var, spec_of(stop, dim), equation)
+                edit.moved[id(var), trail] = edit.replaced[id(var)]
+            edit.replaced[id(var)] = edit.moved[id(var), trail]
+            operands[place] = trail
+    staying = stay(equation, operands, stored)
+    for place in staying:  # the result is where the rows are
+        operands[place] = without(operands[place], axes_of(operands[1 - place]))
+    return staying
+
+
+def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
+    """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
+    contracted, _ = equation.params['dimension_numbers']
+    for place, trail in enumerate(whole_factors(equation, operands, edit.shared.trails)):
+        if trail != operands[place] and edit.has_open_rows(equation.invars[place]):
+            edit.place_before(equation.invars[place], spec_of(trail, contracted[place]), equation)
+            operands[place] = trail
+
+
+def _keep_beside(edit: Edit, equation: Any, operands: Sequence[Trail]) -> None:
+    """Keeps what is stacked with split values whole: else the compiler splits what computed it too."""
+    for place, dims in enumerate(whole_beside(equation, operands, edit.shared.trails)):
+        var = equation.invars[place]
+        if dims and edit.shared.placed and edit.has_open_rows(var):
+            edit.place_before(var, spec_of(operands[place], dims), equation)
+
+
+def _place_images(edit: Edit, equation: Any, operands: list[Trail]) -> None:
+    """Constrains the channels of the images that a convolution takes.
+
+    They are whole along the axes of the kernel's columns, and split where it sums. Else the compiler may
+    split what is computed before over these axes, and gather it for each convolution.
+    """
+    shared, (image, kernel) = edit.shared, operands
+    numbers = equation.params['dimension_numbers']
+    if image and not shared.has_rows(kernel):
+        channels, summed = numbers.lhs_spec[1], kernel[numbers.rhs_spec[1]] if kernel else ()
+        left = without(image, axes_of(kernel) - shared.trails.batch_axes)
+        split = tuple((each or summed) if i == channels else each for i, each in enumerate(left))
+        operands[0] = shared.possible(split, equation.invars[0])
+    for trail, var, dims in zip(operands, equation.invars, (numbers.lhs_spec, numbers.rhs_spec), strict=True):
+        if edit.has_open_rows(var) and id(var) not in edit.constrained:
+            edit.on_trail[id(var)] = trail
+            edit.constrain(var, spec_of(trail, dims[:2]), equation)
+
+
+def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
+    """Rows move to the gradient of a table, a sum of scattered ones, if the table has more elements.
+
+    Else each device would have a sum of the size of its part of the table, and all would add these up.
+    Where axes of the rows shard the columns of the table, rows become columns over these.
+    """
+    name, shared, shape = equation.primitive.name, edit.shared, shape_of(equation.invars[0])
+    if name == 'gather' and equation.invars[0] not in shared.from_batch:
+        stored = shared.stored.of(equation.invars[0])
+        shared.tables[shape] = common(stored, shared.tables.get(shape, stored))
+    if name == 'gather' or shape not in shared.tables:
+        return
+    table, _, updates = equation.invars
+    if not edit.has_open_rows(updates) or table.aval.size <= updates.aval.size:
+        return
+    columns = columns_of_table(equation, shared.tables[shape])
+    if not shared.has_rows(RULES[name](equation, operands)[0]):
+        axes = axes_of(shared.tables[shape])
+        # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
+        if not axes.issuperset(shared.trails.batch_axes.intersection(axes_of(operands[2]))):
+            shards = math.prod(shared.trails.sizes[axis] for axis in axes)
+            shared.sums[id(equation)] = table.aval.size // shards
+        for place in (1, 2):
+            if edit.has_open_rows(equation.invars[place]):
+                if axes_of(columns):  # as for experts: at both ends
+                    edit.place_before(equation.invars[place], spec_of(operands[place]), equation)
+                operands[place] = shared.without_rows(operands[place])
+                ndim = len(shape_of(equation.invars[place]))
+                there = merged((columns, operands[place]), ndim) if place == 2 else operands[place]
+                edit.place_before(equation.invars[place], closed_spec_of(there, ndim), equation)

@@ -1,0 +1,83 @@
+"""What the jaxprs of one function share while its batch is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from scalax._follow.constraint import constraint
+from scalax._follow.dependence import Dependence
+from scalax._follow.experts import Stored
+from scalax._follow.jaxprs import shape_of
+from scalax._follow.primitives import SAID
+from scalax._follow.trail import Trail, Trails, axes_of, without
+from scalax._follow.types import Arguments
+
+
+class Shared:
+    """What is known of a jaxpr and those inside it.
+
+    Args:
+        mesh: the mesh.
+        arguments: those of the jaxpr that has all others in it.
+        whole: this jaxpr.
+
+    Attributes:
+        mesh: the mesh.
+        trails: answers about trails.
+        has_rows: tells whether some dimension of a trail holds rows of the batch.
+        placed: as for `Arguments`.
+        has_columns: whether mesh axes that shard no rows may shard columns, and it is known where.
+        from_batch: the variables that depend on the batch.
+        stored: where weights are over the axes of the batch.
+        tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
+        sums: equation, by its id -> the elements of sums over rows that each device would add up with
+            others, if rows did not move to a table, or in each round of a loop.
+        has_kernels: whether there were kernels that run on each device with its rows.
+        resumes: whether users say where some of these are, so that rows may be found again.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        self.placed = arguments.placed
+        self.tables: dict[tuple[int, ...], Trail] = {}
+        self.sums: dict[int, int] = {}
+        self.mesh = mesh
+        self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
+        self.has_rows = self.trails.has_rows
+        others = mesh.shape.keys() - arguments.batch_axes
+        self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
+        self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
+        self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
+        self.has_kernels = False
+        self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
+
+    def possible(self, trail: Trail, var: Any) -> Trail:
+        """The part of a trail that a variable can have."""
+        return self.trails.possible(trail, shape_of(var))
+
+    def beside_weights(self, operands: Sequence[Trail]) -> list[Trail]:
+        """The operands of a product of rows and a weight: mesh axes of the weight that shard no rows.
+
+        They shard its columns, or are summed over, and no other dimension of the rows: a residual that is
+        split over them is gathered before the product.
+        """
+        weights = [trail for trail in operands if not self.has_rows(trail)]
+        if len(weights) != 1:
+            return list(operands)
+        taken = axes_of(weights[0]) - self.trails.batch_axes
+        return [without(trail, taken) if self.has_rows(trail) else trail for trail in operands]
+
+    def without_rows(self, trail: Trail) -> Trail:
+        """A trail along the mesh axes that shard no rows."""
+        return without(trail, self.trails.batch_axes)
+
+    def said(self, trail: Trail, var: Any) -> Trail:
+        """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
+        unknown = {axis for axes in trail for axis in axes if self.trails.sizes.get(axis, 1) == 1}
+        return without(trail, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
+
+    def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
+        """An equation that constrains a variable."""
+        return constraint(var, spec, self.mesh, source_info)

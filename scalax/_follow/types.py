@@ -1,0 +1,100 @@
+"""What goes into the pass that follows a batch, and what comes out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from scalax._follow.trail import Trail
+from scalax._follow.weights import Products
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arguments:
+    """What is known of the arguments of a jaxpr.
+
+    Attributes:
+        trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
+        stored: of arguments that are not batches, the dimensions that axes of the batch shard, as FSDP does.
+        batch_axes: the mesh axes that shard rows.
+        placed: whether it is known where each of them is; else the compiler decides about some.
+    """
+
+    trails: Sequence[Trail]
+    stored: Sequence[Trail]
+    batch_axes: frozenset[str]
+    placed: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A value that is kept where it is.
+
+    Attributes:
+        aval: its shape and dtype.
+        spec: its sharding.
+        equation: what computes it.
+        calls: the equations in whose jaxprs that is, from the innermost one outwards.
+    """
+
+    aval: Any
+    spec: PartitionSpec
+    equation: Any
+    calls: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """An equation that lost rows: its primitive has no rule, or the rows of its results do not divide.
+
+    Attributes:
+        equation: the equation.
+        aval: its largest result.
+        calls: as for `Kept`.
+    """
+
+    equation: Any
+    aval: Any
+    calls: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """What products multiply, where the weights are more than the rows: to move the rows takes less.
+
+    Attributes:
+        weights: the elements of weights that would be gathered, in all products.
+        rows: those of the rows, or of their products if these are smaller; and of the gradients that the
+            compiler would add up: of tables, and in each round of a loop.
+    """
+
+    weights: int
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """A jaxpr that was followed.
+
+    Attributes:
+        jaxpr: the jaxpr, with constraints.
+        trails: those of its results.
+        kept: the values that are constrained, those of jaxprs inside it too.
+        lost: where rows were lost, likewise.
+        multiplied: the arguments without rows that are multiplied with rows, by number, and these products.
+        passed: the results that are arguments without rows, or parts of them: number -> number.
+        summed: the results that are sums over few rows, by number.
+        few_rows: why nothing is followed, if the weights are more than the rows.
+    """
+
+    jaxpr: Any
+    trails: tuple[Trail, ...]
+    kept: tuple[Kept, ...] = ()
+    lost: tuple[Lost, ...] = ()
+    multiplied: Mapping[int, Products] = dataclasses.field(default_factory=dict)
+    passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    summed: frozenset[int] = frozenset()
+    few_rows: FewRows | None = None
