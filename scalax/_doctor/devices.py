@@ -160,7 +160,8 @@ def open_devices(
     with _log() as log:
         try:
             process = subprocess.Popen(
-                [sys.executable, opening.__file__, asked],
+                # Unbuffered: what a crash would else take with it may say why.
+                [sys.executable, '-u', opening.__file__, asked],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -125,7 +125,7 @@ def test_arguments_of_another_kind(arguments, options, error, said):
 
 @pytest.fixture(scope='module')
 def found():
-    return search(make_step, 'v5e:2x4', ['fsdp', 'tp'], full=1)
+    return search(lambda helper: make_step(helper, tokens=10240), 'v5e:2x4', ['fsdp', 'tp'], full=1)
 
 
 @tpu_compiler.needed
@@ -140,9 +140,9 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert bounds == pytest.approx(sorted(bounds), rel=0.05)
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
-    assert dict(found.candidates[-1].mesh) == {'fsdp': 1, 'tp': 8}
-    assert found.candidates[-1].lost.endswith('% slower')
-    assert found.candidates[-1].cells[2] == 'ici:tp'
+    assert all(candidate.lost.endswith('% slower') for candidate in found.candidates[1:])
+    [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
+    assert alone.cells[2] == 'ici:tp'
 
 
 @tpu_compiler.needed
