@@ -36,13 +36,14 @@ def follow_choices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) 
         return dataclasses.replace(found, jaxpr=jaxpr)
     kept = opened(found.jaxpr)
     renamed = {old: new for old, new in zip(passed, kept.outvars, strict=True) if old != id(new)}
+    names = renamed.keys()
 
     def current(atom: Any) -> Any:
         return renamed.get(id(atom), atom)
 
     equations = [
         equation
-        if renamed.keys().isdisjoint(map(id, equation.invars))
+        if names.isdisjoint(map(id, equation.invars))
         else equation.replace(invars=[*map(current, equation.invars)])
         for equation in rest
     ]

@@ -52,10 +52,12 @@ class Columns:
             self._note_product(equation, operands, result)
         elif name in LOOPS:
             self.note_use(equation.invars)
-        elif self._of:
-            self._note_other(equation, result)
-        elif not self._whole.isdisjoint(map(id, equation.invars)):
-            self._whole.update(map(id, equation.outvars))
+        else:
+            ids = [*map(id, equation.invars)]
+            if not self._of.keys().isdisjoint(ids):
+                self._note_other(equation, ids, result)
+            elif not self._whole.isdisjoint(ids):
+                self._whole.update(map(id, equation.outvars))
 
     def note_use(self, atoms: Sequence[Any]) -> None:
         """Takes note of values that products take, whose columns may be summed."""
@@ -75,8 +77,8 @@ class Columns:
         elif axes:
             self._of[id(out)] = frozenset({id(out)})
 
-    def _note_other(self, equation: Any, result: Trail) -> None:
-        name, ids = equation.primitive.name, [*map(id, equation.invars)]
+    def _note_other(self, equation: Any, ids: Sequence[int], result: Trail) -> None:
+        name = equation.primitive.name
         columns = _NONE.union(*[self._of.get(atom, _NONE) for atom in ids])
         whole, joined = not self._whole.isdisjoint(ids), not self._joined.isdisjoint(ids)
         if name in _JOINS and (whole or joined):
