@@ -116,9 +116,9 @@ NOT_ON_OLDEST = [
 # The files that take longest, with their seconds of a processor, roughly: the processes that share the tests
 # are to end at about the same time. Others count as one.
 SECONDS = {
+    'tests/docs/test_blocks.py': 70,
     'tests/e2e/test_training_processes.py': 50,
     'tests/transforms/sjit/test_jit_parity.py': 50,
-    'tests/docs/test_blocks.py': 45,
     'tests/e2e/test_examples.py': 45,
     'tests/hostdata/test_processes.py': 35,
     'tests/checkpoint/test_processes.py': 30,

@@ -7,13 +7,8 @@ import pytest
 from tests.support import ROOT
 from tests.support.docs_blocks import FILES, README, read_blocks, run_blocks, runnable
 
-# Its search compiles sixteen layouts of a model, for 20 s of a processor. What searches find, say and print
-# is held by tests/find.
-LONG = [ROOT / 'docs' / 'found.md']
-PAGES = [pytest.param(path, marks=pytest.mark.slow) if path in LONG else path for path in FILES]
 
-
-@pytest.mark.parametrize('path', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize('path', FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv('COLUMNS', '120')  # tables are as wide as the terminal
     monkeypatch.chdir(tmp_path)  # what a block writes does not land in the repository
