@@ -70,16 +70,18 @@ def test_alone_it_is_never_too_late() -> None:
 
 @pytest.mark.one_jax
 def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
-    """The one to which all others connect; another one that comes first is below."""
     env = told(port, 2)
-    with started(join(), env=env[:1]) as one:
-        one.wait_for('waiting')
-        with started(join(), env=env[1:]) as other:
-            assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
-            first = f'process 0 of 2: waiting for the other processes at localhost:{port} (N of 300 s)'
-            assert said(one.output())[0] == first
-            assert 'joined 0 2' in one.output()
-            assert 'joined 1 2' in other.output()
+    for early in range(2):
+        with started(join(), env=env[early : early + 1]) as one:
+            one.wait_for('waiting')
+            with started(join(), env=[env[1 - early]]) as other:
+                assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
+                first = (
+                    f'process {early} of 2: waiting for the other processes at localhost:{port} (N of 300 s)'
+                )
+                assert said(one.output())[0] == first
+                assert f'joined {early} 2' in one.output()
+                assert f'joined {1 - early} 2' in other.output()
 
 
 def test_two_processes_under_slurm(port: int) -> None:
