@@ -16,7 +16,8 @@ one-way bandwidth of a link, and hop the least time from one chip to the next
 Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
 Between slices each device has its share of the bandwidth of its host, and receives what it lacks; the
 members of a group that are in one slice share that work, and exchange it there
-(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). So do nodes of GPUs.
+(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). So do nodes of GPUs. In a permute only
+those devices send whose neighbour is in another slice. They share the bandwidth of the hosts.
 
 Devices joined by a switch (``torus_axes=0``) receive what they lack, V (N - 1) / N, over w
 (https://jax-ml.github.io/scaling-book/gpus, "At the node level"); that is the bus bandwidth of
@@ -49,7 +50,7 @@ class NetworkSeconds(NamedTuple):
 
 
 def collective_seconds(
-    kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int
+    kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int, senders: float | None = None
 ) -> NetworkSeconds:
     """The time of one collective.
 
@@ -59,6 +60,7 @@ def collective_seconds(
         route: the links that join the devices of the group.
         hardware: the hardware that has these links.
         per_chip: how many devices share a chip.
+        senders: of a permute, how many devices of each host send to another slice; all of them by default.
 
     Raises:
         PlanError: a number of the hardware is unknown.
@@ -80,7 +82,11 @@ def collective_seconds(
         [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=COMMUNICATION)
         chip = times * inside / hbm_rate
     if route.slices > 1:
-        dcn = times * _between_slices(kind, whole, route, hardware, per_chip)
+        rate, chips = numbers_of(
+            hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{COMMUNICATION} between slices'
+        )
+        share = rate / (senders or chips * per_chip)
+        dcn = times * _received_between_slices(kind, whole, route) / share
     return NetworkSeconds(ici, dcn, chip)
 
 
@@ -141,13 +147,10 @@ def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> fl
     return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
 
 
-def _between_slices(kind: Kind, whole: float, route: Route, hardware: Hardware, per_chip: int) -> float:
-    host_rate, chips = numbers_of(
-        hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{COMMUNICATION} between slices'
-    )
-    share = host_rate / (chips * per_chip)
+def _received_between_slices(kind: Kind, whole: float, route: Route) -> float:
+    """The bytes that each device of a group receives from other slices."""
     part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
-    return _lacking(kind, part, route.slices, route.size) / share
+    return _lacking(kind, part, route.slices, route.size)
 
 
 def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:

@@ -89,6 +89,7 @@ class Collective:
             constraint, or the sharding of an output, says so; empty for weights, for sums over rows, such as
             gradients, and in programs whose batch is not known.
         scopes: the modules or named scopes that it runs in, and how often in each.
+        crossing: of a permute between slices, how many devices of one slice send to another one, at most.
     """
 
     kind: Kind
@@ -106,6 +107,7 @@ class Collective:
     phase: Part = 'other'
     rows: RowsMoved = ''
     scopes: tuple[ScopeRuns, ...] = ()
+    crossing: int = 0
 
 
 def collectives(
@@ -154,6 +156,7 @@ def collectives(
                 source=Source(),
                 part=found.part,
                 networks=found.networks,
+                crossing=found.crossing,
                 phase=_phase(run),
             )
             origin = None if before is None else before.origin(run, module, row.axes, row.group)
@@ -161,9 +164,34 @@ def collectives(
             counts[row][scope_of(run, origin)] += run.visit.count
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
-        for row, times in counts.items()
+        for row, times in _whole_permutes(counts).items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def _whole_permutes(
+    counts: Mapping[Collective, collections.Counter[str]],
+) -> dict[Collective, collections.Counter[str]]:
+    """The rows, where the two parts of a permute inside slices and between them are one.
+
+    The compiler for TPUs writes them apart. They run at the same time, on two networks.
+    """
+    inside: dict[Collective, Collective] = {}
+    for row in counts:
+        if row.kind == 'collective-permute' and row.networks and 'dcn' not in row.networks:
+            inside[_without_networks(row)] = row
+    joined = dict(counts)
+    for row, times in counts.items():
+        own = inside.get(_without_networks(row)) if row.networks == ('dcn',) else None
+        if own is not None and counts[own].total() == times.total():
+            joined.pop(own)
+            joined.pop(row)
+            joined[dataclasses.replace(row, networks=(*own.networks, 'dcn'))] = times
+    return joined
+
+
+def _without_networks(row: Collective) -> Collective:
+    return dataclasses.replace(row, networks=(), crossing=0)
 
 
 def _scope_of(module: Module, before: Module | None) -> Callable[[Run, Run | None], str]:
@@ -249,13 +277,14 @@ def _cause(run: Run) -> Cause:
 
 
 class _GroupsOnMesh(NamedTuple):
-    """The groups of a collective, and `Collective.axes`, `group`, `part` and `networks`."""
+    """The groups of a collective, and `Collective.axes`, `group`, `part`, `networks` and `crossing`."""
 
     groups: Groups
     axes: tuple[str, ...]
     group: int
     part: tuple[int, ...]
     networks: tuple[Network, ...]
+    crossing: int = 0
 
 
 class _Devices:
@@ -292,10 +321,17 @@ class _Devices:
         along = devices_along(axes, self._mesh)
         networks = networks_of(groups, self._places, switched=self._switched)
         if run.kind == 'collective-permute':
-            return _GroupsOnMesh(groups, axes, along, (), networks)
+            return _GroupsOnMesh(groups, axes, along, (), networks, self._crossing(groups))
         whole = groups.shape[1] == along
         part = () if whole else tuple(map(int, groups[0]))
         return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks)
+
+    def _crossing(self, pairs: Groups) -> int:
+        """How many devices of one slice send to another, at most."""
+        if not self._places:
+            return 0
+        slices = [[self._places[device].slice for device in pair] for pair in pairs.tolist()]
+        return max(collections.Counter(start for start, end in slices if start != end).values(), default=0)
 
     def _groups(self, run: Run, partitions: int) -> Groups:
         instruction = run.instruction

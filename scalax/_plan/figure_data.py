@@ -17,7 +17,7 @@ from scalax._util.folding import MOST_RUNS, fold
 if TYPE_CHECKING:
     from scalax._plan.plan import Plan
 
-STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'other')
+STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'update', 'other')
 """The parts of a step as they are shown."""
 NO_SCOPE = 'not known'
 _ROUNDING = 1e-9
@@ -42,15 +42,11 @@ def memory_parts(memory: Memory) -> list[blocks.Part]:
 
 
 def time_parts(plan: Plan, roofline: Roofline) -> dict[str, list[blocks.Part]]:
-    """The seconds of each part of a roofline, forward, backward, recomputed and other ones apart."""
+    """The seconds of each part of a roofline, by the parts of the step."""
     networks = {row.name: row.axes for row in roofline.communication}
     shares: dict[str, Callable[[Part], float]] = {
         'compute': lambda part: plan.work.by_part.get(part, 0) / (plan.work.flops or 1),
-        'hbm': lambda part: (
-            sum(row.bytes for row in plan.work.by_scope if row.part == part)
-            * _rate(roofline, 'hbm')
-            / (roofline.hbm or 1)
-        ),
+        'hbm': lambda part: plan.work.bytes_by_part.get(part, 0) / (plan.work.bytes or 1),
     }
     shown = {}
     for name, seconds in roofline.parts.items():
@@ -71,12 +67,12 @@ def time_parts(plan: Plan, roofline: Roofline) -> dict[str, list[blocks.Part]]:
     return shown
 
 
-def _rate(roofline: Roofline, unit: str) -> float:
-    """The seconds of a device for one operation, or for one byte of its memory."""
+def _rates(roofline: Roofline) -> tuple[float, float]:
+    """The seconds of a device for one operation, and for one byte of its memory."""
     hardware = roofline.hardware
     flops_rate, hbm_rate = hardware.flops_per_second or 1, hardware.hbm_bytes_per_second or 1
     seconds = roofline.devices / roofline.peak
-    return seconds if unit == 'compute' else seconds * flops_rate / hbm_rate
+    return seconds, seconds * flops_rate / hbm_rate
 
 
 @dataclasses.dataclass
@@ -85,9 +81,10 @@ class Sums:
 
     Attributes:
         flops: the floating-point operations.
-        bytes: the bytes that products move from and to the memory.
+        bytes: the bytes that are moved from and to the memory.
         moved: the bytes of collectives, as `Plan.totals` counts them.
         compute: the seconds of the operations; by the part of the step.
+        hbm: the seconds of the bytes.
         network: the seconds of the collectives, one after the other.
     """
 
@@ -95,12 +92,14 @@ class Sums:
     bytes: int = 0
     moved: int = 0
     compute: collections.Counter[Part] = dataclasses.field(default_factory=collections.Counter)
+    hbm: float = 0.0
     network: float = 0.0
 
     def add(self, other: Sums) -> None:
         self.flops += other.flops
         self.bytes += other.bytes
         self.moved += other.moved
+        self.hbm += other.hbm
         self.network += other.network
         for part, seconds in other.compute.items():
             self.compute[part] += seconds
@@ -112,10 +111,10 @@ class Sums:
 
 def sums(plan: Plan, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
-    rate = 0.0 if roofline is None else _rate(roofline, 'compute')
+    rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
     for row in plan.work.by_scope:
         compute = collections.Counter({row.part: row.flops * rate})
-        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute)
+        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=row.bytes * of_byte)
     times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
     for each in plan.collectives:
         once = times.get(id(each), 0.0) / max(1, each.count)
@@ -198,7 +197,7 @@ def bound_texts(roofline: Roofline) -> Mapping[str, str]:
     step = roofline.step_seconds
     known = '' if roofline.counted.value == 'exactly' else f'{roofline.counted.value} '
     texts = {
-        f'one call if all overlaps; {milliseconds(step.estimate)} if nothing does': known
+        f'one call at least; {milliseconds(step.estimate)} if nothing overlaps': known
         + milliseconds(step.bound),
         'bounds it': roofline.bound,
     }

@@ -29,7 +29,7 @@ class Counted(enum.Enum):
         return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
 
 
-Part = Literal['other', 'forward', 'backward', 'recomputed']
+Part = Literal['other', 'update', 'forward', 'backward', 'recomputed']
 PARTS: tuple[Part, ...] = get_args(Part)
 # JAX writes the transformations that made an operation into its name, in programs and in jaxprs alike:
 # jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot_general
@@ -45,8 +45,9 @@ def part_of(op_name: str) -> Part:
     """The part of a step that an operation belongs to.
 
     ``'forward'`` is what is differentiated, ``'backward'`` its transpose, and ``'recomputed'`` what
-    ``jax.checkpoint`` computes again on the way back. ``'other'`` is the rest: the optimizer, or all of a
-    program that takes no gradient. What a ``custom_vjp`` computes on the way back is backward.
+    ``jax.checkpoint`` computes again on the way back. ``'other'`` is the rest: all of a program that takes
+    no gradient. What a ``custom_vjp`` computes on the way back is backward. What is computed with gradients,
+    such as the update of an optimizer, has no name of its own; `scalax._plan.step_parts` finds it.
 
     Args:
         op_name: the name of an operation, with the names of the scopes around it.

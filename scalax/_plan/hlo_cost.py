@@ -5,10 +5,7 @@ twice. Work that is not divided is repeated by every device: that shows only her
 one device. In an optimized program, products stand inside fusions, and those of TPUs are convolutions; what
 the compiler removed (equal products, unused ones) or computes once more shows only there.
 
-Bytes follow the book's model of a matrix product (https://jax-ml.github.io/scaling-book/roofline, "Matrix
-multiplication"): both operands are read from memory and the result is written to it. In an optimized program
-arrays may be in the vector memory of a chip, and do not count. Everything else is assumed to be fused into
-products, so these are the least bytes.
+`hbm_traffic` says which bytes are moved.
 
 Of branches, the largest counts: for flops the one with the most flops, for bytes the one with the most bytes.
 """
@@ -18,13 +15,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from scalax._plan.formulas import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
-from scalax._plan.hlo import MAIN, Array, Instruction, Module
-from scalax._plan.hlo_loops import Visit, executed
+from scalax._plan.hbm_traffic import Traffic
+from scalax._plan.hlo import Array, Instruction, Module
+from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
+from scalax._plan.step_parts import StepParts
 from scalax._util.strict_json import brief
 from scalax.errors import PlanError
 
@@ -39,12 +39,14 @@ class Work:
 
     Attributes:
         flops: the floating-point operations of its matrix products, convolutions and FFTs.
-        bytes: the bytes that these at least read from its memory and write to it.
+        bytes: the bytes that all of its instructions at least read from its memory and write to it.
         counted: how well both are known.
-        by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``, and
-            ``'other'`` for what is none of these, such as an optimizer, or a program without a gradient.
+        by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``,
+            ``'update'`` for what is computed with the gradients, such as an optimizer's update, and
+            ``'other'`` for what is none of these, as in a program without a gradient.
         by_scope: the flops and bytes of each module or named scope, in the order of the program; forward,
             backward and recomputed ones apart.
+        bytes_by_part: the bytes of each part that has any.
         kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
             which the compiler has kernels of its own, such as ragged ones on TPUs, and most on GPUs.
 
@@ -58,9 +60,10 @@ class Work:
     by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
     kernels: int = 0
     by_scope: tuple[ScopeWork, ...] = ()
+    bytes_by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = self.by_part.keys() | {row.part for row in self.by_scope}
+        parts = self.by_part.keys() | self.bytes_by_part.keys() | {row.part for row in self.by_scope}
         unknown = sorted(parts - set(PARTS))
         if unknown:
             raise PlanError(f'a step has no part {brief(unknown[0])}, only {", ".join(PARTS)}')
@@ -72,19 +75,42 @@ def work_of(module: Module) -> Work:
     Args:
         module: the program after partitioning; optimized, if it is to count what runs.
     """
-    scopes, counted = Scopes(module), Counted.EXACTLY
+    scopes, parts, traffic = Scopes(module), StepParts(), Traffic(module)
+    counted = Counted.EXACTLY
     rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
-    for place, measure in enumerate((flops_of, _bytes_of)):
+    for place, measure in enumerate((flops_of, traffic.bytes_of)):
         for visit, instruction, amount in executed(module, measure):
             scope = scopes.of(visit.op_name(instruction) or visit.scope, instruction.frame)
-            rows[scope, visit.part_of(instruction)][place] += amount
+            rows[scope, parts.of(visit, instruction)][place] += amount
             counted = counted.along(visit.counted)
+    if not module.scheduled:
+        _add_boundary(rows, module, traffic, parts)
     by_scope = tuple(ScopeWork(*key, *amounts) for key, amounts in rows.items())
-    sums = {part: sum(row.flops for row in by_scope if row.part == part) for part in PARTS}
-    by_part = {part: flops for part, flops in sums.items() if flops}
+    by_part, bytes_by_part = (
+        {part: total for part in PARTS if (total := sum(of(row) for row in by_scope if row.part == part))}
+        for of in (operator.attrgetter('flops'), operator.attrgetter('bytes'))
+    )
     kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
-    flops, moved = (sum(amounts[place] for amounts in rows.values()) for place in range(2))
-    return Work(flops, moved, counted, by_part, kernels, by_scope)
+    flops, moved = sum(by_part.values()), sum(bytes_by_part.values())
+    return Work(flops, moved, counted, by_part, kernels, by_scope, bytes_by_part)
+
+
+def _add_boundary(
+    rows: dict[tuple[str, Part], list[int]], module: Module, traffic: Traffic, parts: StepParts
+) -> None:
+    """Adds the bytes that reading arguments and writing results takes beyond what products move."""
+    updates = {
+        (visit.computation.name, instruction.name)
+        for visit in visits(module)
+        for instruction in visit.computation.instructions.values()
+        if parts.of(visit, instruction) == 'update'
+    }
+    before: Part = 'forward' if any(part == 'backward' for _, part in rows) else 'other'
+    for part, own in ((before, False), ('update', True)):
+        known = sum(moved for (_, other), (_, moved) in rows.items() if (other == 'update') == own)
+        least = traffic.boundary(lambda names, own=own: (names in updates) == own)
+        if least > known:
+            rows['', part][1] += least - known
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -95,26 +121,6 @@ def flops_of(visit: Visit, instruction: Instruction) -> int:
     """The floating-point operations of one instruction, without those of computations that it calls."""
     count = _COUNTS.get(instruction.opcode)
     return count(instruction, visit.computation.operands_of(instruction)) if count else 0
-
-
-def _bytes_of(visit: Visit, instruction: Instruction) -> int:
-    """The bytes that a product, or the fusion that it is in, moves from and to the memory of the device.
-
-    A fusion may read slices of larger arrays, and more than the product needs. So no array counts for more
-    than the largest operand of the product, and all of them for no more than its operands together.
-    """
-    if instruction.opcode not in _COUNTS:
-        return 0
-    read = visit.computation.operands_of(instruction)
-    needed, written = [array.bytes for array in read], instruction.arrays
-    if visit.caller is not None and visit.outside is not None and visit.caller.opcode == 'fusion':
-        read, written = visit.outside.operands_of(visit.caller), visit.caller.arrays
-    least = min(_in_main_memory(read, max(needed)), sum(needed))
-    return least + min(_in_main_memory(written, instruction.bytes), instruction.bytes)
-
-
-def _in_main_memory(arrays: Iterable[Array], most: int) -> int:
-    return sum(min(array.bytes, most) for array in arrays if array.space == MAIN)
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:

@@ -23,7 +23,7 @@ class Visit:
         count: how often it runs there.
         counted: how well that is known.
         caller: the instruction that calls it; None for the entry.
-        outside: the computation of that instruction.
+        parent: the visit of the computation of that instruction.
         scope: the `op_name` of the calls that it is inside of, to which its own op names are relative.
     """
 
@@ -31,8 +31,13 @@ class Visit:
     count: int
     counted: Counted
     caller: Instruction | None = None
-    outside: Computation | None = None
+    parent: Visit | None = None
     scope: str = ''
+
+    @property
+    def outside(self) -> Computation | None:
+        """The computation of the caller."""
+        return None if self.parent is None else self.parent.computation
 
     def op_name(self, instruction: Instruction) -> str:
         """The whole op name of an instruction, with those of the calls around it; empty if it has none.
@@ -92,7 +97,7 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
                     visit.count * count,
                     visit.counted.along(counted),
                     instruction,
-                    visit.computation,
+                    visit,
                     scope or visit.scope,
                 ),
             )

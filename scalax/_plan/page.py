@@ -71,7 +71,7 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
             *_callouts(plan),
             blocks.section('Memory of each device', _memory(plan)),
             blocks.section('Seconds of one call', _times(plan, roofline)),
-            blocks.section('Forward, backward, recomputed', _parts(plan, roofline)),
+            blocks.section('Forward, backward, update', _parts(plan, roofline)),
             blocks.section(*_scopes(plan, roofline)),
             blocks.section('Collectives of one call', _collectives(plan, roofline)),
             blocks.section('Rows of the batch', _batch(plan)),
@@ -172,7 +172,7 @@ def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
 def _sums_cells(each: Sums, plan: Plan, roofline: Roofline | None) -> list[Cell]:
     keys: list[float] = [each.flops, each.bytes, *([each.moved] if plan.collectives else [])]
     if roofline is not None:
-        keys += [each.compute.total(), *([each.network] if plan.collectives else [])]
+        keys += [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
     return [Cell(text, key) for text, key in zip(sums_texts(each, plan, roofline), keys, strict=True)]
 
 

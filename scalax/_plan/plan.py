@@ -21,7 +21,7 @@ from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
 from scalax._plan.plan_check import check_plan
 from scalax._plan.plan_diff import PlanDiff
-from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, time_collectives
+from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
 from scalax._plan.saved_program import Program, save
 from scalax._plan.text import render
 from scalax._plan.torus import (
@@ -286,20 +286,18 @@ class Plan:
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
         per_chip = devices_per_chip(places, hardware)
-        flops: float = self.work.flops
-        if self.work.kernels or not flops:  # these are known only from the function
-            flops = max(flops, self.flops / self.devices)
-        memory = self.memory
-        # Products may read the arguments, so these are not added to what products move.
-        moved = max(memory.arguments + memory.outputs + memory.donated, self.work.bytes)
+        known = self.work.flops
+        # The operations of kernels are known only from the function.
+        flops = max(known, self.flops / self.devices) if self.work.kernels or not known else known
+        compute, hbm = flops * per_chip / flops_rate, self.work.bytes * per_chip / hbm_rate
         timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
         to_host, from_host = self._host_seconds(hardware, per_chip)
         return Roofline(
             hardware=hardware,
             devices=self.devices,
             peak=self.devices * flops_rate / per_chip,
-            compute=flops * per_chip / flops_rate,
-            hbm=moved * per_chip / hbm_rate,
+            compute=compute,
+            hbm=hbm,
             communication=timed.communication,
             collectives=timed.collectives,
             model_flops=self.model_flops,
@@ -309,6 +307,7 @@ class Plan:
             to_host=to_host,
             from_host=from_host,
             compiled_for=self.device_kind,
+            phases=phases_of(self.work, compute, hbm),
         )
 
     def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:

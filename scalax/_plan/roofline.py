@@ -1,7 +1,9 @@
 """The roofline of a step: seconds of computing, of memory, of the host and of each network, on some hardware.
 
-Every time has a *bound*, the least time if everything overlaps, and an *estimate*, the time if nothing
-overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?".
+Every time has a *bound*, the least time if all overlaps that can, and an *estimate*, the time if nothing
+overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?". The forward pass, the
+backward pass and the update follow one another, as each needs what the one before it has made. Within each,
+computing and moving bytes overlap; communication overlaps with all of them.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import numpy as np
 
 from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds, part_of_links
 from scalax._plan.collectives import Collective
-from scalax._plan.formulas import Counted
+from scalax._plan.formulas import Counted, Part
 from scalax._plan.hardware import Hardware
+from scalax._plan.hlo_cost import Work
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
 from scalax._report.tables import human_flops, milliseconds
@@ -27,12 +30,28 @@ class Seconds(NamedTuple):
     """The time of a step.
 
     Attributes:
-        bound: the longest of computing, memory and each network, if all of them overlap.
-        estimate: their sum, if nothing overlaps.
+        bound: the longest of each network, the link to the host, and the phases one after the other, each of
+            which takes as long as its computing or its memory.
+        estimate: the sum of all parts, if nothing overlaps.
     """
 
     bound: float
     estimate: float
+
+
+class Phase(NamedTuple):
+    """What one device does in one phase of a step, before the next one can begin.
+
+    Attributes:
+        name: ``'forward'``, ``'backward'`` (with what is recomputed) or ``'update'``; ``'step'`` without a
+            gradient.
+        compute: seconds of computing.
+        hbm: seconds of moving bytes between the memory and the cores.
+    """
+
+    name: str
+    compute: float
+    hbm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +96,7 @@ class Roofline:
         to_host: seconds of writing to the memory of the host.
         from_host: seconds of reading there; both may go on at a time.
         compiled_for: what JAX calls the devices that the program was compiled for; empty if unknown.
+        phases: computing and memory of each phase of the step; if there are none, all is one.
     """
 
     hardware: Hardware
@@ -91,6 +111,7 @@ class Roofline:
     to_host: float = 0.0
     from_host: float = 0.0
     compiled_for: str = ''
+    phases: tuple[Phase, ...] = ()
 
     @property
     def not_compiled_for(self) -> str:
@@ -119,9 +140,10 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """The longest part: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
+        """What takes longest: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
-        If mesh axes share the busiest links, it is the one that uses them most.
+        If mesh axes share the busiest links, it is the one that uses them most. If it is the phases, it is
+        what bounds most of their time.
         """
         return max(self._busy(), key=lambda pair: pair[1])[0]
 
@@ -141,7 +163,13 @@ class Roofline:
             for link in [line.axis for line in row.lines] or [0]:
                 users[row.network, link].append(row)
         links = [(rows[0].name, sum(row.busy for row in rows)) for rows in users.values()]
-        return [('compute', self.compute), ('hbm', self.hbm), *self._host.items(), *links]
+        phases = self.phases or [Phase('step', self.compute, self.hbm)]
+        on_device = {
+            'compute': sum(phase.compute for phase in phases if phase.compute >= phase.hbm),
+            'hbm': sum(phase.hbm for phase in phases if phase.compute < phase.hbm),
+        }
+        longest = max(on_device, key=on_device.__getitem__)
+        return [(longest, sum(on_device.values())), *self._host.items(), *links]
 
     @property
     def _host(self) -> dict[str, float]:
@@ -164,7 +192,7 @@ class Roofline:
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
-                f'{milliseconds(step.bound)} if all overlaps, {milliseconds(step.estimate)} if nothing does',
+                f'at least {milliseconds(step.bound)}, {milliseconds(step.estimate)} if nothing overlaps',
                 f'bound by {self.bound}{used}',
                 *filter(None, [self.not_compiled_for]),
                 *(
@@ -182,6 +210,36 @@ def not_compiled_for(hardware: Hardware, device_kind: str) -> str:
     return (
         f'not compiled for {hardware.name}: the program is that of {device_kind} devices, with the numbers '
         f'of {hardware.name}'
+    )
+
+
+_PHASES: dict[str, tuple[Part, ...]] = {
+    'forward': ('other', 'forward'),
+    'backward': ('backward', 'recomputed'),
+    'update': ('update',),
+}
+
+
+def phases_of(work: Work, compute: float, hbm: float) -> tuple[Phase, ...]:
+    """The phases of a step that takes a gradient; none of another.
+
+    Args:
+        work: the work of one device.
+        compute: the seconds of all its computing. Of kernels, phases have a part as of other operations.
+        hbm: the seconds of all that it moves.
+    """
+    shares = [
+        tuple(
+            sum(amounts.get(part, 0) for part in parts) / (sum(amounts.values()) or 1)
+            for parts in _PHASES.values()
+        )
+        for amounts in (work.by_part, work.bytes_by_part)
+    ]
+    if not shares[0][1] and not shares[1][1]:
+        return ()
+    return tuple(
+        Phase(name, compute * of_flops, hbm * of_bytes)
+        for name, of_flops, of_bytes in zip(_PHASES, *shares, strict=True)
     )
 
 
@@ -225,8 +283,9 @@ def time_collectives(
         if (row.axes, row.part) not in routes:
             routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
         spent = 0.0
+        senders = _senders(row, places, hardware, torus.devices_per_chip)
         for network, route, seconds in _slowest(
-            row, routes[row.axes, row.part], hardware, torus.devices_per_chip
+            row, routes[row.axes, row.part], hardware, torus.devices_per_chip, senders
         ):
             lines, part = (route.lines, part_of_links(row.kind, route)) if network == 'ici' else ((), 1.0)
             alone[network, row.axes, lines] += row.count * seconds
@@ -235,6 +294,15 @@ def time_collectives(
         timed.append((row, spent))
     rows = (Communication(*key, seconds, busy[key]) for key, seconds in alone.items())
     return Timed(tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), tuple(timed), counted)
+
+
+def _senders(row: Collective, places: Sequence[Place], hardware: Hardware, per_chip: int) -> float | None:
+    """How many devices of each host send to another slice in a permute, if all hosts share that."""
+    if not row.crossing:
+        return None
+    of_slice = len(places) / len({place.slice for place in places})
+    of_host = min(of_slice, (hardware.chips_per_host or 1) * per_chip)
+    return max(1.0, row.crossing * of_host / of_slice)
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
@@ -262,12 +330,14 @@ def _routes(
 
 
 def _slowest(
-    row: Collective, routes: Iterable[Route], hardware: Hardware, per_chip: int
+    row: Collective, routes: Iterable[Route], hardware: Hardware, per_chip: int, senders: float | None
 ) -> Iterable[tuple[Network, Route, float]]:
-    """The time of the slowest group on each network."""
+    """The time of the slowest group on each network that carries the collective."""
     kind = 'reduce-scatter' if row.scattered else row.kind
-    times = [(collective_seconds(kind, row.bytes, route, hardware, per_chip), route) for route in routes]
+    times = [
+        (collective_seconds(kind, row.bytes, route, hardware, per_chip, senders), route) for route in routes
+    ]
     for place, network in enumerate(NETWORKS):
         time, route = max(times, key=lambda timed: (timed[0][place], timed[1].lines))
-        if time[place]:
+        if time[place] and network in (row.networks or NETWORKS):
             yield network, route, time[place]

@@ -127,7 +127,7 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
 
 
 def _parts(plan: Plan, width: int) -> Iterable[str]:
-    """What is computed and moved forward, backward, and again; nothing without a gradient."""
+    """What each part of the step computes and moves; nothing without a gradient."""
     roofline = plan.known_roofline
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
@@ -179,7 +179,7 @@ def sums_heads(plan: Plan, roofline: Roofline | None) -> list[str]:
     heads = ['FLOPs', 'HBM bytes', *(['collectives'] if plan.collectives else [])]
     if roofline is None:
         return heads
-    return [*heads, 'compute', *(['network'] if plan.collectives else [])]
+    return [*heads, 'compute', 'hbm', *(['network'] if plan.collectives else [])]
 
 
 def sums_texts(each: Sums, plan: Plan, roofline: Roofline | None) -> list[str]:
@@ -191,7 +191,7 @@ def sums_texts(each: Sums, plan: Plan, roofline: Roofline | None) -> list[str]:
     texts += [human_bytes(each.moved) if each.moved else ''] if plan.collectives else []
     if roofline is None:
         return texts
-    seconds = [each.compute.total(), *([each.network] if plan.collectives else [])]
+    seconds = [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
     return [*texts, *(milliseconds(time) if time else '' for time in seconds)]
 
 

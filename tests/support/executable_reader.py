@@ -86,6 +86,11 @@ LOCAL = {
 }
 # Fusions, loops, branches and asynchronous operations run another computation, which these name.
 CALLED = ('calls', 'to_apply', 'body', 'condition')
+# Nothing moves: another name, or another computation whose instructions count.
+STILL = (
+    *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional', 'call'),
+    *('after-all', 'add-dependency', 'opt-barrier', 'partition-id', 'replica-id', 'async-update'),
+)
 CUSTOM = (
     *('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'GatherScatterIndicesBitpacked'),
     *('tpu_custom_call', 'AsyncCollectiveStart', 'AsyncCollectiveDone', 'SliceId', 'ZeroCrop'),
@@ -113,12 +118,16 @@ class Counts:
             multiplication that is not by padding.
         to_host: the bytes that are written into the memory of the host.
         from_host: the bytes that are read from the memory of the host.
+        hbm: the bytes that are read from the memory of the device and written to it at most: all of the
+            operands and all of the results of each instruction that moves anything, however little of them
+            it touches.
     """
 
     collectives: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
     flops: int = 0
     to_host: int = 0
     from_host: int = 0
+    hbm: int = 0
 
     def add(self, other: Counts) -> None:
         for key, (count, moved) in other.collectives.items():
@@ -127,6 +136,7 @@ class Counts:
         self.flops += other.flops
         self.to_host += other.to_host
         self.from_host += other.from_host
+        self.hbm += other.hbm
 
 
 def read(text: str, mesh: dict[str, int], slices: int = 1) -> Counts:
@@ -165,6 +175,8 @@ class _Reader:
                 value = _constant(line)
             else:
                 operands = [_element(values[word], path) for word, path in line.operands]
+                if name not in self.module.fused:
+                    self.counts.hbm += self.hbm(line)
                 value = self.value(line, operands)
             values[line.name] = value
             if line.root:
@@ -250,6 +262,7 @@ class _Reader:
                 max(one.flops for one in counts),
                 max(one.to_host for one in counts),
                 max(one.from_host for one in counts),
+                max(one.hbm for one in counts),
             )
         )
 
@@ -353,6 +366,17 @@ class _Reader:
             self.counts.to_host += _bytes(moved)
         elif source.space == HOST and shape.space != HOST:
             self.counts.from_host += _bytes(moved)
+
+    @functools.cache  # noqa: B019 - a reader lives for one test
+    def hbm(self, line: _Line) -> int:
+        """All that an instruction may read from the memory of the device and write to it."""
+        if line.opcode in STILL:
+            return 0
+        shapes = [self.module.shape(line, place) for place in range(len(line.operands))]
+        shapes = [] if line.opcode.endswith('-done') else shapes
+        begins = line.opcode.endswith('-start') or line.opcode in ('send', 'recv')
+        shapes += [] if begins else [line.shape]
+        return sum(_bytes(one) for one in _arrays(tuple(shapes)) if one.space == 0 and one.dtype != 'token')
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def matters(self, name: str) -> bool:

@@ -1,0 +1,293 @@
+"""The bytes that a device reads from its memory and writes to it, by the instructions of its program.
+
+Optimized programs say where each array is. Whatever an instruction or a fusion takes from the main memory
+is read once, and what it leaves there is written once: at least so much moves, however it is tiled. Of an
+operand that is sliced or gathered from, only what is taken counts; of a result that is updated in place, only
+the update. Arrays in the vector memory of a chip do not count. Kernels may read any part of their operands,
+so only their results count.
+
+A program that is not optimized, as one of CPUs that stand for other hardware, has no fusions. There products
+count, by the book's model (https://jax-ml.github.io/scaling-book/roofline, "Matrix multiplication"): both
+operands are read and the result is written, each in its smallest form, since what is elementwise is fused
+into products. The rest has to read the arguments that it uses and to write the results: `boundary`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from scalax._plan.hlo import MAIN, Array, Computation, Instruction, Module
+from scalax._plan.hlo_loops import Visit
+
+PRODUCTS = ('dot', 'convolution', 'fft')
+# They run other computations, or give another name to what is there.
+_MOVE_NOTHING = {
+    *('add-dependency', 'after-all', 'async-update', 'bitcast', 'call', 'conditional', 'constant', 'domain'),
+    *(
+        'get-tuple-element',
+        'opt-barrier',
+        'parameter',
+        'partition-id',
+        'recv',
+        'replica-id',
+        'tuple',
+        'while',
+    ),
+}
+_NO_KERNELS = re.compile(r'custom_call_target="(?:AllocateBuffer|AsyncCollectiveStart|ConcatBitcast)"')
+_MARKS = re.compile(r'custom_call_target="(?:xla\.sdy\.|Sharding"|SPMD)')
+_RENAMES = ('bitcast', 'get-tuple-element', 'reshape')
+_SLICES = ('dynamic-slice', 'gather', 'slice')
+# What changes a part of its first operand -> the place of the operand with the new values.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
+# What needs all of its operands, however little of its result is used.
+_NEED_ALL = {
+    *('cholesky', 'conditional', 'custom-call', 'reduce', 'reduce-window', 'select-and-scatter', 'sort'),
+    *('topk', 'triangular-solve', 'while', *PRODUCTS),
+}
+_CALLS = {'async-start': 'calls', 'call': 'to_apply', 'fusion': 'calls'}
+_LOOPS = ('conditional', 'custom-call', 'while')
+# What a product can do to its operands as it reads them, and to its result before it is written.
+_FUSED_BEFORE = {
+    *('add', 'bitcast', 'bitcast-convert', 'broadcast', 'convert', 'copy', 'divide', 'iota', 'multiply'),
+    *('negate', 'reshape', 'select', 'subtract', 'transpose'),
+}
+_FUSED_AFTER = {*_FUSED_BEFORE, 'reduce', 'slice'} - {'broadcast', 'iota'}
+
+Counts = Callable[[tuple[str, str]], bool]
+"""Whether an instruction counts, by the names of its computation and its own."""
+
+
+class Traffic:
+    """What the instructions of a program move between the memory of a device and its cores.
+
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._fused = {
+            inside.name
+            for computation in module.computations.values()
+            for each in computation.calling
+            if each.opcode in ('async-start', 'fusion')
+            for inside in module.called(each, 'calls')
+        }
+        self._known: dict[tuple[str, str, int | None], int] = {}
+        self._parameters: dict[str, dict[int, str]] = {}
+
+    def bytes_of(self, visit: Visit, instruction: Instruction) -> int:
+        """The bytes that one execution of an instruction moves, without computations that it calls."""
+        computation, opcode = visit.computation, instruction.opcode
+        if not self._module.scheduled:
+            return self._of_product(computation, instruction) if opcode in PRODUCTS else 0
+        if computation.name in self._fused or opcode in _MOVE_NOTHING:
+            return 0
+        if visit.caller is not None and visit.caller.opcode == 'custom-call':
+            return 0
+        read = 0 if opcode.endswith('-done') else self._read(computation, instruction)
+        starts = opcode.endswith('-start') or opcode == 'send'  # what is written is the result of its end
+        return read + (0 if starts else self._written(computation, instruction))
+
+    def _read(self, computation: Computation, instruction: Instruction) -> int:
+        if instruction.opcode == 'custom-call':
+            return 0
+        return sum(
+            _part(array, self._taken(computation, instruction, place, None))
+            for place, operand in enumerate(instruction.operands)
+            if (array := _array(computation, operand)) is not None and array.space == MAIN
+        )
+
+    def _written(self, computation: Computation, instruction: Instruction) -> int:
+        amounts = zip(self._left(computation, instruction.name), instruction.arrays, strict=True)
+        return sum(amount for amount, array in amounts if array.space == MAIN)
+
+    def _left(self, computation: Computation, value: str) -> list[int]:
+        """The bytes of each array of a value that its instruction writes; none of what is given to it."""
+        name, _, element = value.partition('#')
+        instruction = computation.instructions[name]
+        if element:
+            return [self._left(computation, name)[int(element)]]
+        is_fused = computation.name in self._fused
+        if is_fused and _is_given(computation, name):
+            return [0] * len(instruction.arrays)
+        if is_fused and instruction.opcode == 'tuple':
+            return [amount for each in instruction.operands for amount in self._left(computation, each)]
+        if is_fused and instruction.opcode in _RENAMES:
+            amounts = self._left(computation, instruction.operands[0])
+            return amounts if len(amounts) == 1 else [amounts[int(instruction.attribute('index') or 0)]]
+        if instruction.opcode == 'fusion':
+            [inside] = self._module.called(instruction, 'calls')
+            return self._left(inside, inside.root)
+        if instruction.opcode == 'custom-call' and (
+            'output_to_operand_aliasing=' in instruction.attributes
+            or _NO_KERNELS.search(instruction.attributes)
+        ):
+            return [0] * len(instruction.arrays)
+        if self._updates_in_place(computation, instruction):
+            update = _array(computation, instruction.operands[_UPDATES[instruction.opcode]])
+            return [0 if update is None else update.bytes]
+        return [array.bytes for array in instruction.arrays]
+
+    def _updates_in_place(self, computation: Computation, instruction: Instruction) -> bool:
+        if instruction.opcode not in _UPDATES or len(instruction.arrays) > 1:
+            return False
+        return computation.name not in self._fused or _is_given(computation, instruction.operands[0])
+
+    def _taken(self, computation: Computation, user: Instruction, place: int, of_result: int | None) -> int:
+        """How many elements of one of its operands an instruction takes.
+
+        Args:
+            computation: that of the instruction.
+            user: the instruction.
+            place: which of its operands.
+            of_result: how many elements of its result are needed; None for all, which leave the fusion.
+        """
+        size = _size(computation, user.operands[place])
+        if user.opcode in _CALLS:
+            called = self._module.called(user, _CALLS[user.opcode])
+            taken = (self._needed(inside, self._parameter(inside, place), of_result) for inside in called)
+            return min(size, sum(taken))
+        if place == 0 and of_result is None and self._updates_in_place(computation, user):
+            return _size(computation, user.operands[2]) if self._adds(user) else 0
+        if user.opcode in _NEED_ALL or (place and (user.opcode in _SLICES or user.opcode in _UPDATES)):
+            return size
+        return min(size, math.prod(user.arrays[0].dims) if of_result is None else of_result)
+
+    def _needed(self, computation: Computation, value: str, of_root: int | None) -> int:
+        """How many elements of a value are needed by what uses it.
+
+        Args:
+            computation: that of the value.
+            value: its name.
+            of_root: how many elements are needed of what the computation returns; None for all, which leave
+                the fusion. None of a parameter that it only passes on is read then.
+        """
+        key = computation.name, value, of_root
+        if key not in self._known:
+            size, needed = _size(computation, value), 0
+            root = computation.instructions[computation.root]
+            returned = (root.name, *(root.operands if root.opcode == 'tuple' else ()))
+            if value in returned and not (of_root is None and _is_given(computation, value)):
+                needed = size if of_root is None else of_root
+            for user in computation.users.get(value.partition('#')[0], ()):
+                for place, operand in enumerate(user.operands):
+                    if operand == value and user.opcode != 'tuple' and needed < size:
+                        leaves = user.name in returned and user.opcode not in _RENAMES
+                        of_user = of_root if leaves else self._needed(computation, user.name, of_root)
+                        needed += self._taken(computation, user, place, of_user)
+            self._known[key] = min(size, needed)
+        return self._known[key]
+
+    def _adds(self, update: Instruction) -> bool:
+        """Whether a scatter combines its updates with what is there."""
+        for combined in self._module.called(update, 'to_apply') if update.opcode == 'scatter' else ():
+            return not _is_given(combined, combined.root)
+        return False
+
+    def _parameter(self, computation: Computation, place: int) -> str:
+        if computation.name not in self._parameters:
+            self._parameters[computation.name] = {
+                int(each.operands[0]): each.name
+                for each in computation.instructions.values()
+                if each.opcode == 'parameter'
+            }
+        return self._parameters[computation.name][place]
+
+    # --- Programs that are not optimized ------------------------------------------------------------
+
+    def _of_product(self, computation: Computation, product: Instruction) -> int:
+        read = sum(_smallest(computation, operand) for operand in product.operands)
+        written, value = product.bytes, product
+        while len(users := computation.users.get(value.name, [])) == 1 and users[0].opcode in _FUSED_AFTER:
+            [value] = users
+            written = min(written, value.bytes)
+        return read + written
+
+    def boundary(self, counts: Counts) -> int:
+        """The bytes that some instructions at least move: of arguments that they read, and results they make.
+
+        Loops, branches and kernels are not looked into. What only these read or make does not count.
+        """
+        entry = self._module.computations[self._module.entry]
+        moved = sum(self._made(entry, entry.root, counts))
+        for name, instruction in entry.instructions.items():
+            if instruction.opcode == 'parameter' and len(instruction.arrays) == 1:
+                [array] = instruction.arrays
+                moved += _part(array, min(math.prod(array.dims), self._read_by(entry, name, counts)))
+        return moved
+
+    def _read_by(self, computation: Computation, value: str, counts: Counts) -> int:
+        """The elements of a value that instructions read."""
+        taken = 0
+        for user in computation.users.get(value, ()):
+            for place in (place for place, operand in enumerate(user.operands) if operand == value):
+                if user.opcode == 'call':
+                    for inside in self._module.called(user, 'to_apply'):
+                        taken += self._read_by(inside, self._parameter(inside, place), counts)
+                elif _is_mark(user) or (user.opcode in _FUSED_BEFORE and len(user.operands) == 1):
+                    taken += self._read_by(computation, user.name, counts)
+                elif user.opcode not in (*_LOOPS, 'tuple') and counts((computation.name, user.name)):
+                    taken += self._taken(computation, user, place, None)
+        return taken
+
+    def _made(self, computation: Computation, value: str, counts: Counts) -> Iterator[int]:
+        """The bytes that instructions write for what a computation returns."""
+        name, _, element = value.partition('#')
+        made = computation.instructions[name]
+        if made.opcode == 'get-tuple-element':
+            element, made = made.attribute('index') or '', computation.instructions[made.operands[0]]
+        if made.opcode == 'call':
+            [computation] = self._module.called(made, 'to_apply')
+            made = computation.instructions[computation.root]
+        if made.opcode == 'tuple':
+            for each in [made.operands[int(element)]] if element else made.operands:
+                yield from self._made(computation, each, counts)
+        elif made.opcode == 'call' or _is_mark(made):
+            inner = made.operands[0] if _is_mark(made) else made.name
+            yield from self._made(computation, f'{inner}#{element}' if element else inner, counts)
+        elif made.opcode not in (*_LOOPS, 'parameter') and counts((computation.name, made.name)):
+            yield sum(self._left(computation, made.name))
+
+
+def _is_mark(instruction: Instruction) -> bool:
+    """Whether an instruction does nothing but say how a value is sharded."""
+    return instruction.opcode == 'custom-call' and bool(_MARKS.search(instruction.attributes))
+
+
+def _smallest(computation: Computation, operand: str) -> int:
+    """The bytes of an operand, or of what it is made of elementwise, if these are fewer."""
+    array, made = _array(computation, operand), computation.instructions[operand.partition('#')[0]]
+    if array is None or made.opcode not in _FUSED_BEFORE:
+        return 0 if array is None else array.bytes
+    return min(array.bytes, sum(_smallest(computation, each) for each in dict.fromkeys(made.operands)))
+
+
+def _array(computation: Computation, operand: str) -> Array | None:
+    """The type of an operand; None for a tuple as a whole."""
+    name, _, element = operand.partition('#')
+    arrays = computation.instructions[name].arrays
+    if element:
+        return arrays[int(element)]
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def _size(computation: Computation, operand: str) -> int:
+    array = _array(computation, operand)
+    return 0 if array is None else math.prod(array.dims)
+
+
+def _part(array: Array, elements: int) -> int:
+    """The bytes of some elements of an array."""
+    return array._replace(dims=(elements,)).bytes
+
+
+def _is_given(computation: Computation, operand: str) -> bool:
+    """Whether a value is a parameter of its computation, or a part of one, under another name."""
+    instruction = computation.instructions[operand.partition('#')[0]]
+    while instruction.opcode in _RENAMES:
+        instruction = computation.instructions[instruction.operands[0].partition('#')[0]]
+    return instruction.opcode == 'parameter'
