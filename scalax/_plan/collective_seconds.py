@@ -16,8 +16,8 @@ one-way bandwidth of a link, and hop the least time from one chip to the next
 Groups that share links (interleaved on one axis, or on the devices of one chip) share their bandwidth.
 Between slices each device has its share of the bandwidth of its host, and receives what it lacks; the
 members of a group that are in one slice share that work, and exchange it there
-(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). So do nodes of GPUs. In a permute only
-those devices send whose neighbour is in another slice. They share the bandwidth of the hosts.
+(https://jax-ml.github.io/scaling-book/training, "Scaling Across Pods"). So do nodes of GPUs. In a permute
+only those devices send whose neighbour is in another slice; they share the bandwidth of the hosts.
 
 Devices joined by a switch (``torus_axes=0``) receive what they lack, V (N - 1) / N, over w
 (https://jax-ml.github.io/scaling-book/gpus, "At the node level"); that is the bus bandwidth of

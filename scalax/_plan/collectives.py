@@ -43,6 +43,7 @@ from scalax._plan.replica_groups import (
 from scalax._plan.rows import RowsMoved, RowsOfProgram
 from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.scopes import ScopeRuns, Scopes
+from scalax._plan.step_parts import StepParts
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
 
@@ -84,7 +85,7 @@ class Collective:
             added it, and the partitioner's program has none like it.
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
         phase: the part of a training step that it belongs to: ``'forward'``, ``'backward'``,
-            ``'recomputed'`` (by `jax.checkpoint`), or ``'other'``.
+            ``'recomputed'`` (by `jax.checkpoint`), ``'update'`` (with gradients), or ``'other'``.
         rows: ``'moved'`` if it moves or sums rows of the batch, and so activations; ``'asked for'`` if a
             constraint, or the sharding of an output, says so; empty for weights, for sums over rows, such as
             gradients, and in programs whose batch is not known.
@@ -134,7 +135,7 @@ def collectives(
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices = _Devices(mesh, places, device_ids, switched)
+    devices, parts = _Devices(mesh, places, device_ids, switched), StepParts()
     rows_of = RowsOfProgram(module if partitioned is None else partitioned, batch or {})
     before = (
         None
@@ -161,6 +162,8 @@ def collectives(
             )
             origin = None if before is None else before.origin(run, module, row.axes, row.group)
             row = _explained(row, run, module, before, origin, found.groups, rows_of)
+            if row.phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
+                row = dataclasses.replace(row, phase='update')
             counts[row][scope_of(run, origin)] += run.visit.count
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))

@@ -152,7 +152,10 @@ def _times(plan: Plan, roofline: Roofline | None) -> str:
         if row.lines
     ]
     known = '' if roofline.counted is Counted.EXACTLY else f'Seconds are {roofline.counted.value} these. '
-    note = f'{known}If all overlaps, the longest is the time of a call; if nothing does, their sum.'
+    note = (
+        f'{known}A call takes at least the longest of these, or the phases one after the other; if nothing '
+        'overlaps, their sum.'
+    )
     return (
         legend
         + blocks.bars(rows, max(roofline.parts.values(), default=0) or 1)

@@ -25,6 +25,8 @@ class StepParts:
         part = visit.part_of(instruction)
         if part != 'other':
             return part
+        if visit.caller is not None and visit.caller.opcode in ('async-start', 'fusion') and visit.parent:
+            return self.of(visit.parent, visit.caller)
         if self._is_update(visit):
             return 'update'
         computation, after = visit.computation, self._after_gradients(visit)
@@ -49,7 +51,10 @@ class StepParts:
         )
 
     def _after_gradients(self, visit: Visit) -> frozenset[str]:
-        """The instructions that use gradients; none inside of loops, where the next round takes more."""
+        """The instructions that use gradients, or make what only these use.
+
+        None inside of loops, where the next round takes more gradients.
+        """
         outer: Visit | None = visit
         while outer is not None and outer.caller is not None:
             if outer.caller.opcode != 'call':
@@ -57,12 +62,17 @@ class StepParts:
             outer = outer.parent
         key = visit.computation.name, visit.scope
         if key not in self._known:
-            backward, after = set[str](), set[str]()
-            for instruction in visit.computation.instructions.values():
-                if any(each.partition('#')[0] in backward for each in instruction.operands):
-                    backward.add(instruction.name)
+            computation = visit.computation
+            gradients, after = set[str](), set[str]()
+            for instruction in computation.instructions.values():
+                if any(each.partition('#')[0] in gradients for each in instruction.operands):
+                    gradients.add(instruction.name)
                     after.add(instruction.name)
                 elif visit.part_of(instruction) in ('backward', 'recomputed'):
-                    backward.add(instruction.name)
+                    gradients.add(instruction.name)
+            for instruction in reversed(computation.instructions.values()):
+                users = computation.users.get(instruction.name, ())
+                if users and all(user.name in after and visit.part_of(user) == 'other' for user in users):
+                    after.add(instruction.name)
             self._known[key] = frozenset(after)
         return self._known[key]

@@ -250,7 +250,11 @@ def test_the_largest_branch_counts(fun, count, known):
     # A product reads two matrices of 4 x 4 in float32, and writes one.
     work = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
     assert dataclasses.replace(work, by_scope=()) == Work(
-        count * ONE, count * 3 * 64, known, by_part={'other': count * ONE}
+        count * ONE,
+        count * 3 * 64,
+        known,
+        by_part={'other': count * ONE},
+        bytes_by_part={'other': count * 3 * 64},
     )
 
 
@@ -267,7 +271,8 @@ def test_each_measure_has_its_largest_branch():
     text = jax.jit(one_of(large, thin)).lower(x).compiler_ir(dialect='hlo').as_hlo_text()
     # 64 x 1 by 1 x 64, three times: 3 x (64 + 64 + 4096) numbers; the large one 3 x 4096.
     work = dataclasses.replace(work_of(parse(text)), by_scope=())
-    assert work == Work(2 * 64**3, 3 * 4 * (64 + 64 + 4096), AT_MOST, {'other': 2 * 64**3})
+    moved = 3 * 4 * (64 + 64 + 4096)
+    assert work == Work(2 * 64**3, moved, AT_MOST, {'other': 2 * 64**3}, bytes_by_part={'other': moved})
 
 
 def test_without_a_measure_all_branches_come():
@@ -324,14 +329,18 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) 
 
 def test_products_of_an_optimized_program():
     two, heads = 2 * 16 * 32 * (2 * 8), 4 * 2 * 16 * 8 * 16
-    moved = 2 * (16 * 32 + 32 * 16 + 16 * 16) + 2 * 4 * (16 * 8 + 8 * 16 + 16 * 16)
+    moved = {
+        'forward': 2 * (16 * 32 + 32 * 16 + 16 * 16),
+        'backward': 2 * 4 * (16 * 8 + 8 * 16 + 16 * 16),
+    }
     # A fusion has the name of something else that is in it.
     parts = {'forward': two, 'backward': heads}
     scopes = (ScopeWork('', 'backward', heads, 0), ScopeWork('', 'forward', two, 0))
     work = work_of(parse(OPTIMIZED))
     assert tuple(dataclasses.replace(row, bytes=0) for row in work.by_scope) == scopes
     whole = dataclasses.replace(work, by_scope=())
-    assert whole == Work(two + heads, moved, EXACTLY, parts, kernels=1)
+    total = sum(moved.values())
+    assert whole == Work(two + heads, total, EXACTLY, parts, kernels=1, bytes_by_part=moved)
 
 
 @pytest.mark.parametrize('target', ['__cublas$lt$matmul$f8', '__cudnn$convForward', '__gpu$xla.gpu.triton'])

@@ -137,10 +137,10 @@ def test_words_of_a_page():
     assert figures == {
         'the memory of a device': 'fits',
         'peak of memory of 15.8 GiB, 76.2 %': '12.0 GiB',
-        f'one call if all overlaps; {1e3 * roofline.step_seconds.estimate:.2f} ms if nothing does': (
+        f'one call at least; {1e3 * roofline.step_seconds.estimate:.2f} ms if nothing overlaps': (
             f'{1e3 * roofline.step_seconds.bound:.2f} ms'
         ),
-        'bounds it': 'hbm',
+        'bounds it': 'compute',
         'MFU at most': f'{roofline.mfu:.1%}',
         'the model needs 2.20 TFLOPs': '2.20 TFLOPs',
     }

@@ -173,7 +173,9 @@ def test_plans_have_them():
 def test_an_unknown_part():
     with pytest.raises(PlanError) as error:
         Work(by_part={'sideways': 1})
-    assert str(error.value) == ("a step has no part 'sideways', only other, forward, backward, recomputed")
+    assert str(error.value) == (
+        "a step has no part 'sideways', only other, update, forward, backward, recomputed"
+    )
 
 
 @pytest.mark.parametrize('case', plan_llama.CASES, ids=lambda case: case.name)

@@ -305,6 +305,7 @@ def test_dict():
         'counted': 'exactly',
         'bytes': F32,
         'cause': 'sharding',
+        'crossing': 0,
         'networks': [],
         'part': [],
         'partitioned_as': '',

@@ -327,6 +327,9 @@ def test_times_between_slices():
     assert collective_seconds('all-gather', V, alone, V5E, 1).dcn == pytest.approx(V * 3 / 4 / share)
     assert collective_seconds('all-to-all', V, alone, V5E, 1).dcn == pytest.approx(V / 4 * 3 / 4 / share)
     assert collective_seconds('collective-permute', V, alone, V5E, 1).dcn == pytest.approx(V / 4 / share)
+    # Of a permute, only the chips at the edge of a slice may send.
+    edge = collective_seconds('collective-permute', V, alone, V5E, 1, senders=1)
+    assert edge.dcn == pytest.approx(V / 4 / 2.5e10)
     # Four chips of each slice share what comes from outside, and exchange it among themselves.
     together = collective_seconds('all-gather', V, Route(4, 4, 4, (line(0, 4),)), V5E, 1)
     assert together.dcn == pytest.approx(V * 3 / 4 / (4 * share))
