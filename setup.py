@@ -24,7 +24,7 @@ def read_long_description() -> str:
 
 EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scikit-learn', 'tqdm']
 # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
-PLAN = ['jax[tpu]; sys_platform == "linux"', 'matplotlib', 'rich']
+PLAN = ['jax[tpu]; sys_platform == "linux"', 'rich']
 CHECKPOINT = ['orbax-checkpoint', 'safetensors']
 # The Markdown of the pages is read by Material's extensions, and signatures are formatted by ruff.
 DOCS = ['mkdocs-material>=9.6', 'mkdocstrings[python]>=1', 'ruff']

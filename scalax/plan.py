@@ -15,7 +15,7 @@ from scalax._plan.memory import Memory
 from scalax._plan.plan import Plan
 from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.provenance import Source
-from scalax._plan.roofline import Communication, Roofline, Seconds
+from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
 from scalax._plan.saved_program import Program
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
@@ -38,6 +38,7 @@ __all__ = [
     'KINDS',
     'Line',
     'Memory',
+    'Phase',
     'Place',
     'Plan',
     'PlanDiff',

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from scalax._doctor.finding import Finding
 
 NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy')
-OPTIONAL = ('libtpu', 'matplotlib', 'rich', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
+OPTIONAL = ('libtpu', 'rich', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
 _PLUGIN = re.compile(r'jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)')
 _REQUIREMENT = re.compile(r'([\w.-]+)(?:\[[^]]*\])?([^;]*)')
 _CLAUSE = re.compile(r'(==|<=|>=|<|>|!=|~=)\s*([\w.+]+)(\.\*)?')

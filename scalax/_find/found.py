@@ -145,20 +145,6 @@ class Found:
 
         Path(path).write_bytes(render_page(self, title or f'A rule for {self.plan.name}').encode())
 
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the result: memory against seconds of what was tried, and the text.
-
-        Args:
-            path: the file to write.
-
-        Raises:
-            MissingDependencyError: matplotlib is not installed.
-        """
-        from scalax._find.page import alternatives
-        from scalax._report.picture import WIDTH, save_picture
-
-        save_picture(self.to_text(WIDTH), alternatives(self), self.plan.memory.limit, path)
-
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -360,19 +360,6 @@ class Plan:
 
         Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
 
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the plan: whether it fits, memory, seconds, and mesh axes on the torus.
-
-        Args:
-            path: the file to write.
-
-        Raises:
-            MissingDependencyError: matplotlib is not installed.
-        """
-        from scalax._plan.png import save_png
-
-        save_png(self, path)
-
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
         fields = [field for field in dataclasses.fields(self) if field.init]

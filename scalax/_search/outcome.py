@@ -135,20 +135,6 @@ class Search:
 
         Path(path).write_bytes(render_page(self, title).encode())
 
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the search: memory against seconds of each mesh, and the ranking.
-
-        Args:
-            path: the file to write.
-
-        Raises:
-            MissingDependencyError: matplotlib is not installed.
-        """
-        from scalax._report.picture import WIDTH, save_picture
-        from scalax._search.page import alternatives
-
-        save_picture(self.to_text(WIDTH), *alternatives(self), path)
-
     @property
     def not_compiled_for(self) -> str:
         """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""

@@ -246,7 +246,6 @@ def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument('--html', type=_page, metavar='OUT.html', help=what)
-    parser.add_argument('--png', type=_page, metavar='OUT.png', help='also draw it (needs matplotlib)')
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
 import logging
@@ -23,11 +22,10 @@ from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report import saved
-from scalax._report.picture import WIDTH, save_picture
 from scalax._report.tables import human_bytes
 from scalax.cli._exit_codes import ExitCode
 from scalax.cli._terminal import show, takes_colour
-from scalax.errors import ArgumentError, MissingDependencyError, PlanError, did_you_mean, near_names
+from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Hardware, Plan, make_plan
 from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
@@ -40,7 +38,6 @@ _log = logging.getLogger('scalax.cli')
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
-    _require_matplotlib(asked)
     if asked.save_executable and asked.topology and gpu_nodes(asked.topology, asked.slices or 1):
         raise ArgumentError(f'--save-executable: programs for {asked.topology} are not compiled, only timed')
     helper = _helper(asked)
@@ -49,7 +46,6 @@ def plan(asked: argparse.Namespace) -> bool | None:
     made = make_plan(helper, step, arguments, {}, quick=asked.quick, keep_program=bool(asked.save_executable))
     try:
         _write(made.to_html, asked.html)
-        _write(made.save_png, asked.png)
     finally:  # it took minutes, and is not lost where a file cannot be written
         _print(_plan_as_json(made) if asked.json else made, asked)
     if asked.save_executable and made.fits is not False:
@@ -83,12 +79,6 @@ def _plan_as_json(made: Plan) -> str:
     return saved.write(values)
 
 
-def _require_matplotlib(asked: argparse.Namespace) -> None:
-    """Before minutes of compiling."""
-    if asked.png and importlib.util.find_spec('matplotlib') is None:
-        raise MissingDependencyError('--png needs matplotlib: pip install matplotlib')
-
-
 def _print(result: Any, asked: argparse.Namespace) -> None:
     """Prints a result: JSON as it is, text with colours where the terminal takes them."""
     if asked.json:
@@ -99,7 +89,6 @@ def _print(result: Any, asked: argparse.Namespace) -> None:
 
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
-    _require_matplotlib(asked)
     _require_dcn(asked)
     _simulate_gpus(asked.topology, asked.slices)
     make_step = _load_function(asked.function)
@@ -115,7 +104,6 @@ def search(asked: argparse.Namespace) -> bool:
     )
     _print(json.dumps(found.to_dict()) if asked.json else found, asked)
     _write(found.to_html, asked.html)
-    _write(found.save_png, asked.png)
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
     return found.fits
@@ -123,7 +111,6 @@ def search(asked: argparse.Namespace) -> bool:
 
 def find(asked: argparse.Namespace) -> bool | None:
     """Prints the mesh and the rule that are best for a step."""
-    _require_matplotlib(asked)
     _simulate_gpus(asked.topology, asked.slices)
     step, arguments = _pair(
         _load_function(asked.function)(), asked.function, 'the step and the tuple of its arguments'
@@ -146,7 +133,6 @@ def find(asked: argparse.Namespace) -> bool | None:
     )
     try:
         _write(found.to_html, asked.html)
-        _write(found.save_png, asked.png)
     finally:
         if asked.code:
             print(found.to_code())
@@ -176,13 +162,11 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
 
 def explain(asked: argparse.Namespace) -> None:
     """Prints the sharding of each leaf of a tree."""
-    _require_matplotlib(asked)
     helper = _helper(asked, compiles=False)
     make_state = _load_function(asked.function)
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     _write(report.to_html, asked.html)
-    _write(functools.partial(save_picture, report.to_text(WIDTH), (), None), asked.png)
     if not asked.json and takes_colour(sys.stdout):
         report.print()  # by rich, if it is installed
     else:

@@ -1,9 +1,8 @@
-"""Plans as pages and pictures: what is written, and how a browser shows it."""
+"""Plans as pages: what is written, and how a browser shows it."""
 
 import dataclasses
 import functools
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -13,7 +12,6 @@ from selenium.webdriver.common.by import By
 from scalax._plan.page import plan_blocks
 from scalax._plan.torus_figures import axes_on_torus
 from scalax._transforms.followed_batch import FollowedBatch, KeptValue, LostRows
-from scalax.errors import MissingDependencyError
 from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -163,7 +161,7 @@ def test_words_of_a_page():
 
 
 def test_three_figures():
-    """No time on a page, in its text or in its picture has more; bytes have one digit after the point."""
+    """No time on a page, or in its text has more; bytes have one digit after the point."""
     for text in (' '.join(words(plan())), str(plan())):
         times = re.findall(r'([\d,.]+) ms', text)
         assert times
@@ -325,35 +323,6 @@ def test_large_slices_are_short_to_write():
     places = tuple(Place(0, (x, y, z)) for z in range(16) for y in range(16) for x in range(16))
     pod = dataclasses.replace(plan(), mesh={'fsdp': 256, 'tp': 16}, places=places, collectives=())
     assert len(plan_blocks(pod, '')) < 700_000
-
-
-def test_pictures(tmp_path):
-    image = pytest.importorskip('matplotlib.image')
-    memory = {(0x4D, 0x5B, 0x6E), (0xB9, 0xC5, 0xD3), (0x84, 0x94, 0xA8)}
-    seconds, good, bad = (0xA8, 0x9A, 0x8E), (0xE2, 0xF4, 0xE8), (0xFD, 0xEA, 0xEA)
-    torus = {(0x1D, 0x5F, 0xB8), (0x86, 0x31, 0x9E)}
-    for made, some, none in (
-        (plan(), {*memory, *torus, seconds, good}, {bad}),
-        (too_large(), {*memory, *torus, seconds, bad}, {good}),
-        (simulated(), memory, {*torus, good, bad, seconds}),
-    ):
-        made.save_png(tmp_path / 'plan.png')
-        pixels = image.imread(tmp_path / 'plan.png')
-        assert pixels.shape[1] == 1500
-        colors = {tuple(round(255 * part) for part in pixel) for pixel in pixels[::3, ::3, :3].reshape(-1, 3)}
-        assert colors >= some and not colors & none
-
-
-def test_pictures_show_names_as_they_are(tmp_path):
-    pytest.importorskip('matplotlib')
-    hostile().save_png(tmp_path / 'plan.png')
-
-
-def test_pictures_need_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
-    with pytest.raises(MissingDependencyError) as raised:
-        plan().save_png(tmp_path / 'plan.png')
-    assert str(raised.value) == 'pictures of plans need matplotlib: pip install matplotlib'
 
 
 @pytest.mark.parametrize('width', [1280, 400])
