@@ -189,11 +189,11 @@ def test_parts_of_a_step():
     [table] = [
         section.find('table')
         for section in blocks.findall('section')
-        if section.findtext('h2') == 'Forward, backward, recomputed'
+        if section.findtext('h2') == 'Forward, backward, update'
     ]
     names = [''.join(row[0].itertext()) for row in table.findall('tbody/tr')]
     assert names[0] == 'forward' and {'backward', 'recomputed', 'all'} <= set(names)
-    for column in range(1, 6):
+    for column in range(1, 7):
         keys = [float(row[column].get('data-key')) for row in table.findall('tbody/tr')]
         assert sum(keys[:-1]) == pytest.approx(keys[-1]), table.findall('thead/tr/th')[column].text
     assert keys[-1] == pytest.approx(sum(seconds for _, seconds in roofline.collectives))
