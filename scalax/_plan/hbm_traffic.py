@@ -14,9 +14,10 @@ into products. The rest has to read the arguments that it uses and to write the 
 
 from __future__ import annotations
 
+import collections
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from scalax._plan.hlo import MAIN, Array, Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit
@@ -76,8 +77,8 @@ class Traffic:
             if each.opcode in ('async-start', 'fusion')
             for inside in module.called(each, 'calls')
         }
-        self._known: dict[tuple[str, str, int | None], int] = {}
-        self._parameters: dict[str, dict[int, str]] = {}
+        self._known: dict[tuple[str, int | None], Mapping[str, int]] = {}
+        self._smallest: dict[str, dict[str, int]] = {}
 
     def bytes_of(self, visit: Visit, instruction: Instruction) -> int:
         """The bytes that one execution of an instruction moves, without computations that it calls."""
@@ -149,37 +150,40 @@ class Traffic:
         size = _size(computation, user.operands[place])
         if user.opcode in _CALLS:
             called = self._module.called(user, _CALLS[user.opcode])
-            taken = (self._needed(inside, self._parameter(inside, place), of_result) for inside in called)
-            return min(size, sum(taken))
+            return min(
+                size, sum(self._needed(inside, of_result)[inside.parameters[place]] for inside in called)
+            )
         if place == 0 and of_result is None and self._updates_in_place(computation, user):
             return _size(computation, user.operands[2]) if self._adds(user) else 0
         if user.opcode in _NEED_ALL or (place and (user.opcode in _SLICES or user.opcode in _UPDATES)):
             return size
         return min(size, math.prod(user.arrays[0].dims) if of_result is None else of_result)
 
-    def _needed(self, computation: Computation, value: str, of_root: int | None) -> int:
-        """How many elements of a value are needed by what uses it.
+    def _needed(self, computation: Computation, of_root: int | None) -> Mapping[str, int]:
+        """How many elements of each value of a computation are needed, at most its size.
 
         Args:
-            computation: that of the value.
-            value: its name.
-            of_root: how many elements are needed of what the computation returns; None for all, which leave
-                the fusion. None of a parameter that it only passes on is read then.
+            computation: the computation.
+            of_root: how many elements are needed of what it returns; None for all, which leave the fusion.
+                Parameters that it only passes on are not read then.
         """
-        key = computation.name, value, of_root
+        key = computation.name, of_root
         if key not in self._known:
-            size, needed = _size(computation, value), 0
             root = computation.instructions[computation.root]
-            returned = (root.name, *(root.operands if root.opcode == 'tuple' else ()))
-            if value in returned and not (of_root is None and _is_given(computation, value)):
-                needed = size if of_root is None else of_root
-            for user in computation.users.get(value.partition('#')[0], ()):
-                for place, operand in enumerate(user.operands):
-                    if operand == value and user.opcode != 'tuple' and needed < size:
-                        leaves = user.name in returned and user.opcode not in _RENAMES
-                        of_user = of_root if leaves else self._needed(computation, user.name, of_root)
-                        needed += self._taken(computation, user, place, of_user)
-            self._known[key] = min(size, needed)
+            returned = root.operands if root.opcode == 'tuple' else (root.name,)
+            needed = collections.Counter[str]()
+            for value in returned:
+                if of_root is not None or not _is_given(computation, value):
+                    needed[value] = _size(computation, value) if of_root is None else of_root
+            for user in reversed(computation.instructions.values()):
+                if user.opcode == 'tuple' or not user.operands or user.opcode in ('constant', 'parameter'):
+                    continue
+                leaves = user.name in returned and user.opcode not in _RENAMES
+                of_user = of_root if leaves or len(user.arrays) > 1 else needed[user.name]
+                for place, operand in enumerate(user.operands if of_user != 0 else ()):
+                    taken = self._taken(computation, user, place, of_user)
+                    needed[operand] = min(_size(computation, operand), needed[operand] + taken)
+            self._known[key] = needed
         return self._known[key]
 
     def _adds(self, update: Instruction) -> bool:
@@ -188,19 +192,12 @@ class Traffic:
             return not _is_given(combined, combined.root)
         return False
 
-    def _parameter(self, computation: Computation, place: int) -> str:
-        if computation.name not in self._parameters:
-            self._parameters[computation.name] = {
-                int(each.operands[0]): each.name
-                for each in computation.instructions.values()
-                if each.opcode == 'parameter'
-            }
-        return self._parameters[computation.name][place]
-
     # --- Programs that are not optimized ------------------------------------------------------------
 
     def _of_product(self, computation: Computation, product: Instruction) -> int:
-        read = sum(_smallest(computation, operand) for operand in product.operands)
+        if computation.name not in self._smallest:
+            self._smallest[computation.name] = _smallest(computation)
+        read = sum(self._smallest[computation.name][operand] for operand in product.operands)
         written, value = product.bytes, product
         while len(users := computation.users.get(value.name, [])) == 1 and users[0].opcode in _FUSED_AFTER:
             [value] = users
@@ -227,7 +224,7 @@ class Traffic:
             for place in (place for place, operand in enumerate(user.operands) if operand == value):
                 if user.opcode == 'call':
                     for inside in self._module.called(user, 'to_apply'):
-                        taken += self._read_by(inside, self._parameter(inside, place), counts)
+                        taken += self._read_by(inside, inside.parameters[place], counts)
                 elif _is_mark(user) or (user.opcode in _FUSED_BEFORE and len(user.operands) == 1):
                     taken += self._read_by(computation, user.name, counts)
                 elif user.opcode not in (*_LOOPS, 'tuple') and counts((computation.name, user.name)):
@@ -258,12 +255,17 @@ def _is_mark(instruction: Instruction) -> bool:
     return instruction.opcode == 'custom-call' and bool(_MARKS.search(instruction.attributes))
 
 
-def _smallest(computation: Computation, operand: str) -> int:
-    """The bytes of an operand, or of what it is made of elementwise, if these are fewer."""
-    array, made = _array(computation, operand), computation.instructions[operand.partition('#')[0]]
-    if array is None or made.opcode not in _FUSED_BEFORE:
-        return 0 if array is None else array.bytes
-    return min(array.bytes, sum(_smallest(computation, each) for each in dict.fromkeys(made.operands)))
+def _smallest(computation: Computation) -> dict[str, int]:
+    """The bytes of each array, or of what it is made of elementwise, if these are fewer."""
+    smallest: dict[str, int] = {}
+    for name, instruction in computation.instructions.items():
+        for place, array in enumerate(instruction.arrays):
+            smallest[f'{name}#{place}'] = array.bytes
+        smallest[name] = instruction.bytes
+        if instruction.opcode in _FUSED_BEFORE:
+            parts = sum(smallest[operand] for operand in {*instruction.operands})
+            smallest[name] = min(instruction.bytes, parts)
+    return smallest
 
 
 def _array(computation: Computation, operand: str) -> Array | None:

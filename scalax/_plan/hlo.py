@@ -127,6 +127,12 @@ class Computation:
     root: str
 
     @functools.cached_property
+    def parameters(self) -> dict[int, str]:
+        """The names of its parameters, by their numbers."""
+        made = (each for each in self.instructions.values() if each.opcode == 'parameter')
+        return {int(each.operands[0]): each.name for each in made}
+
+    @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Which instructions use each one."""
         users: dict[str, list[Instruction]] = {}
