@@ -4,7 +4,7 @@ Optimized programs say where each array is. Whatever an instruction or a fusion 
 is read once, and what it leaves there is written once: at least so much moves, however it is tiled. Of an
 operand that is sliced or gathered from, only what is taken counts; of a result that is updated in place, only
 the update. Arrays in the vector memory of a chip do not count. Kernels may read any part of their operands,
-so only their results count.
+so only their results count; those of libraries, such as cuBLAS, read all of them.
 
 A program that is not optimized, as one of CPUs that stand for other hardware, has no fusions. There products
 count, by the book's model (https://jax-ml.github.io/scaling-book/roofline, "Matrix multiplication"): both
@@ -37,6 +37,7 @@ _MOVE_NOTHING = {
         'while',
     ),
 }
+_LIBRARY = re.compile(r'custom_call_target="__cu(?:blas|dnn)\$')
 _NO_KERNELS = re.compile(r'custom_call_target="(?:AllocateBuffer|AsyncCollectiveStart|ConcatBitcast)"')
 _MARKS = re.compile(r'custom_call_target="(?:xla\.sdy\.|Sharding"|SPMD)')
 _RENAMES = ('bitcast', 'get-tuple-element', 'reshape')
@@ -94,7 +95,7 @@ class Traffic:
         return read + (0 if starts else self._written(computation, instruction))
 
     def _read(self, computation: Computation, instruction: Instruction) -> int:
-        if instruction.opcode == 'custom-call':
+        if instruction.opcode == 'custom-call' and not _LIBRARY.search(instruction.attributes):
             return 0
         return sum(
             _part(array, self._taken(computation, instruction, place, None))
@@ -128,6 +129,8 @@ class Traffic:
             or _NO_KERNELS.search(instruction.attributes)
         ):
             return [0] * len(instruction.arrays)
+        if instruction.opcode == 'custom-call' and _LIBRARY.search(instruction.attributes):
+            return [instruction.arrays[0].bytes, *[0] * (len(instruction.arrays) - 1)]  # the rest is scratch
         if self._updates_in_place(computation, instruction):
             update = _array(computation, instruction.operands[_UPDATES[instruction.opcode]])
             return [0 if update is None else update.bytes]

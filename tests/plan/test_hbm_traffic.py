@@ -1,5 +1,8 @@
 """The bytes that a device moves from and to its memory: by hand, by a second reader, and as they are read."""
 
+import re
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -186,3 +189,148 @@ def test_recorded_programs_move_no_more_than_their_arrays(name):
     found = work_of(parse(recording.optimized)).bytes
     assert 0 < found <= most
     assert sum(work_of(parse(recording.optimized)).bytes_by_part.values()) == found
+
+
+# --- As they are read -------------------------------------------------------------------------------------
+
+KIB = 2**10
+
+
+def counted(entry, *computations):
+    """The bytes of an optimized program, of whose entry only the lines are given."""
+    body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
+    others = [textwrap.dedent(each).strip('\n') for each in computations]
+    main = f'ENTRY %main (p: f32[256,256]) -> f32[] {{\n{body}\n}}\n'
+    return work_of(parse('\n\n'.join(['HloModule made, is_scheduled=true', *others, main]))).bytes
+
+
+CASES = {
+    # f32[256,256] is 256 KiB, a row of it 1 KiB.
+    'an elementwise operation': ('ROOT %a = f32[256,256] add(%p, %p)', 3 * 256),
+    'in the vector memory': ('ROOT %a = f32[256,256]{1,0:S(1)} negate(%p)', 256),
+    'a copy into the vector memory': (
+        """
+        %s = (f32[256,256]{1,0:S(1)}, f32[256,256], u32[]) copy-start(%p)
+        %d = f32[256,256]{1,0:S(1)} copy-done(%s)
+        ROOT %a = f32[256,256]{1,0:S(1)} negate(%d)
+        """,
+        256,
+    ),
+    'a slice': ('ROOT %a = f32[2,256] slice(%p), slice={[0:2], [0:256]}', 2 * 2),
+    'a slice that is updated': (
+        """
+        %u = f32[2,256] slice(%p), slice={[0:2], [0:256]}
+        %z = s32[]{:S(6)} constant(0)
+        ROOT %a = f32[256,256] dynamic-update-slice(%p, %u, %z, %z)
+        """,
+        2 * 2 + 2 * 2,
+    ),
+    'names': ('%b = f32[65536] bitcast(%p)\nROOT %t = (f32[65536], f32[256,256]) tuple(%b, %p)', 0),
+    'an allocation': ('ROOT %a = f32[256,256] custom-call(), custom_call_target="AllocateBuffer"', 0),
+    'a kernel': ('ROOT %a = f32[2,256] custom-call(%p), custom_call_target="tpu_custom_call"', 2),
+    'a kernel in place': (
+        'ROOT %a = f32[256,256] custom-call(%p), custom_call_target="tpu_custom_call", '
+        'output_to_operand_aliasing={{}: (0, {})}',
+        0,
+    ),
+    'a library': (
+        'ROOT %a = (f32[256,256], s8[4194304]) custom-call(%p, %p), custom_call_target="__cublas$gemm"',
+        3 * 256,
+    ),
+    'a collective': (
+        """
+        %s = (f32[256,256], f32[1024,256]) all-gather-start(%p), replica_groups={}, dimensions={0}
+        ROOT %d = f32[1024,256] all-gather-done(%s)
+        """,
+        5 * 256,
+    ),
+}
+PARAMETER = '%p = f32[256,256] parameter(0)\n'
+
+
+@pytest.mark.parametrize(('entry', 'moved'), CASES.values(), ids=CASES)
+def test_instructions(entry, moved):
+    assert counted(PARAMETER + textwrap.dedent(entry).strip('\n')) == moved * KIB
+
+
+FUSED = {
+    'a slice': (['%s = f32[2,256] slice(%x), slice={[0:2], [0:256]}', '%r = f32[2,256] negate(%s)'], 2, 2),
+    'a slice of what is computed': (
+        ['%n = f32[256,256] negate(%x)', '%r = f32[2,256] slice(%n), slice={[0:2], [0:256]}'],
+        2,
+        2,
+    ),
+    'a sum': (['%r = f32[256] reduce(%x, %z), dimensions={1}, to_apply=%plus'], 256, 1),
+    'a slice of a sum': (
+        [
+            '%n = f32[256,256] reduce(%x, %z), dimensions={}, to_apply=%plus',
+            '%r = f32[2,256] slice(%n), slice={[0:2], [0:256]}',
+        ],
+        256,
+        2,
+    ),
+    'a broadcast': (['%r = f32[4,256,256] broadcast(%x), dimensions={1,2}'], 256, 4 * 256),
+    'an update in place': (
+        [
+            '%s = f32[2,256] slice(%x), slice={[0:2], [0:256]}',
+            '%r = f32[256,256] dynamic-update-slice(%x, %s, %z, %z)',
+        ],
+        2,
+        2,
+    ),
+    'an update of what is computed': (
+        [
+            '%n = f32[256,256] negate(%x)',
+            '%s = f32[2,256] slice(%x), slice={[0:2], [0:256]}',
+            '%r = f32[256,256] dynamic-update-slice(%n, %s, %z, %z)',
+        ],
+        256,
+        256,
+    ),
+    'what is passed on': (
+        ['%n = f32[256,256] negate(%x)', '%r = (f32[256,256], f32[256,256]) tuple(%x, %n)'],
+        256,
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize(('lines', 'read', 'written'), FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize('nested', [False, True])
+def test_fusions(lines, read, written, nested):
+    """Alone, and in another fusion, which takes the same of its operand."""
+    type_ = re.match('%r = (.*?) [a-z-]+[(]', lines[-1])[1]
+    body = ['%x = f32[256,256] parameter(0)', '%z = f32[]{:S(6)} constant(0)', *lines]
+    inner = '\n'.join(['%fused (x: f32[256,256]) -> f32[] {', *[f'  {line}' for line in body], '}'])
+    inner = inner.replace('  %r =', '  ROOT %r =')
+    outer = '%outer (y: f32[256,256]) -> f32[] {\n  %y = f32[256,256] parameter(0)\n'
+    outer += f'  ROOT %f = {type_} fusion(%y), kind=kLoop, calls=%fused\n}}'
+    entry = f'{PARAMETER}ROOT %a = {type_} fusion(%p), kind=kLoop, calls={"%outer" if nested else "%fused"}'
+    assert counted(entry, *([outer] if nested else []), inner) == (read + written) * KIB
+
+
+def test_a_loop_moves_what_each_round_takes():
+    """Weights of eight layers, one of which is read in each of eight rounds."""
+    loop = """
+        %body (s: (s32[], f32[8,256,256])) -> (s32[], f32[8,256,256]) {
+          %s = (s32[]{:S(6)}, f32[8,256,256]) parameter(0)
+          %o = s32[]{:S(6)} constant(1)
+          %i = s32[]{:S(6)} add(%s#0, %o)
+          %w = f32[1,256,256]{2,1,0:S(1)} dynamic-slice(%s#1, %s#0, %o, %o), dynamic_slice_sizes={1,256,256}
+          ROOT %t = (s32[]{:S(6)}, f32[8,256,256]) tuple(%i, %s#1)
+        }
+        """
+    test = """
+        %test (s: (s32[], f32[8,256,256])) -> pred[] {
+          %s = (s32[]{:S(6)}, f32[8,256,256]) parameter(0)
+          %n = s32[]{:S(6)} constant(8)
+          ROOT %c = pred[]{:S(6)} compare(%s#0, %n), direction=LT
+        }
+        """
+    entry = """
+        %w = f32[8,256,256] parameter(0)
+        %z = s32[]{:S(6)} constant(0)
+        %s = (s32[], f32[8,256,256]) tuple(%z, %w)
+        ROOT %l = (s32[], f32[8,256,256]) while(%s), condition=%test, body=%body
+        """
+    assert counted(entry, loop, test) == 8 * 256 * KIB
