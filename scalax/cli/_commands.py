@@ -76,6 +76,7 @@ def _plan_as_json(made: Plan) -> str:
     if roofline is not None:
         seconds = {'bound': roofline.step_seconds.bound, 'estimate': roofline.step_seconds.estimate}
         values |= {'step_seconds': seconds, 'bound': roofline.bound, 'mfu': roofline.mfu}
+        values |= {'phases': [phase._asdict() for phase in roofline.phases]}
     return saved.write(values)
 
 
