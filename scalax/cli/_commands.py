@@ -74,9 +74,9 @@ def _plan_as_json(made: Plan) -> str:
     values = made.to_dict()
     roofline = made.known_roofline
     if roofline is not None:
-        seconds = {'bound': roofline.step_seconds.bound, 'estimate': roofline.step_seconds.estimate}
+        phases = [phase._asdict() for phase in roofline.phases]
+        seconds = {**roofline.step_seconds._asdict(), 'phases': phases}
         values |= {'step_seconds': seconds, 'bound': roofline.bound, 'mfu': roofline.mfu}
-        values |= {'phases': [phase._asdict() for phase in roofline.phases]}
     return saved.write(values)
 
 
