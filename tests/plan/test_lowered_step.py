@@ -114,6 +114,8 @@ def test_another_step_has_another_identity():
         identity(step),
         identity(of_y),
         identity(shape=(32, 32)),
+        identity(jnp.sin, shape=(80, 128)),
+        identity(jnp.sin, shape=(80, 256)),
         identity(spec='tp'),
         identity(helper=MeshShardingHelper([2, 4], ['fsdp', 'tp'])),
         identity(helper=reverse),
