@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from scalax._trace.threads import in_a_thread
 from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
@@ -361,6 +363,18 @@ def _fits(leaf: Any, held: Any) -> bool:
     return bool((np.isfinite(held) == np.isfinite(leaf)).all())
 
 
+_NOT_STORED = 'Orbax does not write this dtype; cast it to a wider one'
+
+
+@functools.cache
+def _is_stored(dtype: Any) -> bool:
+    """Whether TensorStore, in which Orbax writes arrays, has a dtype; of keys the data is written."""
+    try:
+        return not isinstance(dtype, np.dtype) or bool(tensorstore.dtype(dtype.name))
+    except ValueError:
+        return False
+
+
 def _reasons(leaf: Any, held: Any) -> Iterator[str]:
     if isinstance(leaf, jax.core.Tracer):
         yield 'it is a value inside a traced function; save outside of it'
@@ -371,6 +385,8 @@ def _reasons(leaf: Any, held: Any) -> Iterator[str]:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif jax.process_count() > 1 and leaf.is_fully_addressable:
             yield 'it is on this process alone; shard it over the mesh of all, or make it a numpy array'
+        elif not _is_stored(leaf.dtype):
+            yield _NOT_STORED
     elif isinstance(leaf, np.ma.MaskedArray):
         yield 'its mask would be lost'
     elif isinstance(leaf, np.ndarray | np.generic):
@@ -378,6 +394,8 @@ def _reasons(leaf: Any, held: Any) -> Iterator[str]:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif has_foreign_dtype(leaf):
             yield f'JAX has no arrays of dtype {leaf.dtype}'
+        elif not _is_stored(held.dtype):
+            yield _NOT_STORED
         elif not _fits(leaf, held):
             yield (
                 f'it holds values that do not fit in {held.dtype}, which JAX makes of '
