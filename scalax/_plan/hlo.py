@@ -109,7 +109,7 @@ class Instruction:
     def op_name(self) -> str:
         """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\'", "'") if found else ''
+        return _unescaped(found[1]) if found else ''
 
     @property
     def frame(self) -> int:
@@ -319,7 +319,10 @@ def _split(text: str) -> Iterator[str]:
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     """Stack frame number -> the frame and the number of the one outside it."""
     files, functions = (
-        {int(number): name[1:-1] for number, _, name in (line.partition(' ') for line in tables.get(key, []))}
+        {
+            int(number): _unescaped(name[1:-1])
+            for number, _, name in (line.partition(' ') for line in tables.get(key, []))
+        }
         for key in ('FileNames', 'FunctionNames')
     )
     places = {}
@@ -331,6 +334,11 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
         for number, fields in _records(tables.get('StackFrames', []))
     }
+
+
+def _unescaped(text: str) -> str:
+    """Quoted text of a program, in which other bytes than those of ASCII are written as in C."""
+    return text.encode().decode('unicode_escape').encode('latin-1').decode() if '\\' in text else text
 
 
 def _records(lines: list[str]) -> Iterator[tuple[int, dict[str, int]]]:

@@ -65,8 +65,8 @@ def test_without_cpu_devices(monkeypatch):
     with pytest.raises(MeshError, match=r'^.h100:8. has 8 GPUs, .* and JAX has 0: call') as raised:
         helper_of('h100:8')
     assert str(raised.value).endswith(
-        "before anything uses JAX, and let it have CPUs, as with JAX_PLATFORMS=cpu. JAX says: Unknown backend: 'cpu' "
-        'requested'
+        'before anything uses JAX, and let it have CPUs, as with JAX_PLATFORMS=cpu. '
+        "JAX says: Unknown backend: 'cpu' requested"
     )
 
 

@@ -376,13 +376,13 @@ def test_manual_and_empty_meshes_are_refused():
 
 
 def test_devices_of_a_pickled_mesh_that_jax_cannot_open():
-    parts = 'tpu-of-another-time', np.arange(2), ('data',), (AxisType.Auto,)
+    parts = 'gone', np.arange(2), ('data',), (AxisType.Auto,)
     with pytest.raises(MeshError) as raised:
         meshes.unpickled(parts)
     with pytest.raises(RuntimeError) as of_jax:
-        jax.devices('tpu-of-another-time')
+        jax.devices('gone')
     assert str(raised.value) == (
-        "a pickled helper is of 2 'tpu-of-another-time' devices, and those with the ids 0, 1 are not here: load "
-        "it where JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a "
-        f'helper there. JAX says: {of_jax.value}'
+        "a pickled helper is of 2 'gone' devices, and those with the ids 0, 1 are not here: load it where "
+        "JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
+        f'there. JAX says: {of_jax.value}'
     )

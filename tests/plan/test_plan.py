@@ -101,6 +101,21 @@ def test_sources():
     assert all(row.source.file == __file__ for row in plan.collectives)
 
 
+def test_names_with_letters_and_signs_of_all_kinds():
+    """Programs hold them escaped, in two ways."""
+    names, file = {}, '/home/josé/"a\\b".py'
+    exec(compile('def größe(x, w):\n    return (x @ w["ö\\""]).sum(0)', file, 'exec'), names)
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'a]"b'])
+    step = helper.sjit(names['größe'], in_shardings=(P('fsdp'), {'ö"': P(None, 'a]"b')}))
+    plan = helper.plan(step, leaf(64, 64), {'ö"': leaf(64, 64)})
+    [reduce] = plan.collectives
+    assert (reduce.axes, reduce.source) == (('fsdp',), Source('', file, 2, 'größe'))
+    assert [(row.path, row.spec) for row in plan.inputs.rows] == [
+        ('x', P('fsdp')),
+        ('w/ö"', P(None, 'a]"b')),
+    ]
+
+
 def test_an_argument_that_is_moved_is_named():
     fun = HELPER.sjit(
         lambda batch: batch['rows'], in_shardings=P('fsdp'), out_shardings=P(), keep_unused=True
