@@ -125,7 +125,7 @@ def compile_lowered(
             layout=layout,
         )
     devices = devices_of(dump.partitioned or dump.executable.as_text())
-    if not dump.partitioned and devices > 1:
+    if not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
         # The program came from a persistent compilation cache. This option changes only its key.
         dump = _compile(
             lowered, {**small, 'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from scalax._plan import compilation
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Buffer, Counted, HostMoves, Memory, Plan, Source
 from scalax.sharding import (
@@ -369,6 +370,20 @@ def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_a_program_of_one_device_from_a_cache_is_compiled_again(monkeypatch):
+    """Nothing is written about it then, of which the plan of an accelerator is made."""
+    compile_, dumps = compilation._compile, []
+
+    def cached_at_first(lowered, options):
+        dump = compile_(lowered, options)
+        dumps.append(dump if dumps else dataclasses.replace(dump, optimized=''))
+        return dumps[-1]
+
+    monkeypatch.setattr(compilation, '_compile', cached_at_first)
+    compiled = compilation.compile_lowered(jax.jit(jnp.sin).lower(leaf(8, 8)), 'rocm')
+    assert compiled.optimized == dumps[1].optimized != ''
 
 
 def test_none_among_arguments_and_outputs():
