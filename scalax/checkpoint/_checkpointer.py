@@ -169,7 +169,7 @@ class Checkpointer:
                 with _as_checkpoint_error(step, self._directory):
                     make_room(self._writer, step, name, self._known, self._damaged)
                 begun = True
-        except Exception as fault:  # raised once all processes know
+        except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
@@ -274,7 +274,7 @@ class Checkpointer:
             self.wait()
             target = target_of(helper, rules, like, only)
             here = complete_steps(self._directory)
-        except Exception as fault:  # including errors of `like`; raised once all processes know
+        except Exception as fault:  # noqa: BLE001 - including errors of `like`; raised once all processes know
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'

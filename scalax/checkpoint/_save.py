@@ -119,7 +119,7 @@ class SaveThread(threading.Thread):
                 )
             arguments = ocp.args.StandardSave(self._content.state)
             self._futures = _run_coroutine(self._handler.async_save(self._root, args=arguments)) or ()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised
             self.error = self._writer.reason(error, self._name)
             _raise_for(self.error, error)
         finally:
@@ -136,7 +136,7 @@ class SaveThread(threading.Thread):
             self._meet('committed')
             if self.error is None:
                 self._finish()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the next call of the checkpointer
             self.error = self.error or error
         finally:
             self._handler.close()
@@ -156,7 +156,7 @@ class SaveThread(threading.Thread):
                 for future in self._futures:
                     self._wait_for(future)
                 self._write_own(me)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the other processes
             self.error = self._writer.reason(error, self._name)
         if self.error is not None:
             with contextlib.suppress(OSError):
@@ -201,7 +201,7 @@ class SaveThread(threading.Thread):
             _write_metadata(self._staging, self._name, self._begun, time.time_ns())
             _files.sync_folders(self._staging)
             self._writer.commit(self.step, self._staging)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the next call of the checkpointer
             self._writer.discard(self._staging)
             self.error = self._writer.reason(error, self._name)
 
