@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import threading
 import time
@@ -366,7 +365,6 @@ def _fits(leaf: Any, held: Any) -> bool:
 _NOT_STORED = 'Orbax does not write this dtype; cast it to a wider one'
 
 
-@functools.cache
 def _is_stored(dtype: Any) -> bool:
     """Whether TensorStore, in which Orbax writes arrays, has a dtype; of keys the data is written."""
     try:
