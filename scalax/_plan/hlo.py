@@ -319,16 +319,14 @@ def _split(text: str) -> Iterator[str]:
 def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     """Stack frame number -> the frame and the number of the one outside it."""
     files, functions = (
-        {
-            int(number): _unescaped(name[1:-1])
-            for number, _, name in (line.partition(' ') for line in tables.get(key, []))
-        }
+        {int(number): name[1:-1] for number, _, name in (line.partition(' ') for line in tables.get(key, []))}
         for key in ('FileNames', 'FunctionNames')
     )
     places = {}
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
-        places[number] = Frame(file, function, fields['line'], fields.get('column', 0))
+        names = _unescaped(file), _unescaped(function)
+        places[number] = Frame(*names, fields['line'], fields.get('column', 0))
     # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
