@@ -25,17 +25,17 @@ class Leaf:
     Attributes:
         path: its path in its argument.
         shape: its shape.
-        itemsize: the bytes of an element.
+        bits: those of an element.
     """
 
     path: str
     shape: tuple[int, ...]
-    itemsize: int
+    bits: int
 
     @property
     def bytes(self) -> int:
         """Its bytes, on all devices together."""
-        return math.prod(self.shape) * self.itemsize
+        return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from scalax._find.groups import Leaf
-from scalax._tree.paths import dtype_on_devices, leaf_shape, path_string
+from scalax._tree.paths import bits_of, dtype_on_devices, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 
 Key = tuple[str, tuple[int, ...]]
@@ -48,9 +48,8 @@ class Step:
         found: list[Leaf | None] = []
         for number, argument in enumerate(self.args):
             for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
-                size = getattr(dtype_on_devices(leaf), 'itemsize', 4)
-                shape = leaf_shape(leaf) or ()
-                found.append(None if number in self.batch else Leaf(path_string(path), shape, size))
+                shape, bits = leaf_shape(leaf) or (), bits_of(dtype_on_devices(leaf))
+                found.append(None if number in self.batch else Leaf(path_string(path), shape, bits))
         return found
 
     @property

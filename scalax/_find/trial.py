@@ -78,7 +78,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
     for step in problem.steps:
         try:
             plan = problem.plan(layout, step)
-        except Exception as error:  # of the compiler, or of the user's function on this mesh
+        except Exception as error:  # noqa: BLE001 - of the compiler, or of the user's function on this mesh
             return Trial(layout, limit=limit, lost=_short(error))
         seconds = seconds_of(plan)
         bound, estimate = bound + seconds[0], estimate + seconds[1]

@@ -204,7 +204,7 @@ def _load(
     """The body of the thread. The loader runs under the state of the thread that called `prefetch`."""
     try:
         thread_state.run(lambda: _load_all(iterator, options, shared))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that takes the batches
         shared.items.put(_Item(error=error))
     finally:
         _running.pop(threading.current_thread(), None)

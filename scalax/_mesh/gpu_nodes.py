@@ -116,15 +116,16 @@ def stand_ins(nodes: Nodes, topology: str) -> StandIns:
     Raises:
         MeshError: there are too few.
     """
+    why = ''
     try:
         here = jax.local_devices(backend='cpu')
-    except RuntimeError:  # JAX was told to use other platforms only
-        here = []
+    except RuntimeError as error:  # JAX was told to use other platforms only
+        here, why = [], f', and let it have CPUs, as with JAX_PLATFORMS=cpu. JAX says: {error}'
     if len(here) < nodes.size:
         raise MeshError(
             f'{topology!r} has {nodes.size:,} GPUs, for each of which a simulated CPU device stands, and JAX '
             f'has {len(here)}: call jax.config.update("jax_num_cpu_devices", {nodes.size}) before anything '
-            'uses JAX'
+            f'uses JAX{why}'
         )
     found = StandIns(here[: nodes.size])
     found.nodes = nodes

@@ -275,16 +275,17 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
     if isinstance(parts, AbstractMesh):
         return parts
     platform, ids, names, types = parts
+    why = ''
     try:
         here = {device.id: device for device in jax.devices(platform)}
-    except RuntimeError:  # JAX has no such platform here
-        here = {}
+    except RuntimeError as error:  # JAX has no such platform here, or cannot open it
+        here, why = {}, f'. JAX says: {error}'
     missing = [number for number in ids.flat if number not in here]
     if missing:
         raise MeshError(
             f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
             f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
-            "jax.config.update('jax_num_cpu_devices', n)), or make a helper there"
+            f"jax.config.update('jax_num_cpu_devices', n)), or make a helper there{why}"
         )
     devices = np.array([here[number] for number in ids.flat], dtype=object)
     return Mesh(devices.reshape(ids.shape), names, axis_types=types)

@@ -35,7 +35,7 @@ KNOWN = tuple(f'{name}:{size}' for name, sizes in SIZES.items() for size in size
 _ACCELERATORS = {'v4': ('v4', 2), 'v5litepod': ('v5e', 1), 'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
 
 _LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
-_LIKE_A_TPU = re.compile(r'v\d|tpu')
+_LIKE_A_TPU = re.compile(r'v\d(?!\d)|tpu')  # and not v100, a GPU
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 NO_TPU_MACHINE = {

@@ -39,8 +39,9 @@ _OPTIMIZATION = 'xla_backend_optimization_level'
 _MIB = 2**20
 _PLENTY = 2**40
 _NO_TABLES = MemoryTables('', '', '')
-_SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?>')
-_DIMENSION = re.compile(r'\{([^}]*)\}')
+# Names of axes are quoted, and may have brackets.
+_SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[((?:"[^"]*"|[^"\]])*)\](?:, replicated=\{.*?\})?>')
+_DIMENSION = re.compile(r'\{((?:"[^"]*"|[^"}])*)\}')
 _ARRAY = re.compile(r'tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)')
 _ON_HOST = re.compile(r'memory_kind = "\w*host"')
 _CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
@@ -124,7 +125,7 @@ def compile_lowered(
             layout=layout,
         )
     devices = devices_of(dump.partitioned or dump.executable.as_text())
-    if not dump.partitioned and devices > 1:
+    if not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
         # The program came from a persistent compilation cache. This option changes only its key.
         dump = _compile(
             lowered, {**small, 'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
@@ -215,7 +216,7 @@ def lowered_shardings(
     """
     main = _main(lowered)
     # Locations are written as ``loc("params['w']")``.
-    arguments = [str(argument.location)[len('loc("') : -len('")')] for argument in main.arguments]
+    arguments = [_unescaped(str(argument.location)[len('loc("') : -len('")')]) for argument in main.arguments]
     known = dict(zip(arguments, _shardings_in(main.attributes['arg_attrs'], mesh), strict=True))
     return [known.get(name) for name in names], [*_shardings_in(main.attributes['res_attrs'], mesh)]
 
@@ -274,5 +275,13 @@ def written_spec(text: str) -> PartitionSpec | None:
     dimensions = _DIMENSION.findall(found[1])
     if not all(_CLOSED_AXES.match(dimension) for dimension in dimensions):
         return None
-    entries = [tuple(re.findall(r'"([^"]+)"', dimension)) for dimension in dimensions]
+    entries = [tuple(map(_unescaped, re.findall(r'"([^"]+)"', dimension))) for dimension in dimensions]
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+
+def _unescaped(text: str) -> str:
+    r"""Quoted text as MLIR writes it: a quotation mark is ``\22``, a backslash is ``\\``."""
+    digits = re.compile(rb'\\(\\|[0-9A-F]{2})')
+    return digits.sub(
+        lambda found: bytes.fromhex(found[1].decode().replace('\\', '5C')), text.encode()
+    ).decode()

@@ -109,7 +109,7 @@ class Instruction:
     def op_name(self) -> str:
         """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\'", "'") if found else ''
+        return _unescaped(found[1]) if found else ''
 
     @property
     def frame(self) -> int:
@@ -331,12 +331,18 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     places = {}
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
-        places[number] = Frame(file, function, fields['line'], fields.get('column', 0))
+        names = _unescaped(file), _unescaped(function)
+        places[number] = Frame(*names, fields['line'], fields.get('column', 0))
     # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
         for number, fields in _records(tables.get('StackFrames', []))
     }
+
+
+def _unescaped(text: str) -> str:
+    """Quoted text of a program, in which other bytes than those of ASCII are written as in C."""
+    return text.encode().decode('unicode_escape').encode('latin-1').decode() if '\\' in text else text
 
 
 def _records(lines: list[str]) -> Iterator[tuple[int, dict[str, int]]]:

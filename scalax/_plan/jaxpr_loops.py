@@ -72,7 +72,8 @@ class _Integers:
 
     def values(self, var: Any, depth: int = 0) -> Values | None:
         """The value of a variable or literal, in one row; None if it is no integer, or is not known."""
-        if getattr(var.aval, 'shape', None) != () or var.aval.dtype.kind not in 'biu':
+        # Dtypes of PRNG keys are of no kind.
+        if getattr(var.aval, 'shape', None) != () or getattr(var.aval.dtype, 'kind', 'V') not in 'biu':
             return None
         if hasattr(var, 'val'):
             return np.array([var.val], var.aval.dtype)

@@ -104,6 +104,6 @@ def identity(parts: Iterable[str]) -> str:
     except importlib.metadata.PackageNotFoundError:
         compiler = ''
     flags = sorted(f'{name}={value}' for name, value in os.environ.items() if name.startswith(_FLAGS))
-    # Addresses of functions differ from process to process.
-    text = re.sub('0x[0-9a-f]+', '', '\n'.join([__version__, jax.__version__, compiler, *flags, *parts]))
+    # Addresses of functions differ from process to process. Shapes such as 80x128 have a 0x too.
+    text = re.sub(' at 0x[0-9a-f]+', '', '\n'.join([__version__, jax.__version__, compiler, *flags, *parts]))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -63,7 +63,7 @@ class Attempts:
                 plan = known or plan_lowered(step, quick=quick)
         # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
         # function on this mesh: the other meshes are planned anyway.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             return dataclasses.replace(candidate, lost=_short(error))
         if known:
             self.read += 1

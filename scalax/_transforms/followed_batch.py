@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._transforms.calls.call_key import Call
+from scalax._tree.paths import bits_of
 from scalax._tree.specs import text
 from scalax._util.user_frames import file_text, users_own
 
@@ -190,7 +191,7 @@ def _array(aval: Any) -> str:
 
 
 def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * int(aval.dtype.itemsize)
+    return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
 def _line(found: Kept | Lost) -> str:

@@ -61,7 +61,7 @@ def microbatch(
     Args:
         fun: the function; it returns arrays of the same shapes whatever part it is given.
         n: the number of parts.
-        batch: the arguments to divide, by position or name.
+        batch: the arguments to divide, by position or name; those of ``*args`` only together, by its name.
         batch_axis: the axis of their rows; may be negative.
         rng: arguments that are PRNG keys, or trees of them; part ``i`` gets ``jax.random.fold_in(key, i)``.
         reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
@@ -197,17 +197,17 @@ def _is_float(dtype: Any) -> bool:
 
 def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:
     """Parameters given by position or name, by name."""
-    known = list(signature.parameters)
+    known = signature.parameters
+    positional = [each.name for each in known.values() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     names = []
     for item in [option] if isinstance(option, int | str) else option:
-        if isinstance(item, int) and -len(known) <= item < len(known):
-            names.append(known[item])
+        if isinstance(item, int) and -len(positional) <= item < len(positional):
+            names.append(positional[item])
         elif item in known:
             names.append(str(item))
         else:
-            raise ArgumentError(
-                f'microbatch: {name_of(fun)} has no argument {item!r} ({did_you_mean(str(item), known)})'
-            )
+            near = 'give its name' if isinstance(item, int) else did_you_mean(item, known)
+            raise ArgumentError(f'microbatch: {name_of(fun)}{signature} has no argument {item!r} ({near})')
     return names
 
 
@@ -263,7 +263,8 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
 
 def _zeros(kind: Any, dtype: Any) -> jax.Array:
     if jnp.issubdtype(kind.dtype, jnp.floating):
-        dtype = jnp.promote_types(kind.dtype, jnp.float32) if dtype is None else dtype
+        if dtype is None:  # JAX promotes no floats of 8 bits and less
+            dtype = kind.dtype if kind.dtype.itemsize > 4 else jnp.float32
     else:
         dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
     # Over Explicit axes the sums are of the types of the results.

@@ -134,6 +134,13 @@ def dtype_on_devices(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
+def bits_of(dtype: Any) -> int:
+    """The bits of one element on a device, where two int4 share a byte."""
+    # Of PRNG keys, and of gradients of integers, which take nothing.
+    counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
+    return int(8 * dtype.itemsize if counted else jax.dtypes.itemsize_bits(dtype))
+
+
 def describe_leaf(path: str, leaf: Any) -> str:
     """A leaf as error messages show it: ``params/w: float32[8, 16]``.
 

@@ -146,5 +146,5 @@ def children(tree: Any) -> list[tuple[str, Any]]:
 def _differ(one: Any, other: Any) -> bool:
     try:
         return bool(one != other)
-    except Exception:  # a user's comparison
+    except Exception:  # noqa: BLE001 - a user's comparison
         return one is not other

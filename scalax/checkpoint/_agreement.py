@@ -124,7 +124,7 @@ def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001 - raised once all processes know
         error = fault
     agree_on_restore(mesh, call, {}, error)
 

@@ -17,7 +17,7 @@ import jax
 
 from scalax._mesh import meshes
 from scalax._report.tables import human_bytes
-from scalax._tree.paths import NamedTree
+from scalax._tree.paths import NamedTree, bits_of
 from scalax._util.progress import progress
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._description import Description, describe_leaf, require_fit, with_typed_keys
@@ -169,7 +169,7 @@ class Checkpointer:
                 with _as_checkpoint_error(step, self._directory):
                     make_room(self._writer, step, name, self._known, self._damaged)
                 begun = True
-        except Exception as fault:  # raised once all processes know
+        except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
@@ -274,7 +274,7 @@ class Checkpointer:
             self.wait()
             target = target_of(helper, rules, like, only)
             here = complete_steps(self._directory)
-        except Exception as fault:  # including errors of `like`; raised once all processes know
+        except Exception as fault:  # noqa: BLE001 - including errors of `like`; raised once all processes know
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
@@ -290,7 +290,7 @@ class Checkpointer:
             require_fit(target.wanted, leaves, cast, bool(only), saved.where)
             state = None if data is None else saved.data()
         arrays = [wanted for wanted in target.wanted.values() if hasattr(wanted, 'dtype')]
-        size = human_bytes(sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays))
+        size = human_bytes(sum(math.prod(array.shape) * bits_of(array.dtype) for array in arrays) // 8)
         loading = progress(f'restoring step {saved.step}, {size}', _log)
         with loading, _agreement.all_or_none(helper.mesh, call):
             values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})

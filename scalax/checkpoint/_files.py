@@ -36,7 +36,9 @@ def orbax() -> Any:
     """
     try:
         import orbax.checkpoint
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name not in ('orbax', 'orbax.checkpoint'):  # of what Orbax needs itself
+            raise
         raise MissingDependencyError(
             'checkpoints are written and read by Orbax: pip install orbax-checkpoint'
         ) from error

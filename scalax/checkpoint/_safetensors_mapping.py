@@ -38,7 +38,10 @@ def destinations(names: Sequence[str], mapping: NameMapping) -> dict[str, tuple[
     for name in names:
         try:
             destination = destination_of(name)
-        except KeyError:
+        except KeyError as error:
+            if error.args != (name,):  # a mistake in a function of the user
+                error.add_note(f'mapping was asked about {in_message(name)}')
+                raise
             problems.append(f'{in_message(name)}: not in the mapping')
             continue
         if destination is None:

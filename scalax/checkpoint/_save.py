@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from scalax._trace.threads import in_a_thread
 from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
@@ -117,7 +118,7 @@ class SaveThread(threading.Thread):
                 )
             arguments = ocp.args.StandardSave(self._content.state)
             self._futures = _run_coroutine(self._handler.async_save(self._root, args=arguments)) or ()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised
             self.error = self._writer.reason(error, self._name)
             _raise_for(self.error, error)
         finally:
@@ -134,7 +135,7 @@ class SaveThread(threading.Thread):
             self._meet('committed')
             if self.error is None:
                 self._finish()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the next call of the checkpointer
             self.error = self.error or error
         finally:
             self._handler.close()
@@ -154,7 +155,7 @@ class SaveThread(threading.Thread):
                 for future in self._futures:
                     self._wait_for(future)
                 self._write_own(me)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to the other processes
             self.error = self._writer.reason(error, self._name)
         if self.error is not None:
             with contextlib.suppress(OSError):
@@ -199,7 +200,7 @@ class SaveThread(threading.Thread):
             _write_metadata(self._staging, self._name, self._begun, time.time_ns())
             _files.sync_folders(self._staging)
             self._writer.commit(self.step, self._staging)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the next call of the checkpointer
             self._writer.discard(self._staging)
             self.error = self._writer.reason(error, self._name)
 
@@ -361,6 +362,17 @@ def _fits(leaf: Any, held: Any) -> bool:
     return bool((np.isfinite(held) == np.isfinite(leaf)).all())
 
 
+_NOT_STORED = 'Orbax does not write this dtype; cast it to a wider one'
+
+
+def _is_stored(dtype: Any) -> bool:
+    """Whether TensorStore, in which Orbax writes arrays, has a dtype; of keys the data is written."""
+    try:
+        return not isinstance(dtype, np.dtype) or bool(tensorstore.dtype(dtype.name))
+    except ValueError:
+        return False
+
+
 def _reasons(leaf: Any, held: Any) -> Iterator[str]:
     if isinstance(leaf, jax.core.Tracer):
         yield 'it is a value inside a traced function; save outside of it'
@@ -371,6 +383,8 @@ def _reasons(leaf: Any, held: Any) -> Iterator[str]:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif jax.process_count() > 1 and leaf.is_fully_addressable:
             yield 'it is on this process alone; shard it over the mesh of all, or make it a numpy array'
+        elif not _is_stored(leaf.dtype):
+            yield _NOT_STORED
     elif isinstance(leaf, np.ma.MaskedArray):
         yield 'its mask would be lost'
     elif isinstance(leaf, np.ndarray | np.generic):
@@ -378,6 +392,8 @@ def _reasons(leaf: Any, held: Any) -> Iterator[str]:
             yield 'Orbax does not write arrays without elements; leave it out'
         elif has_foreign_dtype(leaf):
             yield f'JAX has no arrays of dtype {leaf.dtype}'
+        elif not _is_stored(held.dtype):
+            yield _NOT_STORED
         elif not _fits(leaf, held):
             yield (
                 f'it holds values that do not fit in {held.dtype}, which JAX makes of '

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
-from scalax._tree.paths import dtype_on_devices
+from scalax._tree.paths import bits_of, dtype_on_devices
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules import LogicalAxisShardingRule, OptimizerStateShardingRule, TreePathShardingRule, catalogue
@@ -29,7 +29,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     # Trees have many leaves, but few dtypes and specs.
     @functools.cache
     def facts_of(dtype: Any) -> tuple[str, int]:
-        return str(dtype), _bits(dtype)
+        return str(dtype), bits_of(dtype)
 
     @functools.cache
     def shards_of(spec: PartitionSpec) -> tuple[int, ...]:
@@ -60,13 +60,6 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.decisions, placed))
     unused, shadowed = _idle_clauses(rules, resolution)
     return ShardingReport(rows, dict(mesh), tuple(unused), tuple(shadowed))
-
-
-def _bits(dtype: Any) -> int:
-    """The bits of one element on a device."""
-    # Of PRNG keys, and of gradients of integers, which take nothing.
-    counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
-    return int(8 * dtype.itemsize if counted else jax.dtypes.itemsize_bits(dtype))
 
 
 def _reason(answer: Decision, spec: PartitionSpec | None) -> str:

@@ -208,6 +208,36 @@ def test_wide_arrays_are_saved_as_jax_holds_them(tmp_path: Path) -> None:
             assert checkpointer.restore(HELPER, P(), init)['mean'] == np.float64(0.1)
 
 
+def test_narrow_dtypes(tmp_path: Path) -> None:
+    names = ('bool', 'bfloat16', 'float8_e4m3fn', 'float8_e8m0fnu', 'float4_e2m1fn', 'int4', 'int2')
+    arrays = {name: np.ones((8, 3), name) for name in names}
+    state = {'numpy': arrays, 'placed': HELPER.shard(arrays, P('fsdp'))}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        found = checkpointer.restore(HELPER, P('fsdp'), state)
+    for each in found.values():
+        for name, array in each.items():
+            assert array.dtype == name
+            np.testing.assert_array_equal(np.asarray(array), arrays[name])
+
+
+def test_dtypes_that_orbax_does_not_write(tmp_path: Path) -> None:
+    arrays = {name: np.ones(8, name) for name in ('uint2', 'uint4')}
+    state = {'numpy': arrays, 'placed': HELPER.shard(arrays, P('fsdp'))}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError) as caught:
+        checkpointer.save(1, state)
+    why = 'Orbax does not write this dtype; cast it to a wider one'
+    assert str(caught.value) == (
+        'some leaves of the state cannot be saved:\n'
+        f'  numpy/uint2: uint2[8]: {why}\n'
+        f'  numpy/uint4: uint4[8]: {why}\n'
+        f'  placed/uint2: uint2[8]: {why}\n'
+        f'  placed/uint4: uint4[8]: {why}'
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None:
     state = {
         'a': np.array([0, 2**31]),

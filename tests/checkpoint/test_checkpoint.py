@@ -422,6 +422,17 @@ def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == ('checkpoints are written and read by Orbax: pip install orbax-checkpoint')
 
 
+def test_an_orbax_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is installed: to install it is no help."""
+    monkeypatch.delitem(sys.modules, 'orbax.checkpoint')
+    (tmp_path / 'orbax' / 'checkpoint').mkdir(parents=True)
+    (tmp_path / 'orbax' / 'checkpoint' / '__init__.py').write_text('from jax import gone_in_this_version')
+    monkeypatch.setattr(sys.modules['orbax'], '__path__', [str(tmp_path / 'orbax')])
+    with pytest.raises(ImportError, match='gone_in_this_version') as caught:
+        Checkpointer(tmp_path / 'steps')
+    assert not isinstance(caught.value, MissingDependencyError)
+
+
 def test_a_mesh_without_devices(tmp_path: Path) -> None:
     abstract = MeshShardingHelper.from_mesh(jax.sharding.AbstractMesh((4,), ('fsdp',)))
     with pytest.raises(MeshError):

@@ -279,6 +279,19 @@ def test_names_by_a_function(tmp_path: Path, helper: MeshShardingHelper) -> None
     assert list(tree) == ['A.B']
 
 
+def test_names_by_a_function_that_knows_some_only(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'a': bits((2,), 'int8'), 'b': bits((2,), 'int8')})
+    assert '\n  b: not in the mapping\n' in error_of(helper, file, P(), lambda name: {'a': 'x'}[name])
+
+
+def test_a_mistake_in_a_function_of_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'a': bits((2,), 'int8')})
+    settings: dict[str, str] = {}
+    with pytest.raises(KeyError, match='prefix') as raised:
+        load_safetensors(helper, file, P(), lambda name: settings['prefix'] + name)
+    assert raised.value.__notes__ == ['mapping was asked about a']
+
+
 def error_of(helper: MeshShardingHelper, *args: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_safetensors(helper, *args)

@@ -34,6 +34,17 @@ def test_layers_are_one_group_and_their_dimensions_one():
     assert up.bytes == 4 * 64 * 256 * 4
 
 
+def test_bytes_are_those_on_a_device():
+    def step(params, x):
+        return jnp.tanh(x @ params['w'].astype('float32')) * params['scale']
+
+    w, b, scale = (
+        jax.ShapeDtypeStruct(*each) for each in (((64, 64), 'int4'), ((3,), 'uint4'), ((64,), 'float32'))
+    )
+    leaves = leaves_of([make_step(step, ({'b': b, 'scale': scale, 'w': w}, jnp.ones((8, 64))), 1)])
+    assert [leaf.bytes for leaf in leaves.values()] == [2, 64 * 4, 64 * 64 // 2]
+
+
 def test_statistics_belong_to_their_parameter():
     state = {'params': layers(2), 'mu': layers(2), 'count': jnp.zeros(())}
 

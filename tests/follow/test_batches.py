@@ -122,6 +122,13 @@ def test_why_nothing_is_followed(helper, options, reason):
     assert not (followed.axes or followed.kept or followed.lost)
 
 
+@pytest.mark.parametrize(('dtype', 'size'), [('int8', 64 * 32), ('int4', 64 * 32 // 2)])
+def test_bytes_of_lost_rows_are_those_on_devices(dtype, size):
+    step = HELPER.sjit(lambda x: jnp.sort(x, 0), in_shardings=ROWS, batch_argnums=0)
+    [lost] = step.followed(jax.ShapeDtypeStruct((64, 32), dtype)).lost
+    assert (lost.array, lost.bytes) == (f'{dtype}[64,32]', size)
+
+
 def any_number(w, *batches, **more):
     return sum(layer(w, x) for x in [*batches, *more.values()])
 

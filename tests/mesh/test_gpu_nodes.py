@@ -44,7 +44,7 @@ def test_examples_are_topologies():
     [
         *(('h100', 1), ('h100:', 1), ('h100:0', 1), ('h100:4x4x8', 1), ('h100:8 ', 1), ('h100:-1', 1)),
         *(('h100:16', 1), ('h100:2x12', 1), ('h100:99999999999999999999', 1)),
-        *(('h100:4x8', 2), ('a100:8', 1), ('H100:8', 1), ('gb200:72', 1)),
+        *(('h100:4x8', 2), ('a100:8', 1), ('v100:8', 1), ('H100:8', 1), ('gb200:72', 1)),
     ],
 )
 def test_wrong_names(topology, slices, snapshot):
@@ -62,8 +62,12 @@ def test_without_cpu_devices(monkeypatch):
         raise RuntimeError("Unknown backend: 'cpu' requested")
 
     monkeypatch.setattr(jax, 'local_devices', none)
-    with pytest.raises(MeshError, match=r'^.h100:8. has 8 GPUs, .* and JAX has 0: call'):
+    with pytest.raises(MeshError, match=r'^.h100:8. has 8 GPUs, .* and JAX has 0: call') as raised:
         helper_of('h100:8')
+    assert str(raised.value).endswith(
+        'before anything uses JAX, and let it have CPUs, as with JAX_PLATFORMS=cpu. '
+        "JAX says: Unknown backend: 'cpu' requested"
+    )
 
 
 def test_nodes_are_filled_in_the_order_of_the_mesh():

@@ -373,3 +373,16 @@ def test_manual_and_empty_meshes_are_refused():
         assert str(error.value) == message
     with pytest.raises(MeshError, match='from_mesh got the empty mesh'):
         MeshShardingHelper.from_mesh(jax.sharding.get_mesh())
+
+
+def test_devices_of_a_pickled_mesh_that_jax_cannot_open():
+    parts = 'gone', np.arange(2), ('data',), (AxisType.Auto,)
+    with pytest.raises(MeshError) as raised:
+        meshes.unpickled(parts)
+    with pytest.raises(RuntimeError) as of_jax:
+        jax.devices('gone')
+    assert str(raised.value) == (
+        "a pickled helper is of 2 'gone' devices, and those with the ids 0, 1 are not here: load it where "
+        "JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
+        f'there. JAX says: {of_jax.value}'
+    )

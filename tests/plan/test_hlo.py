@@ -41,6 +41,7 @@ GROUPS = {
         [[0, 4, 1, 5], [2, 6, 3, 7]],
     ),
     'mesh of listed devices': ("mesh['x'=2,'y'=2], device_ids=(3,1,2,0) {'y'}", [[3, 1], [2, 0]]),
+    'mesh with brackets in names': ("mesh['a]'=4,'{b}'=2] {'{b}'}", ROWS),
     'the first part of an axis': ("mesh['x'=8] {'x':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
     'the last part of an axis': ("mesh['x'=8] {'x':(4)2}", ROWS),
     'two parts of an axis': ("mesh['x'=8] {'x':(1)2,'x':(4)2}", [[0, 1, 4, 5], [2, 3, 6, 7]]),

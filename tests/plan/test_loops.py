@@ -46,6 +46,11 @@ def small(x):
     return x[0, 0] < 9
 
 
+@jax.jit
+def beside_a_key(key, number):
+    return jax.random.split(key), number + 2
+
+
 # name -> (function, rounds, how well known)
 LOOPS = {
     'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACTLY),
@@ -107,6 +112,11 @@ LOOPS = {
     'from a constant that is computed': (
         lambda x: while_(lambda i: i < 9, lambda i: i + 1, jax.lax.mul(jnp.int32(2), 1) - 2)(x),
         9,
+        EXACTLY,
+    ),
+    'from a call that takes a key': (
+        lambda x: while_(lambda i: i < 9, lambda i: i + 1, beside_a_key(jax.random.key(0), 1)[1])(x),
+        6,
         EXACTLY,
     ),
     'or until something happens': (

@@ -68,6 +68,12 @@ def test_what_is_on_the_host_does_not_count():
     assert step.stored_bytes[0] <= 4
 
 
+@pytest.mark.parametrize('name', ['w', 'größe', 'a"b', "a'b", 'a\\b', 'a\\41', 'a}]b'])
+def test_shardings_of_arguments_by_their_names(name):
+    given, results = lowered(lambda tree: tree[name], {name: array(8, 16, spec=P('fsdp'))}).shardings
+    assert (given, results) == ([NamedSharding(HELPER.mesh, P('fsdp', None))], [None])
+
+
 # --- Identity -------------------------------------------------------------------------------------
 
 
@@ -114,6 +120,8 @@ def test_another_step_has_another_identity():
         identity(step),
         identity(of_y),
         identity(shape=(32, 32)),
+        identity(jnp.sin, shape=(80, 128)),
+        identity(jnp.sin, shape=(80, 256)),
         identity(spec='tp'),
         identity(helper=MeshShardingHelper([2, 4], ['fsdp', 'tp'])),
         identity(helper=reverse),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from scalax._plan import compilation
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.plan import Buffer, Counted, HostMoves, Memory, Plan, Source
 from scalax.sharding import (
@@ -99,6 +100,21 @@ def test_sources():
     gathers = [row for row in plan.collectives if row.kind == 'all-gather']
     assert {row.source.line for row in gathers} == {first + 1, first + 2}
     assert all(row.source.file == __file__ for row in plan.collectives)
+
+
+def test_names_with_letters_and_signs_of_all_kinds():
+    """Programs hold them escaped, in two ways."""
+    names, file = {}, '/home/josé/"a\\b".py'
+    exec(compile('def größe(x, w):\n    return (x @ w["ö\\""]).sum(0)', file, 'exec'), names)
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'a]"b'])
+    step = helper.sjit(names['größe'], in_shardings=(P('fsdp'), {'ö"': P(None, 'a]"b')}))
+    plan = helper.plan(step, leaf(64, 64), {'ö"': leaf(64, 64)})
+    [reduce] = plan.collectives
+    assert (reduce.axes, reduce.source) == (('fsdp',), Source('', file, 2, 'größe'))
+    assert [(row.path, row.spec) for row in plan.inputs.rows] == [
+        ('x', P('fsdp')),
+        ('w/ö"', P(None, 'a]"b')),
+    ]
 
 
 def test_an_argument_that_is_moved_is_named():
@@ -355,6 +371,20 @@ def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def test_a_program_of_one_device_from_a_cache_is_compiled_again(monkeypatch):
+    """Nothing is written about it then, of which the plan of an accelerator is made."""
+    compile_, dumps = compilation._compile, []
+
+    def cached_at_first(lowered, options):
+        dump = compile_(lowered, options)
+        dumps.append(dump if dumps else dataclasses.replace(dump, optimized=''))
+        return dumps[-1]
+
+    monkeypatch.setattr(compilation, '_compile', cached_at_first)
+    compiled = compilation.compile_lowered(jax.jit(jnp.sin).lower(leaf(8, 8)), 'rocm')
+    assert compiled.optimized == dumps[1].optimized != ''
 
 
 def test_none_among_arguments_and_outputs():

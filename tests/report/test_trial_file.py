@@ -96,5 +96,7 @@ def test_an_identity_is_that_of_a_program_and_its_compiler(monkeypatch):
     assert own == identity(['step', 'mesh'])
     assert identity(['<function f at 0x7f01>']) == identity(['<function f at 0x7f02>'])
     assert len({own, identity(['step', 'mesh2']), identity(['step'])}) == 3
+    arrays = [f'tensor<{rows}x{columns}xf32>' for rows in (8, 80, 100) for columns in (1, 10, 128, 256)]
+    assert len({identity([array]) for array in arrays}) == len(arrays)
     monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_something=true')
     assert identity(['step', 'mesh']) != own

@@ -146,6 +146,30 @@ def test_sums_are_kept_in_float32():
     assert summed(ones).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize('dtype', ['float16', 'float8_e4m3fn', 'float8_e5m2', 'float4_e2m1fn'])
+@pytest.mark.parametrize(('reduce', 'expected'), [('sum', 6), ('mean', 1.5)])
+def test_narrow_floats(dtype, reduce, expected):
+    parts = microbatch(lambda x: x[0], 4, batch=0, reduce=reduce)(np.array([0, 1, 2, 3], dtype))
+    assert (parts.dtype, float(parts)) == (jnp.dtype(dtype), expected)
+
+
+def test_positions_are_those_of_positional_parameters():
+    def scaled(scale, rows, *, weights):
+        return (scale * rows * weights.sum()).sum()
+
+    rows, weights = np.arange(6, dtype=np.float32), np.ones(2, np.float32)
+    parts = microbatch(scaled, 3, batch=-1, reduce='sum')(2.0, rows, weights=weights)
+    assert float(parts) == 2 * 15 * 2
+
+
+def test_all_of_the_extra_arguments_are_divided_by_name():
+    def total(*args):
+        return args[0].sum() + args[1].sum()
+
+    rows = np.arange(6, dtype=np.float32)
+    assert float(microbatch(total, 3, batch='args', reduce='sum')(rows, rows)) == 30
+
+
 def test_keys_are_folded(rng):
     def noise(x, key):
         return jax.random.normal(key, ()) + 0 * x.sum()
@@ -250,7 +274,17 @@ ERRORS = {
     'another argument': (
         lambda: microbatch(loss, 2, batch='bach'),
         ArgumentError,
-        "microbatch: loss has no argument 'bach' (did you mean 'batch'?)",
+        "microbatch: loss(params, batch) has no argument 'bach' (did you mean 'batch'?)",
+    ),
+    'a position among extra arguments': (
+        lambda: microbatch(lambda *args: args[0].sum(), 2, batch=0),
+        ArgumentError,
+        'microbatch: <lambda>(*args) has no argument 0 (give its name)',
+    ),
+    'a position that no argument has': (
+        lambda: microbatch(loss, 2, batch=(1, 2)),
+        ArgumentError,
+        'microbatch: loss(params, batch) has no argument 2 (give its name)',
     ),
     'rows that do not divide': (
         lambda: microbatch(loss, 4)({}, {'x': ROWS, 'y': ROWS, 'n': 3}),

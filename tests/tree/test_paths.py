@@ -11,6 +11,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from scalax._tree.paths import (
     NamedTree,
     _path_strings,
+    bits_of,
     describe_leaf,
     has_foreign_dtype,
     join,
@@ -140,6 +141,18 @@ def test_typed_keys_are_described():
 
 class OfAnotherLibrary:
     shape, dtype = (2,), object()
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'bits'),
+    [
+        *((np.dtype('bool'), 8), (np.dtype('int2'), 2), (np.dtype('int4'), 4), (np.dtype('uint4'), 4)),
+        *((np.dtype('float4_e2m1fn'), 4), (np.dtype('float8_e4m3fn'), 8), (np.dtype('bfloat16'), 16)),
+        *((np.dtype('complex64'), 64), (jax.random.key(0).dtype, 64), (jax.dtypes.float0, 0)),
+    ],
+)
+def test_bits_on_a_device(dtype, bits):
+    assert bits_of(dtype) == bits
 
 
 @pytest.mark.parametrize(

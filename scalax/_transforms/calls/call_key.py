@@ -129,7 +129,7 @@ def type_of(leaf: Any) -> Any:
         raise TypeError(str(error)) from None
     except (TypeError, OverflowError):
         raise
-    except Exception:  # of a view of a reference, which JAX takes apart itself
+    except Exception:  # noqa: BLE001 - of a view of a reference, which JAX takes apart itself
         return type(leaf)
 
 

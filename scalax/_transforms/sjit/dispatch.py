@@ -523,7 +523,7 @@ def _fails_alike(error: Exception, call: Callable[..., Any], flat_args: Sequence
     """Whether a call of deleted arguments, which runs nothing, fails with the same error."""
     try:
         call(*flat_args)
-    except Exception as again:
+    except Exception as again:  # noqa: BLE001 - only compared with the one that is raised
         return type(again) is type(error) and str(again) == str(error)
     return False
 

@@ -378,7 +378,7 @@ def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -
         return tree
     try:
         return with_moved(tree, targets, as_moved)
-    except Exception:  # a node that takes nothing but arrays
+    except Exception:  # noqa: BLE001 - a node that takes nothing but arrays
         return with_moved(tree, targets, moved)
 
 

@@ -305,7 +305,7 @@ class ProgramTable:
                 if program is not None:
                     self.add(flat_args, program)
             return program
-        except Exception:  # of calls that nothing serves, which `dispatch` explains
+        except Exception:  # noqa: BLE001 - of calls that nothing serves, which `dispatch` explains
             return None
 
     def __call__(self, *flat_args: Any) -> Any:
