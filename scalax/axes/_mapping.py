@@ -145,10 +145,11 @@ def names_text(axes: Any) -> str:
     pattern, text = dimensions_of(axes)
     names = [part for parts in pattern.dimensions for part in parts if isinstance(part, str)]
     for name in names:
-        if not name.isidentifier() or name == '_':
+        if not name.isidentifier() or name != name.strip('_'):
             raise RuleError(
                 f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which '
-                'names its dimensions itself, or give the axis a name of letters, digits and underscores'
+                'names its dimensions itself, or give the axis a name of letters and digits, with '
+                'underscores only inside'
             )
     return text
 

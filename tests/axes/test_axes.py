@@ -394,7 +394,7 @@ def test_haliax_answers_the_same(helper, axes):
             )
 
 
-@pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '...', '(x'])
+@pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '_x', '...', '(x'])
 def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
     axis, mapping = hax.Axis(name, 15), {'batch': 'data', name: 'tp'}
     with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(mapping):
@@ -407,7 +407,8 @@ def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
         assert pspec_for(['batch', axis, 'embed mlp']) == P('data', 'tp', None, None)
         said = (
             f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which names '
-            'its dimensions itself, or give the axis a name of letters, digits and underscores'
+            'its dimensions itself, or give the axis a name of letters and digits, with '
+            'underscores only inside'
         )
         with pytest.raises(RuleError, match=exactly(said)):
             shard(np.ones((8, 2)), (BATCH, axis))
