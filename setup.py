@@ -38,7 +38,6 @@ EXTRAS = {
         *EXAMPLES,
         *DOCS,
         'build',
-        'einops',  # patterns of dimensions mean what they mean there
         'equinox',
         'flatbuffers',
         # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
@@ -70,7 +69,7 @@ setup(
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
     package_data={'scalax': ['py.typed', '_report/assets/*', 'explain/assets/*']},
-    install_requires=['jax>=0.10', 'numpy'],
+    install_requires=['einops>=0.8', 'jax>=0.10', 'numpy'],
     extras_require=EXTRAS,
     entry_points={'console_scripts': ['scalax = scalax.__main__:run']},
     classifiers=[

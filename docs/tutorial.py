@@ -83,6 +83,7 @@ for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp')))
 #
 # A `NamedSharding` is a spec and a mesh, and so determines the block of each device.
 # `helper.match_sharding_rule` makes NamedShardings from specs, and from scalax's rules for whole models.
+# Arrays may have any number of dimensions: the kernels of a convolution have outputs, inputs, height, width.
 #
 # `P('dp')` and `P('dp', None)` mean the same, but are not equal. Compare shardings with `is_equivalent_to`.
 
@@ -90,6 +91,8 @@ for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp')))
 sharding = helper.match_sharding_rule(P('dp', 'mp'), x)
 print(sharding == NamedSharding(helper.mesh, P('dp', 'mp')))
 print('each device has', sharding.shard_shape(x.shape), 'of', x.shape)
+kernels = helper.match_sharding_rule(P('mp', 'dp', None, None), np.zeros((64, 32, 3, 3)))
+print('and', kernels.shard_shape((64, 32, 3, 3)), 'of', (64, 32, 3, 3))
 print(P('dp') == P('dp', None))
 print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.mesh, P('dp', None)), ndim=2))
 
@@ -98,13 +101,15 @@ print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.
 #
 # `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
 # for one sharding). Every array then has a `.sharding`, with its `.mesh` and `.spec`, `.devices()`, and
-# `.addressable_shards`, the blocks of this process. On Explicit axes its type has the sharding too.
+# `.addressable_shards`, the blocks of this process. `.is_fully_replicated` says whether each device has the
+# whole array. On Explicit axes its type has the sharding too.
 
 # %%
 explicit_x = helper.shard(x, P('dp', 'mp'))
 auto_x = auto.shard(x, P('dp', 'mp'))
 for each in (explicit_x, auto_x):
     print(each.sharding.spec, 'on', len(each.devices()), 'devices; type:', jax.typeof(each))
+print('replicated:', explicit_x.is_fully_replicated, helper.shard(x, P()).is_fully_replicated)
 first = explicit_x.addressable_shards[0]
 print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist())
 
@@ -112,7 +117,8 @@ print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist(
 # ## reshard
 #
 # `jax.reshard` gives an array another sharding along Explicit axes, eagerly or inside a program. If a mesh is
-# set (inside `sjit`, or under `jax.set_mesh`), a spec is enough. Otherwise it takes a NamedSharding.
+# set (inside `sjit`, or under `jax.set_mesh`), a spec is enough. Otherwise it takes a NamedSharding. Both are
+# hashable, so a program can take them as static arguments; it is traced once for each.
 
 # %%
 turned = helper.sjit(lambda x: jax.reshard(x, P('mp', 'dp')))(explicit_x)
@@ -120,6 +126,9 @@ print(jax.typeof(turned))
 with jax.set_mesh(helper.mesh):
     print(jax.typeof(jax.reshard(explicit_x, P(None, 'mp'))))
 print(jax.typeof(jax.reshard(explicit_x, NamedSharding(helper.mesh, P('mp')))))
+moved = helper.sjit(jax.reshard, static_argnums=1)
+for target in (NamedSharding(helper.mesh, P('mp')), P(None, 'dp')):
+    print(jax.typeof(moved(explicit_x, target)))
 
 # %% [markdown]
 # ## Pictures
@@ -200,11 +209,11 @@ for y in products(explicit_x, w):
 
 
 # %% [markdown]
-# ## grad, vmap and scan
+# ## grad, vmap, scan, while_loop and cond
 #
 # A gradient has the type of its parameter. Under `vmap` the mapped dimension keeps its axis, though the
-# function does not see it. The carry of `scan` must keep its type, sharding included: if it changes, reshard
-# it.
+# function does not see it. The carry of `scan` and `while_loop` must keep its type, and the branches of
+# `cond` must agree in theirs, sharding included: if it changes, reshard it.
 
 # %%
 print('gradient:', jax.typeof(helper.sjit(jax.grad(lambda x: (x**2).sum()))(explicit_x)))
@@ -234,6 +243,22 @@ except TypeError as error:
     print('the carry changes its type:', 'float32[8@dp,4]' in str(error))
 kept = helper.sjit(functools.partial(steps, lambda carry: jax.reshard(carry, P('dp', 'mp'))))
 print('the carry is brought back: ', jax.typeof(kept(explicit_x)))
+
+
+def doubled_or_whole(keep, x):
+    return jax.lax.cond(x.max() < 1000, lambda x: 2 * x, lambda x: keep(jax.reshard(x, P('dp'))), x)
+
+
+def until(keep, x):
+    return jax.lax.while_loop(lambda x: x.sum() < 9999, functools.partial(doubled_or_whole, keep), x)
+
+
+try:
+    helper.sjit(functools.partial(until, lambda x: x))(explicit_x)
+except TypeError as error:
+    print('the branches differ:       ', 'float32[8@dp,4@mp]' in str(error))
+kept = helper.sjit(functools.partial(until, lambda x: jax.reshard(x, P('dp', 'mp'))))
+print('the branches agree:        ', jax.typeof(kept(explicit_x)))
 
 # %% [markdown]
 # ## Auto axes: the compiler's choice, and constraints
@@ -543,6 +568,31 @@ step = auto.sjit(train_step, in_shardings=(tensor_parallel, P('dp')), out_shardi
 stepped = step(params, batch)
 print('as on one device:', same(stepped, on_one_device))
 collectives(auto.plan(step, params, batch))
+
+# %% [markdown]
+# Biases are sharded like the results that they are added to: that of `up` by columns. That of `down` is added
+# to the sum, so every device along `mp` has it whole. It adds no communication.
+
+
+# %%
+def dense(layer, x):
+    return x @ layer['kernel'] + layer['bias']
+
+
+def with_biases(layers, x):
+    return dense(layers['down'], jax.nn.gelu(dense(layers['up'], x)))
+
+
+layers = {name: {'kernel': kernel, 'bias': np.ones(kernel.shape[1])} for name, kernel in params.items()}
+biased = TreePathShardingRule(
+    ('up/kernel', P(None, 'mp')),
+    ('up/bias', P('mp')),
+    ('down/kernel', P('mp')),
+    ('down/bias', P()),
+)
+forward = auto.sjit(with_biases, in_shardings=(biased, P('dp')), out_shardings=P('dp'))
+print('as on one device:', same(forward(layers, batch), with_biases(layers, batch)))
+collectives(auto.plan(forward, layers, batch))
 
 # %% [markdown]
 # The two combine: `tensor_parallel & FSDPShardingRule('dp')` fills the dimensions that tensor parallelism

@@ -8,6 +8,12 @@ mesh, the binding of the training step, and the batch that is split over the dev
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -12,6 +12,12 @@ After "GShard: Scaling Giant Models with Conditional Computation and Automatic S
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import functools
 import math
 from collections.abc import Callable

@@ -11,6 +11,12 @@ place in the data is saved with the parameters, so that no digit is seen twice o
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import contextlib
 
 import grain

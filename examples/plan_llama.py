@@ -15,6 +15,12 @@ each device; nothing of it is ever allocated. Sizes: arXiv:2407.21783, table 3.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import dataclasses
 import time

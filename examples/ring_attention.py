@@ -12,6 +12,12 @@ After "Ring Attention with Blockwise Transformers for Near-Infinite Context" (Li
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import functools
 from collections.abc import Callable
 

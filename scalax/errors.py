@@ -22,7 +22,7 @@ already catch for the same kind of mistake:
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
     └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
 
-This module imports nothing of JAX, so that errors can be caught where JAX is absent.
+This module imports nothing of JAX, and of scalax only what knows nothing of sharding: every room may use it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ Run it again with more steps, or on another mesh, to continue.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import importlib
 from collections.abc import Sequence
 

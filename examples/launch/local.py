@@ -13,10 +13,15 @@ killed with SIGKILL they go on, and have to be ended by the ids that it has prin
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from types import FrameType

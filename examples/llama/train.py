@@ -14,13 +14,17 @@ The same program runs on several processes, which a launcher starts (`examples/l
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import contextlib
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np

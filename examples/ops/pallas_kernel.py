@@ -8,6 +8,12 @@ may do instead: rows go anywhere, columns stay together. On CPU the kernel runs 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import functools
 from typing import Any
 

@@ -8,6 +8,12 @@ One function, two rules: the scale is one number, or one for each column. The ar
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import jax
 import numpy as np
 

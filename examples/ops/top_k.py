@@ -8,6 +8,12 @@ these are gathered, and the largest of them are taken again.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from scalax._doctor.finding import Finding
 
-NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy')
+NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy', 'einops')
 OPTIONAL = ('libtpu', 'rich', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
 _PLUGIN = re.compile(r'jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)')
 _REQUIREMENT = re.compile(r'([\w.-]+)(?:\[[^]]*\])?([^;]*)')

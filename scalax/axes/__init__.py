@@ -5,7 +5,7 @@ outside of compiled functions, and can be queried. Arrays name their dimensions 
 variables, haliax's NamedArrays) or are named where they are sharded: ``shard(x, 'batch embed')``.
 """
 
-from scalax.axes._mapping import AxisMapping, axis_mapping
+from scalax.axes._mapping import AxisMapping, ResourceMapping, axis_mapping
 from scalax.axes._named_jit import fsdp, named_jit
 from scalax.axes._query import (
     physical_axis_name,
@@ -18,6 +18,7 @@ from scalax.axes._shard import auto_sharded, shard, shard_with_axis_mapping
 
 __all__ = [
     'AxisMapping',
+    'ResourceMapping',
     'auto_sharded',
     'axis_mapping',
     'fsdp',

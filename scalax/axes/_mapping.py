@@ -15,7 +15,10 @@ from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._pattern import Pattern, parse
 
 Entry = str | Sequence[str] | None
-AxisMapping = Mapping[str, Entry] | Sequence[tuple[str, Entry]] | LogicalAxisShardingRule
+ResourceMapping = Mapping[str, Entry]
+"""Logical axis name -> a mesh axis, several of them, or None, as a dict; haliax's name for it."""
+
+AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardingRule
 """Logical axis name -> a mesh axis, several of them, or None: a dict, pairs, or a whole rule."""
 
 
@@ -105,15 +108,17 @@ def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
 def dimensions_of(axes: Any) -> tuple[Pattern, str]:
     """The dimensions that are named, and how messages show them.
 
-    Strings are patterns; a haliax axis is one dimension, whatever it is called.
+    Strings are patterns; a haliax axis, or the key of a dict, is one dimension, whatever it is called.
 
     Raises:
-        RuleError: not a pattern, haliax axes, or a sequence of these.
+        RuleError: not a pattern, haliax axes, a dict of these, or a sequence of the first two.
     """
     if isinstance(axes, str):
         return parse(axes), axes
     if is_axis(axes):
         return Pattern(((axes.name,),)), str(axes.name)
+    if isinstance(axes, Mapping) and axes and all(map(_is_named_size, axes, axes.values())):
+        return Pattern(tuple((name,) for name in axes)), ' '.join(axes)
     if isinstance(axes, Sequence) and all(isinstance(axis, str) or is_axis(axis) for axis in axes):
         if not any(map(is_axis, axes)):
             return dimensions_of(' '.join(axes))
@@ -122,9 +127,13 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
             raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
         return Pattern(tuple(each for pattern in patterns for each in pattern.dimensions)), ' '.join(texts)
     raise RuleError(
-        "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these, "
-        f'got {axes!r}'
+        "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
+        f'by a dict of names and sizes, got {axes!r}'
     )
+
+
+def _is_named_size(name: Any, size: Any) -> bool:
+    return isinstance(name, str) and isinstance(size, int | None)
 
 
 def names_text(axes: Any) -> str:
@@ -136,10 +145,11 @@ def names_text(axes: Any) -> str:
     pattern, text = dimensions_of(axes)
     names = [part for parts in pattern.dimensions for part in parts if isinstance(part, str)]
     for name in names:
-        if not name.isidentifier() or name == '_':
+        if not name.isidentifier() or name != name.strip('_'):
             raise RuleError(
                 f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which '
-                'names its dimensions itself, or give the axis a name of letters, digits and underscores'
+                'names its dimensions itself, or give the axis a name of letters and digits, with '
+                'underscores only inside'
             )
     return text
 

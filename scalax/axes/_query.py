@@ -75,8 +75,8 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
 
     Args:
-        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes; or, as in
-            haliax, a tree whose arrays name them, for a tree of specs.
+        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, haliax axes, or a dict with
+            their sizes; or, as in haliax, a tree whose arrays name them, for a tree of specs.
         mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
         mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
 
@@ -106,11 +106,11 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     return decision.spec
 
 
-def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any = None) -> NamedSharding:
-    """The sharding of an array with these dimensions.
+def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any = None) -> NamedSharding:
+    """The sharding of an array with this dimension, or with these dimensions.
 
     Args:
-        axes: as for `pspec_for`.
+        axis: as for `pspec_for`.
         mapping: as for `pspec_for`.
         mesh: by default the mesh that is active.
 
@@ -127,47 +127,40 @@ def sharding_for_axis(axes: Any, mapping: AxisMapping | None = None, mesh: Any =
         P('data',)
     """
     found = required_mesh(mesh, 'sharding_for_axis')
-    return named_sharding(found, canonical(pspec_for(axes, mapping, mesh=found)))
+    return named_sharding(found, canonical(pspec_for(axis, mapping, mesh=found)))
 
 
 def round_axis_for_partitioning(
-    size: Any, axis: str | None = None, mapping: AxisMapping | None = None, *, mesh: Any = None
+    axis: Any, mapping: AxisMapping | None = None, *, size: Any = None, mesh: Any = None
 ) -> Any:
-    """The size, rounded up to a multiple of the number of devices along its mesh axes.
+    """The axis, with its size rounded up to a multiple of the number of devices along its mesh axes.
 
     Args:
-        size: the size; or a haliax Axis, which has a name too.
-        axis: the name of the dimension.
+        axis: a haliax Axis; or the name of the dimension.
         mapping: by default the mapping that is active; see `axis_mapping`.
+        size: the size, beside a name.
         mesh: by default the mesh that is active.
 
     Returns:
-        What *size* is: a number, or an Axis. It is the same for a name that is not mapped.
+        An Axis for an Axis, a size for a name. Without a mapping for the name the size stays as it is.
 
     Raises:
         MeshError: there is no mesh.
-        RuleError: a size without a name, or no size.
+        RuleError: a name without a size, or a size without a name.
 
     Example:
         >>> from scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([8], ['tp'])
-        >>> round_axis_for_partitioning(50257, 'vocab', {'vocab': 'tp'}, mesh=helper)
+        >>> round_axis_for_partitioning('vocab', {'vocab': 'tp'}, size=50257, mesh=helper)
         50264
     """
-    name: Any = axis
-    if is_axis(size):
-        if not isinstance(axis, str | None):  # haliax's form: the mapping follows the axis
-            name, mapping = None, axis
-        return size.resize(_rounded(size.size, name or size, mapping, mesh))
-    if (
-        not isinstance(size, int | np.integer)
-        or isinstance(size, bool)
-        or size < 0
-        or not isinstance(axis, str)
-    ):
+    if is_axis(axis) and size is None:
+        return axis.resize(_rounded(axis.size, axis, mapping, mesh))
+    is_size = isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
+    if not is_size or not isinstance(axis, str):
         raise RuleError(
-            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, got "
-            f'{size!r} and {axis!r}'
+            "round_axis_for_partitioning takes a name and its size ('vocab', size=50257) or a haliax Axis, "
+            f'got {axis!r} and size={size!r}'
         )
     return _rounded(int(size), axis, mapping, mesh)
 

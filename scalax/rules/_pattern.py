@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from typing import Any
 
 from scalax.errors import RuleError
 
@@ -55,9 +55,9 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
     """Reads a pattern.
 
     Args:
-        text: names separated by spaces, one a dimension. ``(a b)`` is one dimension, *a* outermost;
-            ``_`` is a dimension without a name, a number one of that size; ``...`` stands for any
-            number of dimensions.
+        text: names separated by spaces, one a dimension, as einops takes them: they neither begin nor end
+            with an underscore. ``(a b)`` is one dimension, *a* outermost; ``_`` is a dimension without a
+            name, a number one of that size; ``...`` stands for any number of dimensions.
         whole: the text that it is a part of, for errors; by default it is not.
         start: where it starts in the whole.
 
@@ -72,54 +72,36 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
         >>> parse('... embed').of_rank(3)
         ((None,), (None,), ('embed',))
     """
+    # Here, so that importing scalax does not import it.
+    from einops import EinopsError
+    from einops.parsing import ParsedExpression
+
     error = functools.partial(pattern_error, whole or text)
-    dimensions: list[Dimension] = []
-    ellipsis: int | None = None
-    group: list[Part] | None = None
-    opened = 0
-    seen: set[str] = set()
-    for token in _TOKEN.finditer(text):
-        word, at = token.group(), start + token.start()
-        if word == '(':
-            if group is not None:
-                raise error(at, 'a group inside a group')
-            group, opened = [], at
-        elif word == ')':
-            if group is None:
-                raise error(at, "a ')' without a '('")
-            dimensions.append(tuple(group))
-            group = None
-        elif word == '...':
-            if group is not None:
-                raise error(at, "a '...' inside a group")
-            if ellipsis is not None:
-                raise error(at, "a second '...'")
-            ellipsis = len(dimensions)
-        else:
-            parts = _parts(word, seen, functools.partial(error, at))
-            if group is None:
-                dimensions.append(parts)
-            else:
-                group.extend(parts)
-    if group is not None:
-        raise error(opened, "a '(' that is never closed")
-    return Pattern(tuple(dimensions), ellipsis)
+    spaced, still_open = re.sub(r'\s', ' ', text), 0
+    parsed = ParsedExpression('')
+    # Longer and longer parts, because einops does not say where a pattern is wrong.
+    for token in _TOKEN.finditer(spaced):
+        part, at = spaced[: token.end()], start + token.start()
+        still_open = part.count('(') - part.count(')')
+        try:
+            parsed = ParsedExpression(part + ')' * still_open, allow_underscore=True)
+        except EinopsError as problem:
+            raise error(at, ' '.join(str(problem).replace('…', '...').split())) from None
+        if parsed.has_ellipsis_parenthesized or token.group() == '…':
+            raise error(at, "dimensions without names are '...', outside of groups")
+    if still_open:
+        raise error(start + text.rindex('('), "a '(' that is never closed")
+    groups = [group for group in parsed.composition if isinstance(group, list)]
+    return Pattern(
+        tuple(tuple(map(_part, group)) for group in groups),
+        # The ellipsis is the only entry that is not a list.
+        next((i for i, group in enumerate(parsed.composition) if isinstance(group, str)), None),
+    )
 
 
-def _parts(word: str, seen: set[str], error: Callable[[str], RuleError]) -> Dimension:
-    """A name or a number, as a dimension of its own."""
-    if word.isdecimal():
-        if int(word) == 0:
-            raise error('a dimension of size 0')
-        return () if int(word) == 1 else (int(word),)
-    if word == '_':
-        return (None,)
-    if not word.isidentifier():
-        raise error(f'{word!r} is not a name')
-    if word in seen:
-        raise error(f'{word!r} stands twice')
-    seen.add(word)
-    return (word,)
+def _part(part: Any) -> Part:
+    """A part as einops has it: a name, or an object with the size of an axis without one."""
+    return None if part == '_' else part if isinstance(part, str) else part.value
 
 
 def pattern_error(text: str, at: int, why: str) -> RuleError:

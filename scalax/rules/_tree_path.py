@@ -20,12 +20,12 @@ from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, 
 class TreePathShardingRule(BuiltinRule):
     """Chooses by leaf path: the first pair whose regex is found (``re.search``) in the path wins.
 
-    Scalars and arrays of one element are replicated whatever their path.
+    Scalars and arrays of one element are replicated whatever their path, and whether or not a regex matches.
 
     Args:
         *rules: pairs of a regex and a value. A value is a PartitionSpec; another rule, which then
             decides about the leaves of that pair; or None, which leaves them to the compiler.
-        strict: a leaf that no regex matches is an error; with False it is replicated.
+        strict: any other leaf that no regex matches is an error; with False it is replicated.
         on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 

@@ -1,5 +1,7 @@
 """Named axes: which mapping is active, what it does to trees, and what it can be asked."""
 
+import collections.abc
+import inspect
 import re
 import threading
 import warnings
@@ -248,7 +250,7 @@ def test_a_function_that_jax_has_cached_sees_the_mapping_of_its_caller(helper):
 def test_shapes_may_depend_on_the_mapping(helper):
     @helper.sjit(out_shardings=P('data'))
     def table():
-        return jnp.zeros((round_axis_for_partitioning(12, 'vocab'), 2))
+        return jnp.zeros((round_axis_for_partitioning('vocab', size=12), 2))
 
     for mapping, rows in (({'vocab': 'data'}, 12), ({'vocab': ('data', 'tp')}, 16), ({'vocab': 'data'}, 12)):
         with axis_mapping(mapping):
@@ -273,7 +275,10 @@ def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
         MeshError, match=exactly('mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got 3')
     ):
         shard(np.ones((8, 8)), 'batch mlp', MAPPING, mesh=3)
-    said = "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these"
+    said = (
+        "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
+    )
+    said += 'by a dict of names and sizes'
     with pytest.raises(RuleError, match=exactly(f'{said}, got 5')):
         shard(np.ones(8), 5)
 
@@ -295,6 +300,35 @@ def test_calls_as_haliax_has_them(helper):
                 assert sharded.array.sharding.is_equivalent_to(placed, 2)
             assert partitioning.sharding_for_axis(BATCH, {'batch': 'data'}, mesh).spec == P('data')
     assert shard(x, {'batch': 'data'}, helper).array.sharding.spec == P('data')
+
+
+SHARED = sorted(
+    {*scalax.axes.__all__} & {*hax.partitioning.__all__, 'physical_axis_size', 'sharding_for_axis'}
+)
+
+
+@pytest.mark.parametrize('name', [name for name in SHARED if name not in ('ResourceMapping', 'fsdp')])
+def test_arguments_are_called_as_by_haliax_and_have_its_order(name):
+    theirs = inspect.signature(getattr(hax.partitioning, name)).parameters.values()
+    ours = inspect.signature(getattr(scalax.axes, name))
+    named = [each.name for each in theirs if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    positional = [each.name for each in theirs if each.kind == each.POSITIONAL_OR_KEYWORD]
+    if name == 'pspec_for':  # it has a row in docs/axes.md
+        named, positional = ['mapping'], ['axes', 'mapping']
+    if name == 'shard':  # names of dimensions may be in the place of the mapping, and move the others on
+        positional = ['x']
+    ours.bind_partial(**dict.fromkeys(named))
+    assert list(ours.bind_partial(*positional).arguments) == positional
+    assert list(ours.bind_partial(*positional).arguments.values()) == positional
+
+
+def test_haliaxs_name_of_a_mapping():
+    mapping: scalax.axes.ResourceMapping = {'batch': 'data'}
+    assert (
+        scalax.axes.ResourceMapping
+        == collections.abc.Mapping[str, str | collections.abc.Sequence[str] | None]
+    )
+    assert physical_axis_name('batch', mapping) == 'data'
 
 
 def test_names_by_keyword_count_first():
@@ -322,6 +356,26 @@ def test_specs_of_trees(helper):
 # Questions -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    'axes',
+    [BATCH, 'mlp', {'batch': 8, 'embed': 4, 'mlp': None}, (BATCH, 'mlp')],
+    ids=['axis', 'name', 'dict', 'mixed'],
+)
+def test_haliax_takes_the_same_axes(helper, axes):
+    mapping = {'batch': 'data', 'mlp': 'tp'}
+    ours = sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
+    rank = 3 if isinstance(axes, dict) else 2
+    theirs = hax.partitioning.sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
+    assert ours.is_equivalent_to(theirs, rank)
+    assert isinstance(axes, str) or ours.spec[0] == 'data'
+
+
+@pytest.mark.parametrize('wrong', [{}, {'w': 'embed mlp'}, {3: 8}], ids=str)
+def test_other_dicts_name_no_dimensions(helper, wrong):
+    with pytest.raises(RuleError, match=re.escape(f'or by a dict of names and sizes, got {wrong!r}')):
+        sharding_for_axis(wrong, MAPPING, helper.mesh)
+
+
 @pytest.mark.parametrize('axes', [(BATCH,), (BATCH, EMBED), (EMBED, MLP), (MLP, BATCH, EMBED)])
 def test_haliax_answers_the_same(helper, axes):
     mapping = {'batch': 'data', 'mlp': ('tp',), 'embed': None}
@@ -334,10 +388,13 @@ def test_haliax_answers_the_same(helper, axes):
             assert physical_axis_size(axis) == partitioning.physical_axis_size(axis)
             assert round_axis_for_partitioning(axis) == partitioning.round_axis_for_partitioning(axis)
             odd = axis.resize(axis.size + 1)
-            assert round_axis_for_partitioning(odd) == partitioning.round_axis_for_partitioning(odd)
+            assert round_axis_for_partitioning(axis=odd) == partitioning.round_axis_for_partitioning(axis=odd)
+            assert (
+                round_axis_for_partitioning(axis.name, size=odd.size) == round_axis_for_partitioning(odd).size
+            )
 
 
-@pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '...', '(x'])
+@pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '_x', '...', '(x'])
 def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
     axis, mapping = hax.Axis(name, 15), {'batch': 'data', name: 'tp'}
     with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(mapping):
@@ -350,7 +407,8 @@ def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
         assert pspec_for(['batch', axis, 'embed mlp']) == P('data', 'tp', None, None)
         said = (
             f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which names '
-            'its dimensions itself, or give the axis a name of letters, digits and underscores'
+            'its dimensions itself, or give the axis a name of letters and digits, with '
+            'underscores only inside'
         )
         with pytest.raises(RuleError, match=exactly(said)):
             shard(np.ones((8, 2)), (BATCH, axis))
@@ -367,11 +425,11 @@ def test_questions_by_name(helper):
         assert pspec_for('(batch mlp) embed') == P(('data', 'tp'), None)
         assert pspec_for('(batch 3) _ 1') == P('data', None, None)
         assert sharding_for_axis('batch embed') == jax.sharding.NamedSharding(helper.mesh, P('data'))
-        assert round_axis_for_partitioning(50257, 'vocab') == 50264
-        assert round_axis_for_partitioning(50257, 'embed') == 50257
-        assert round_axis_for_partitioning(50264, 'vocab') == 50264
-        assert round_axis_for_partitioning(0, 'vocab') == 0
-        assert round_axis_for_partitioning(np.int64(50257), 'vocab') == 50264
+        assert round_axis_for_partitioning('vocab', size=50257) == 50264
+        assert round_axis_for_partitioning('embed', size=50257) == 50257
+        assert round_axis_for_partitioning('vocab', size=50264) == 50264
+        assert round_axis_for_partitioning('vocab', size=0) == 0
+        assert round_axis_for_partitioning('vocab', size=np.int64(50257)) == 50264
         assert round_axis_for_partitioning(hax.Axis('batch', 5), {'batch': 'tp'}).size == 6
     assert pspec_for('batch embed', mesh=helper) == P(None, None)  # no mapping: nothing is mapped
 
@@ -395,7 +453,7 @@ def test_sizes_of_a_rule_do_not_matter_to_names(helper):
         (lambda: physical_axis_size('batch', MAPPING), 'physical_axis_size needs a mesh'),
         (lambda: sharding_for_axis('batch', MAPPING), 'sharding_for_axis needs a mesh'),
         (
-            lambda: round_axis_for_partitioning(5, 'batch', MAPPING),
+            lambda: round_axis_for_partitioning('batch', MAPPING, size=5),
             'round_axis_for_partitioning needs a mesh',
         ),
     ],
@@ -418,13 +476,13 @@ def test_questions_about_a_mesh_need_one(ask, said):
         ),
         (
             lambda: round_axis_for_partitioning(5),
-            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, "
-            'got 5 and None',
+            "round_axis_for_partitioning takes a name and its size ('vocab', size=50257) or a haliax Axis, "
+            'got 5 and size=None',
         ),
         (
-            lambda: round_axis_for_partitioning(-5, 'vocab', MAPPING),
-            "round_axis_for_partitioning takes a size and its name (50257, 'vocab') or a haliax Axis, "
-            "got -5 and 'vocab'",
+            lambda: round_axis_for_partitioning('vocab', MAPPING, size=-5),
+            "round_axis_for_partitioning takes a name and its size ('vocab', size=50257) or a haliax Axis, "
+            "got 'vocab' and size=-5",
         ),
         (
             lambda: pspec_for([BATCH, '... embed'], MAPPING),

@@ -33,8 +33,8 @@ REFUSED, INTERRUPTED = 2, 130
 
 
 def run(module: str, *arguments: str, code: str = '', **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs an example, or `code`, to its end."""
-    what = ['-c', code] if code else ['-m', module, *arguments]
+    """Runs an example, by its module or as a file, or `code`, to its end."""
+    what = ['-c', code] if code else ['-m', module, *arguments] if module else arguments
     return subprocess.run(
         [sys.executable, *what],
         cwd=ROOT,
@@ -163,6 +163,48 @@ def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=TIMEOUT_S) == -signal.SIGINT
     assert not (tmp_path / 'numbers.json').exists()
+
+
+PROGRAMS = [
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / 'examples').rglob('*.py'))
+    if "__name__ == '__main__'" in path.read_text(encoding='utf-8')
+]
+
+# Imports them in one process, as Python does when it starts a file, or a module; no program runs.
+IMPORTS = """
+import runpy, sys
+from absl import flags
+
+given = set(flags.FLAGS)
+for program, folder in {programs}:
+    sys.path[0] = folder
+    runpy.{how}
+    for flag in set(flags.FLAGS) - given:
+        delattr(flags.FLAGS, flag)
+    for module in [module for module in sys.modules if module.startswith('examples')]:
+        del sys.modules[module]
+"""
+
+
+def test_all_start_as_files() -> None:
+    programs = [(str(path), str(ROOT / path.parent)) for path in PROGRAMS]
+    assert len(programs) > 10
+    ended = run('', code=IMPORTS.format(programs=programs, how='run_path(program)'), PYTHONPATH='')
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_all_start_as_modules() -> None:
+    programs = [('.'.join(path.with_suffix('').parts), str(ROOT)) for path in PROGRAMS]
+    how = "run_module(program, run_name='started', alter_sys=True)"
+    ended = run('', code=IMPORTS.format(programs=programs, how=how), PYTHONPATH='')
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_modules_beside_a_file_do_not_hide_libraries() -> None:
+    """examples/frameworks has an equinox.py."""
+    ended = run('', 'examples/frameworks/train.py', '--framework=equinox', '--steps=1', PYTHONPATH='')
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_digits_are_learnt() -> None:

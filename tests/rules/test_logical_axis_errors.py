@@ -66,21 +66,36 @@ def pattern(text, why, at):
     return f'invalid pattern {text!r}: {why}\n  {text}\n  {" " * at}^'
 
 
+NO_ELLIPSIS = "dimensions without names are '...', outside of groups"
+DOTS = 'Expression may contain dots only inside ellipsis (...)'
+
+
 @pytest.mark.parametrize(
     ('names', 'why', 'at'),
     [
         ('embed (mlp', "a '(' that is never closed", 6),
-        ('embed mlp)', "a ')' without a '('", 9),
-        ('(embed (mlp))', 'a group inside a group', 7),
-        ('(... embed)', "a '...' inside a group", 1),
-        ('... embed ...', "a second '...'", 10),
-        ('embed mlp embed', "'embed' stands twice", 10),
-        ('embed (heads embed)', "'embed' stands twice", 13),
-        ('embed, mlp', "',' is not a name", 5),
-        ('embed -> mlp', "'-' is not a name", 6),
-        ('embed ..', "'.' is not a name", 6),
-        ('embed 3d', "'3d' is not a name", 6),
-        ('embed 0', 'a dimension of size 0', 6),
+        ('embed mlp)', 'Brackets are not balanced', 9),
+        (
+            '(embed (mlp))',
+            'Axis composition is one-level (brackets inside brackets not allowed)',
+            7,
+        ),
+        ('(... embed)', NO_ELLIPSIS, 1),
+        ('embed …', NO_ELLIPSIS, 6),
+        ('... embed ...', f'{DOTS}; only one ellipsis for tensor', 10),
+        ('embed mlp embed', 'Indexing expression contains duplicate dimension "embed"', 10),
+        ('embed (heads embed)', 'Indexing expression contains duplicate dimension "embed"', 13),
+        ('embed, mlp', "Unknown character ','", 5),
+        ('embed -> mlp', "Unknown character '-'", 6),
+        ('embed ..', DOTS, 6),
+        ('embed...', 'Invalid axis identifier: embed... not a valid python identifier', 5),
+        ('embed 3d', 'Invalid axis identifier: 3d not a valid python identifier', 6),
+        ('embed 0', 'Anonymous axis should have positive length, not 0', 6),
+        (
+            'embed _mlp',
+            'Invalid axis identifier: _mlp axis name should should not start or end with underscore',
+            6,
+        ),
         ('embed mpl', "axis_mapping has no name 'mpl' (did you mean 'mlp'?)", 6),
         ('(heads d) x', "axis_mapping has no name 'd' (known: 'embed', 'mlp', 'heads')", 7),
     ],

@@ -71,7 +71,13 @@ def test_kinds_of_arrays(make, rule):
 
 @pytest.mark.parametrize('x', [1, 1.0, True, 1j, np.float32(1), np.zeros(()), jax.random.key(0)], ids=str)
 @pytest.mark.parametrize(
-    'rule', [P(), FSDPShardingRule('data', min_fsdp_size=0), TreePathShardingRule(('', P('data')))]
+    'rule',
+    [
+        P(),
+        FSDPShardingRule('data', min_fsdp_size=0),
+        TreePathShardingRule(('', P('data'))),
+        TreePathShardingRule(('nothing', P('data')), strict=True),  # steps and counts need no pair
+    ],
 )
 def test_scalars_are_replicated(x, rule):
     assert spec_of(rule, x) == P()
