@@ -110,8 +110,8 @@ def initialize(
             variable ``JAX_COORDINATOR_ADDRESS``, else what JAX detects (SLURM, Open MPI, TPU, Kubernetes).
         num_processes: how many there are. Default: ``JAX_NUM_PROCESSES``, else what JAX detects.
         process_id: which of them this is, from 0. Default: ``JAX_PROCESS_ID``, else what JAX detects.
-        local_device_ids: the GPUs of this process, where several processes share a host.
-        cluster_detection_method: for JAX, such as ``'mpi4py'``.
+        local_device_ids: the GPUs of this process, such as where several processes share a host.
+        cluster_detection_method: for JAX, such as ``'mpi4py'``; ``'deactivate'``: it looks for no cluster.
         initialization_timeout: seconds to wait for the others. JAX ends the process when they are over.
         heartbeat_timeout: seconds after which a silent process counts as lost. JAX then ends all the others;
             its own default is 100.
@@ -119,8 +119,9 @@ def initialize(
             300.
 
     Raises:
-        ArgumentError: some of the three values are missing, or they do not fit together.
-        RuntimeError: JAX has been used before, so that it is too late.
+        ArgumentError: some of the three values are missing, or they do not fit together; or JAX detects no
+            cluster by *cluster_detection_method*.
+        RuntimeError: JAX has been used before, so that it is too late; or it cannot join.
 
     Example:
         >>> from scalax import distributed
@@ -136,8 +137,10 @@ def initialize(
     ):
         _whole(name, seconds, 1)
     if given.count == 1:
+        _choose(local_device_ids)
         return
-    unknown = given.nothing and _launcher() is None
+    method = None if cluster_detection_method == 'deactivate' else cluster_detection_method
+    unknown = given.nothing and method is None and local_device_ids is None and _launcher() is None
 
     def say(seconds: float) -> None:
         _log.warning('%s (%.0f of %g s)', given, seconds, initialization_timeout)
@@ -159,11 +162,15 @@ def initialize(
             raise
         if not given.nothing:
             raise ArgumentError(_half(given)) from None
+        if method is not None:
+            raise ArgumentError(_not_detected(method)) from None
         if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
             raise ArgumentError(_not_a_step(launcher)) from None
-    except RuntimeError:
-        # It is too late to join. A TPU may be part of a pod without any variable that tells.
-        if not unknown or jax.default_backend() == 'tpu':
+        _choose(local_device_ids)
+    except RuntimeError as error:
+        # Too late to join, but there is nobody to join. A TPU may be part of a pod without any variable that
+        # tells.
+        if not unknown or 'must be called before' not in str(error) or jax.default_backend() == 'tpu':
             raise
 
 
@@ -261,6 +268,25 @@ def _half(given: _Given) -> str:
         'What to do: give all three, as arguments or as the environment variables JAX_COORDINATOR_ADDRESS, '
         'JAX_NUM_PROCESSES and JAX_PROCESS_ID; or none for a program of one process.'
     )
+
+
+def _not_detected(method: str) -> str:
+    """What is wrong if a way to detect a cluster was asked for, and JAX detects none by it."""
+    return (
+        f'cluster_detection_method={method!r}, and JAX detects no cluster by that name: this process would '
+        'run alone.\n'
+        "What to do: install what it needs (mpi4py for 'mpi4py'), and start the program with its launcher; "
+        'leave the argument out, and JAX looks for the clusters that it knows; or give num_processes=1, if '
+        'it is meant to be alone.'
+    )
+
+
+def _choose(local_device_ids: int | Sequence[int] | None) -> None:
+    """Chooses the GPUs of a process that is alone, as JAX does where it joins several."""
+    if local_device_ids is not None:
+        ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
+        for kind in ('cuda', 'rocm'):
+            jax.config.update(f'jax_{kind}_visible_devices', ','.join(map(str, ids)))
 
 
 def _not_a_step(launcher: _Launcher) -> str:

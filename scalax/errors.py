@@ -20,6 +20,7 @@ already catch for the same kind of mistake:
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
+    ├── FollowingWarning                     a batch is not followed, because scalax has a mistake
     └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
 
 This module imports nothing of JAX, and of scalax only what knows nothing of sharding: every room may use it.
@@ -99,6 +100,10 @@ class UnusedAnnotationWarning(ScalaxWarning):
 
 class LostUpdateWarning(ScalaxWarning):
     """A compiled function changes a module of flax.nnx that it was given: it works on a copy."""
+
+
+class FollowingWarning(ScalaxWarning):
+    """A compiled function runs without following its batch, because of a mistake in scalax; please report."""
 
 
 class UnshardedWarning(ScalaxWarning):

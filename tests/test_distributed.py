@@ -64,8 +64,37 @@ def test_alone_nothing_happens() -> None:
         assert alone.output() == 'joined 0 1\n75\n'
 
 
+@pytest.mark.parametrize(
+    ('arguments', 'chosen'),
+    [('local_device_ids=1', '1'), ('num_processes=1, local_device_ids=range(2)', '0,1'), ('', 'all')],
+)
+def test_alone_with_some_of_the_devices(arguments: str, chosen: str) -> None:
+    code = JOIN.format(arguments=arguments) + "print(jax.config.values['jax_cuda_visible_devices'])"
+    with started(['-W', 'error', '-c', code]) as alone:
+        assert alone.wait() == (0,)
+        assert alone.output() == f'joined 0 1\n{chosen}\n'
+
+
 def test_alone_it_is_never_too_late() -> None:
     distributed.initialize()  # the tests have used JAX long ago
+
+
+@pytest.mark.parametrize(
+    'asked', [{'cluster_detection_method': 'mpi4py'}, {'local_device_ids': [0]}, {'process_id': 0}], ids=str
+)
+def test_what_is_asked_for_too_late_is_an_error(asked: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match='must be called before'):
+        distributed.initialize(**asked)
+    distributed.initialize(cluster_detection_method='deactivate')  # asks for nothing
+
+
+def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError('no route to the coordinator')
+
+    monkeypatch.setattr(distributed.jax.distributed, 'initialize', initialize)
+    with pytest.raises(RuntimeError, match='no route'):
+        distributed.initialize()
 
 
 @pytest.mark.one_jax
@@ -122,6 +151,7 @@ WRONG: list[tuple[tuple, dict[str, str]]] = [
     (('a:1',), {'JAX_NUM_PROCESSES': 'two'}),
     ((), {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}),
     ((), {'SLURM_PROCID': '0', 'SLURM_NTASKS': '2x'}),
+    ((None, None, None, ('cluster_detection_method', 'nobody')), {}),
 ]
 
 ASK = """

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import ELEMENTWISE, RULES
+from scalax._follow.primitives import ELEMENTWISE, RULES, primitive_name
 from scalax._follow.trail import LOST, Trail, merged, of_dims
 from scalax._follow.weights import SAME
 
@@ -156,7 +156,7 @@ class _Follower:
         return [value(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         if name in CALLS:
             return self.results(params[CALLS[name]], operands)
         if name == 'scan':
@@ -181,7 +181,7 @@ class _Follower:
 
     def _note(self, equation: Any, operands: Sequence[_Value]) -> None:
         """Takes note of the dimensions that meet in an equation."""
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         trails = [each.trail for each in operands]
         if name in _PRODUCTS:
             self.multiplied.update(each.argument for each in operands if each.argument is not None)

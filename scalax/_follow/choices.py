@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.follow import follow
 from scalax._follow.jaxprs import CALLS, opened, replaced
-from scalax._follow.primitives import ELEMENTWISE
+from scalax._follow.primitives import ELEMENTWISE, placed_by_user, primitive_name
 from scalax._follow.types import Arguments, Followed
 
 # Nothing is kept behind these, and they lose no rows.
@@ -52,7 +52,8 @@ def follow_choices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) 
 
 
 def _is_plain(equation: Any) -> bool:
-    name = equation.primitive.name
+    name = primitive_name(equation)
     if name in CALLS:
-        return all(map(_is_plain, opened(equation.params[CALLS[name]]).eqns))
+        inside = opened(equation.params[CALLS[name]]).eqns
+        return not any(placed_by_user(equation)) and all(map(_is_plain, inside))
     return name in _PLAIN

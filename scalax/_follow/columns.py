@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalax._follow.jaxprs import LOOPS
+from scalax._follow.primitives import primitive_name
 from scalax._follow.trail import Trail, Trails, axes_of
 
 _PRODUCTS = ('conv_general_dilated', 'dot_general')
@@ -47,7 +48,7 @@ class Columns:
             operands: the trails of its operands.
             result: the trail of its first result.
         """
-        name = equation.primitive.name
+        name = primitive_name(equation)
         if name in _PRODUCTS:
             self._note_product(equation, operands, result)
         elif name in LOOPS:
@@ -78,7 +79,7 @@ class Columns:
             self._of[id(out)] = frozenset({id(out)})
 
     def _note_other(self, equation: Any, ids: Sequence[int], result: Trail) -> None:
-        name = equation.primitive.name
+        name = primitive_name(equation)
         columns = _NONE.union(*[self._of.get(atom, _NONE) for atom in ids])
         whole, joined = not self._whole.isdisjoint(ids), not self._joined.isdisjoint(ids)
         if name in _JOINS and (whole or joined):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalax._follow.jaxprs import CALLS, WITH_JAXPRS, opened, scan_parts
+from scalax._follow.primitives import primitive_name
 
 
 class Dependence:
@@ -38,8 +39,9 @@ class Dependence:
             for equation in jaxpr.eqns:
                 if found.isdisjoint(map(id, equation.invars)):
                     continue
-                self.primitives.add(equation.primitive.name)
-                if equation.primitive.name in WITH_JAXPRS:
+                name = primitive_name(equation)
+                self.primitives.add(name)
+                if name in WITH_JAXPRS:
                     results = self._equation(equation, [id(atom) in found for atom in equation.invars])
                     found.update(itertools.compress(map(id, equation.outvars), results))
                 else:
@@ -49,7 +51,7 @@ class Dependence:
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         if name in CALLS:
             return self._results(params[CALLS[name]], operands)
         if name == 'scan':

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import DropVar, Literal
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._follow.jaxprs import opened, shape_of
+from scalax._follow.primitives import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, Trail
-from scalax._follow.types import Followed, Kept, Lost
+from scalax._follow.types import NOTHING_PLACED, Followed, Kept, Lost, Placed
 from scalax._follow.weights import Weights
 
 
@@ -27,6 +28,7 @@ class Edit:
         follow: follows a jaxpr inside it.
         jaxpr: the jaxpr.
         on_trail: the trails of its arguments.
+        placed: which of its arguments and results the user of the jaxpr places.
 
     Attributes:
         equations: the new equations.
@@ -39,12 +41,18 @@ class Edit:
         summed: the results of the loop at hand that are summed behind it.
         moved: a variable and where it moves to -> what moved.
         parts: a batch in parts -> the reshape that made it, and the trail of its operand.
-        users_given: the results of the user's constraints.
-        users_own: these, and what they take.
+        users_given: the values that the user places: the results of constraints, of `jax.device_put` with a
+            sharding, of a `jit` with `out_shardings`, and the arguments of one with `in_shardings`.
+        users_own: these, and what is computed only to be placed so.
     """
 
     def __init__(
-        self, shared: Shared, follow: Callable[..., Followed], jaxpr: Any, on_trail: dict[int, Trail]
+        self,
+        shared: Shared,
+        follow: Callable[..., Followed],
+        jaxpr: Any,
+        on_trail: dict[int, Trail],
+        placed: Placed,
     ) -> None:
         self.shared, self.follow, self.jaxpr, self.on_trail = shared, follow, jaxpr, on_trail
         self.equations: list[Any] = []
@@ -61,10 +69,14 @@ class Edit:
         self.summed: list[Any] = []
         self.moved: dict[tuple[int, Trail], Any] = {}
         self.parts: dict[int, tuple[Any, Trail]] = {}
-        users = [each for each in opened(jaxpr).eqns if each.primitive.name == 'sharding_constraint']
-        taken = {id(each.invars[0]) for each in users}
-        self.users_given = {id(each.outvars[0]) for each in users}
-        self.users_own = taken | self.users_given
+        inner = opened(jaxpr)
+        self.users_given = {id(inner.invars[i]) for i in placed[0]}
+        self.users_own = {id(inner.outvars[i]) for i in placed[1]}
+        for equation in inner.eqns:
+            taken, given = placed_by_user(equation)
+            self.users_own.update([id(equation.invars[i]) for i in taken])
+            self.users_given.update([id(equation.outvars[i]) for i in given])
+        self.users_own |= self.users_given
 
     def trail(self, atom: Any) -> Trail:
         """The trail of a variable or literal."""
@@ -78,9 +90,7 @@ class Edit:
         """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
         if id(var) in self.users_own or isinstance(var, DropVar):
             return False
-        # A constraint would bring a value back from there.
-        space = getattr(var.aval, 'memory_space', jax.memory.Space.Device)
-        return space == jax.memory.Space.Device and self.shared.has_rows(self.trail(var))
+        return _is_on_device(var) and self.shared.has_rows(self.trail(var))
 
     def has_open_rows(self, atom: Any) -> bool:
         """Whether a value has rows that no constraint of a user places."""
@@ -91,6 +101,14 @@ class Edit:
         added = self.shared.constraint(var, spec, equation.source_info)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
+
+    def hold(self, equation: Any) -> None:
+        """Constrains what `jax.device_put` places: compiled, JAX leaves out moves inside one memory."""
+        for i, sharding in placed_by_user(equation)[1].items():
+            var = equation.outvars[i]
+            same = isinstance(sharding, NamedSharding) and sharding.mesh.shape == self.shared.mesh.shape
+            if same and _is_on_device(var) and not isinstance(var, DropVar):
+                self.constrain(var, sharding.spec, equation)
 
     def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
@@ -105,10 +123,21 @@ class Edit:
             self.lost.append(Lost(equation, largest.aval))
 
     def inside(
-        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], *, before: int | None = None
+        self,
+        equation: Any,
+        jaxpr: Any,
+        trails: Sequence[Trail],
+        *,
+        before: int | None = None,
+        placed: Placed = NOTHING_PLACED,
     ) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
-        found = self.follow(jaxpr, trails, before=before)
+        found = self.follow(jaxpr, trails, before=before, placed=placed)
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         return found
+
+
+def _is_on_device(var: Any) -> bool:
+    """Whether a value is in the memory of devices. A constraint would bring one of the host's back."""
+    return bool(getattr(var.aval, 'memory_space', jax.memory.Space.Device) == jax.memory.Space.Device)

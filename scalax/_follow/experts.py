@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims
+from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims, primitive_name
 from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, put
 from scalax._follow.weights import SAME
 
@@ -57,7 +57,7 @@ class Stored:
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         if name in SAME or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
             return RULES[name](equation, operands)
         if name in CALLS:

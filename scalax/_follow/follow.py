@@ -14,7 +14,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -25,13 +25,23 @@ from scalax._follow.constraint import closed_spec_of, spec_of
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
 from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, shape_of
-from scalax._follow.kernels import KERNEL, split_of
+from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_scan, follow_while
 from scalax._follow.operands import place_operands
-from scalax._follow.primitives import CHOICES, ELEMENTWISE, RULES, SAID, own_dims
+from scalax._follow.primitives import (
+    CHOICES,
+    ELEMENTWISE,
+    KERNEL,
+    RULES,
+    SAID,
+    own_dims,
+    placed_at,
+    placed_by_user,
+    primitive_name,
+)
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, merged
-from scalax._follow.types import Arguments, FewRows, Followed, Kept
+from scalax._follow.types import NOTHING_PLACED, Arguments, FewRows, Followed, Kept, Placed
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -65,7 +75,14 @@ class _Follower:
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
-    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], *, before: int | None = None) -> Followed:
+    def jaxpr(
+        self,
+        jaxpr: Any,
+        trails: Sequence[Trail],
+        *,
+        before: int | None = None,
+        placed: Placed = NOTHING_PLACED,
+    ) -> Followed:
         """The jaxpr with constraints.
 
         Args:
@@ -73,30 +90,33 @@ class _Follower:
             trails: those of its arguments.
             before: if it is a round of a loop, how many of these are no elements of stacks. They come first,
                 and are constrained as well, and so are its results.
+            placed: which of its arguments and results the user places.
         """
-        key = id(jaxpr), tuple(trails), before
+        key = id(jaxpr), tuple(trails), before, placed
         if key not in self._known:
             arguments = opened(jaxpr).invars
             on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
             if (on_trail or self._shared.resumes) and opened(jaxpr).eqns:
-                edit = self._pass(jaxpr, on_trail)
+                edit = self._pass(jaxpr, on_trail, placed)
                 found = edit.made(before)
                 if edit.columns.better_whole:
-                    found = self._pass(jaxpr, on_trail, edit.columns.better_whole).made(before)
+                    found = self._pass(jaxpr, on_trail, placed, edit.columns.better_whole).made(before)
             else:
-                found = self._pass(jaxpr, on_trail).unchanged()
+                found = self._pass(jaxpr, on_trail, placed).unchanged()
             self._known[key] = jaxpr, found
         return self._known[key][1]
 
-    def _pass(self, jaxpr: Any, on_trail: dict[int, Trail], whole: Container[int] = ()) -> _Pass:
-        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), whole=whole)
+    def _pass(
+        self, jaxpr: Any, on_trail: dict[int, Trail], placed: Placed, whole: Container[int] = ()
+    ) -> _Pass:
+        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), placed, whole=whole)
 
 
 class _Pass(Edit):
     """The pass over one jaxpr.
 
     Args:
-        shared, follow, jaxpr, on_trail: as for `Edit`.
+        shared, follow, jaxpr, on_trail, placed: as for `Edit`.
         whole: the results of products whose columns are whole, as `Columns` found before.
 
     Attributes:
@@ -142,7 +162,7 @@ class _Pass(Edit):
         )
 
     def _equation(self, equation: Any) -> None:
-        name, trails = equation.primitive.name, self.shared.trails
+        name, trails = primitive_name(equation), self.shared.trails
         ids = [*map(id, equation.invars)]
         operands = [*map(self.on_trail.get, ids, LOSTS)]
         if name in ELEMENTWISE:  # most equations
@@ -169,6 +189,8 @@ class _Pass(Edit):
                 spec = spec_of(trail, self._whole_dims(equation, operands))
                 self.constrain(var, spec, equation)
                 self.kept.append(Kept(var.aval, spec, equation))
+        if name == 'device_put':
+            self.hold(equation)
         if self.shared.has_columns and equation.outvars:
             self.columns.note(equation, operands, self.trail(equation.outvars[0]))
         for var in self.summed:
@@ -220,7 +242,7 @@ class _Pass(Edit):
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
-        if equation.primitive.name == KERNEL:
+        if primitive_name(equation) == KERNEL:
             return set(range(max(len(shape_of(var)) for var in equation.outvars)))
         weights = [
             place
@@ -234,10 +256,9 @@ class _Pass(Edit):
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         if name in SAID:
-            said = zip(RULES[name](equation, operands), equation.outvars, strict=True)
-            return params, [self.shared.said(trail, var) for trail, var in said]
+            return params, [*map(self.shared.said, RULES[name](equation, operands), equation.outvars)]
         if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
             return params, ()
         if name in RULES:
@@ -250,12 +271,15 @@ class _Pass(Edit):
                 self.note_loss(equation)
             return params, results
         if name in CALLS:
-            inside = self.inside(equation, params[CALLS[name]], operands)
+            taken, given = placed_by_user(equation)
+            operands = self._placed(taken, operands, equation.invars)
+            inside = self.inside(equation, params[CALLS[name]], operands, placed=(tuple(taken), tuple(given)))
             self.weights.note_call(equation.invars, inside.multiplied)
             if inside.multiplied:
                 self.columns.note_use(equation.invars)
             self.weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
-            return {**params, CALLS[name]: inside.jaxpr}, inside.trails
+            results = self._placed(given, inside.trails, equation.outvars)
+            return {**params, CALLS[name]: inside.jaxpr}, results
         if name == 'scan':
             return follow_scan(self, equation, operands)
         if name == 'while':
@@ -271,7 +295,18 @@ class _Pass(Edit):
         self.note_loss(equation)
         return params, ()
 
+    def _placed(
+        self, shardings: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
+    ) -> list[Trail]:
+        """The trails of operands or results of a `jit` whose user places these."""
+        found = list(trails)
+        for i, sharding in shardings.items():
+            found[i] = self.shared.said(placed_at(sharding, found[i], atoms[i]), atoms[i])
+        return found
+
     def _may_matter(self, equation: Any) -> bool:
         """Whether an equation with jaxprs has rows inside, or gives weights that others multiply."""
-        called = equation.primitive.name in CALLS
-        return self.shared.resumes or (called and any(map(self.weights.is_weight, equation.invars)))
+        called = primitive_name(equation) in CALLS
+        if called and (any(map(self.weights.is_weight, equation.invars)) or any(placed_by_user(equation))):
+            return True
+        return self.shared.resumes

@@ -7,7 +7,7 @@ and counting FLOPs both read this here: it is what differs between versions of J
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -75,3 +75,13 @@ def _leading(fits: Callable[[Any, Any], bool], a: Sequence[Any], b: Sequence[Any
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal; that of what has none, such as a token, is empty."""
     return tuple(getattr(atom.aval, 'shape', ()))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of those inside it."""
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        for value in equation.params.values():
+            for inside in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(opened(inside), 'eqns'):
+                    yield from equations(inside)

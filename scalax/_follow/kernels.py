@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,9 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.constraint import closed_spec_of
-from scalax._follow.jaxprs import opened, shape_of
+from scalax._follow.jaxprs import equations, opened, shape_of
 from scalax._follow.trail import Trail, of_dims
 
-KERNEL = 'pallas_call'
 # What tells a kernel its step, or how many there are.
 _NUMBERS = frozenset({'program_id', 'num_programs', 'axis_index'})
 _PARALLEL = ('parallel', 'core_parallel')
@@ -199,7 +198,7 @@ def _steps_are_apart(equation: Any, step: int) -> bool:
     # A kernel does not count the dimensions that jax.vmap adds.
     counted = [dim for dim in range(len(grid.grid)) if dim not in grid.vmapped_dims]
     number = counted.index(step)
-    for each in _equations(params['jaxpr']):
+    for each in equations(params['jaxpr']):
         name = each.primitive.name
         if name in _NUMBERS and each.params.get('axis', number) == number:
             return False
@@ -209,16 +208,6 @@ def _steps_are_apart(equation: Any, step: int) -> bool:
     said = getattr(params['compiler_params'], 'dimension_semantics', None) or ()
     parallel = len(said) == len(counted) and getattr(said[number], 'value', said[number]) in _PARALLEL
     return not grid.scratch_avals or parallel
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside it."""
-    for equation in opened(jaxpr).eqns:
-        yield equation
-        for value in equation.params.values():
-            for inside in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(opened(inside), 'eqns'):
-                    yield from _equations(inside)
 
 
 def _params_of_part(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:

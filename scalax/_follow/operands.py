@@ -11,7 +11,7 @@ from scalax._follow.edit import Edit
 from scalax._follow.experts import move_to_experts, stay, way
 from scalax._follow.jaxprs import shape_of
 from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
-from scalax._follow.primitives import RULES, columns_of_table
+from scalax._follow.primitives import RULES, columns_of_table, primitive_name
 from scalax._follow.trail import Trail, axes_of, common, merged, without
 
 _WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
@@ -23,7 +23,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
     Returns:
         the operands that are experts' weights to which rows move, by number.
     """
-    name, shared = equation.primitive.name, edit.shared
+    name, shared = primitive_name(equation), edit.shared
     if name == 'dot_general':
         experts = _experts(edit, equation, operands)
         if all(map(shared.has_rows, operands)):
@@ -106,7 +106,7 @@ def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     Else each device would have a sum of the size of its part of the table, and all would add these up.
     Where axes of the rows shard the columns of the table, rows become columns over these.
     """
-    name, shared, shape = equation.primitive.name, edit.shared, shape_of(equation.invars[0])
+    name, shared, shape = primitive_name(equation), edit.shared, shape_of(equation.invars[0])
     if name == 'gather' and equation.invars[0] not in shared.from_batch:
         stored = shared.stored.of(equation.invars[0])
         shared.tables[shape] = common(stored, shared.tables.get(shape, stored))

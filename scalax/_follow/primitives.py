@@ -5,10 +5,17 @@ A primitive that is not in the table loses the trail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import concurrent.futures
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import shape_of
+import jax
+import jax.extend.core.primitives
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from scalax._follow.jaxprs import WITH_JAXPRS, equations, shape_of
 from scalax._follow.trail import LOST, Trail, merged, of_dims
 from scalax._tree.specs import entry_axes
 
@@ -267,15 +274,45 @@ def _longer(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     return [of_dims(dict(enumerate(trails[0])), rank) if trails[0] else LOST] * len(eqn.outvars)
 
 
-def _constraint(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """What the user says holds; dimensions that are left open stay as they were."""
-    spec = getattr(eqn.params['sharding'], 'spec', None)
-    if spec is None:
-        return [LOST]
-    rank, open_ = len(shape_of(eqn.outvars[0])), eqn.params['unconstrained_dims']
-    dims = {i: entry_axes(entry) for i, entry in enumerate(spec) if i not in open_}
-    before = {i: trails[0][i] for i in open_} if trails[0] else {}
-    return [of_dims({**dims, **before}, rank)]
+def _placed(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
+    """What the user says holds."""
+    _, results = placed_by_user(eqn)
+    return [placed_at(results.get(i), trails[i], var) for i, var in enumerate(eqn.outvars)]
+
+
+def placed_at(sharding: Any, trail: Trail, var: Any) -> Trail:
+    """The trail of a value that has this sharding. Dimensions that are left open stay as they were.
+
+    Args:
+        sharding: where the user places it; None if nothing is said.
+        trail: its trail, without what is said.
+        var: the value.
+    """
+    if sharding is None:
+        return trail
+    dims = {
+        i: (trail[i] if trail else ()) if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
+        for i, entry in enumerate(getattr(sharding, 'spec', ()))
+    }
+    return of_dims(dims, len(shape_of(var)))
+
+
+def placed_by_user(eqn: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """The operands and the results of an equation that the user places, by number, with their shardings."""
+    name, params = primitive_name(eqn), eqn.params
+    if name == 'sharding_constraint':
+        said = [params['sharding']], [params['sharding']]
+    elif name == 'device_put':
+        said = params['devices'], params['devices']
+    elif name == 'jit':
+        said = params['in_shardings'], params['out_shardings']
+    else:
+        return {}, {}
+    inputs, results = [
+        {i: each for i, each in enumerate(shardings) if isinstance(each, jax.sharding.Sharding)}
+        for shardings in said
+    ]
+    return inputs, results
 
 
 def _shard_map(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
@@ -293,7 +330,7 @@ def own_dims(eqn: Any, place: int) -> Sequence[int]:
         eqn: a product, a convolution or a look-up; of others there are none.
         place: the number of the operand.
     """
-    name, rank = eqn.primitive.name, len(shape_of(eqn.outvars[0]))
+    name, rank = primitive_name(eqn), len(shape_of(eqn.outvars[0]))
     if name == 'dot_general':
         contracted, batch = eqn.params['dimension_numbers']
         left = len(shape_of(eqn.invars[0])) - len(contracted[0])
@@ -318,7 +355,7 @@ _ELEMENTWISE = """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(('optimization_barrier', 'device_put', 'copy_p', 'pvary'), _each),
+    **dict.fromkeys(('optimization_barrier', 'copy_p', 'pvary'), _each),
     **dict.fromkeys(('concatenate', 'pad', 'slice', 'dynamic_slice', 'split'), _elementwise),
     **dict.fromkeys(
         [f'reduce_{name}' for name in ('sum', 'max', 'min', 'prod', 'and', 'or', 'xor')], _reduce
@@ -337,7 +374,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *('cholesky', 'eig', 'eigh', 'householder_product', 'lu', 'qr', 'schur', 'svd'),
-            *('triangular_solve', 'tridiagonal', 'tridiagonal_solve', 'hessenberg', 'geqrf'),
+            *('triangular_solve', 'tridiagonal', 'tridiagonal_solve', 'hessenberg'),
         ),
         _leading,
     ),
@@ -356,12 +393,12 @@ RULES: dict[str, Rule] = {
     'gather': _gather,
     'dynamic_update_slice': _update_slice,
     'fft': _fft,
-    'sharding_constraint': _constraint,
+    **dict.fromkeys(('sharding_constraint', 'device_put'), _placed),
     'shard_map': _shard_map,
 }
 
 # The user says where their results are, whatever is known of their operands.
-SAID = frozenset({'sharding_constraint', 'shard_map'})
+SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
 # Operands of different layouts meet in these, and the compiler chooses where their results are.
 CHOICES = frozenset(
     {
@@ -376,3 +413,45 @@ CHOICES = frozenset(
         ),
     }
 )
+
+KERNEL = 'pallas_call'
+_PALLAS = 'jax.experimental.pallas'
+
+
+def primitive_name(equation: Any) -> str:
+    """The name of an equation's primitive; nothing if JAX has another one, or none, of this name.
+
+    Other libraries name primitives as they like, and tables here say what JAX's do and which parameters they
+    have.
+    """
+    primitive = equation.primitive
+    same = _of_jax(_PALLAS in sys.modules).get(primitive.name, primitive) is primitive
+    return primitive.name if same else ''
+
+
+@functools.cache
+def _of_jax(has_kernels: bool) -> Mapping[str, Any]:
+    """The primitives of JAX that tables here name; None for a name that this JAX does not have."""
+    modules = [jax.extend.core.primitives, jax.lax, *([sys.modules[_PALLAS]] if has_kernels else [])]
+    listed = [value for module in modules for value in vars(module).values()]
+    found = [value for value in listed if isinstance(value, jax.extend.core.Primitive)]
+    with concurrent.futures.ThreadPoolExecutor(1) as fresh:  # a thread of its own has no mesh in force
+        found += fresh.submit(_others).result()
+    names = {*RULES, *WITH_JAXPRS, KERNEL}
+    return dict.fromkeys(names) | {each.name: each for each in found if each.name in names}
+
+
+def _others() -> list[Any]:
+    """Those primitives that no public module of JAX lists."""
+    mesh, whole, split = AbstractMesh((1,), ('x',)), PartitionSpec(), PartitionSpec('x')
+    varying = jax.shard_map(
+        lambda x: jax.lax.pcast(x, 'x', to='varying'), mesh=mesh, in_specs=whole, out_specs=split
+    )
+
+    def others(rows: Any, groups: Any, key: Any) -> Any:
+        keys = jax.random.wrap_key_data(key, impl='threefry2x32')
+        return varying(rows), jax.lax.ragged_dot(rows, rows[None], groups), jax.random.key_data(keys)
+
+    shapes = ((1, 1), 'float32'), ((1,), 'int32'), ((2,), 'uint32')
+    jaxpr = jax.make_jaxpr(others)(*[jax.ShapeDtypeStruct(*each) for each in shapes])
+    return [equation.primitive for equation in equations(jaxpr)]

@@ -11,6 +11,10 @@ from jax.sharding import PartitionSpec
 from scalax._follow.trail import Trail
 from scalax._follow.weights import Products
 
+Placed = tuple[tuple[int, ...], tuple[int, ...]]
+"""The arguments and the results of a jaxpr that its user places, by number."""
+NOTHING_PLACED: Placed = (), ()
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
@@ -88,6 +92,7 @@ class Followed:
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
         few_rows: why nothing is followed, if the weights are more than the rows.
+        failure: why nothing is followed, if the pass failed.
     """
 
     jaxpr: Any
@@ -98,3 +103,4 @@ class Followed:
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
     few_rows: FewRows | None = None
+    failure: str = ''

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.jaxprs import shape_of
-from scalax._follow.primitives import ELEMENTWISE
+from scalax._follow.primitives import ELEMENTWISE, primitive_name
 from scalax._follow.trail import Trail, Trails, axes_of
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
@@ -87,7 +87,7 @@ class Weights:
             results: those of its results.
             staying: which operands are weights that are not gathered for it.
         """
-        name, params = equation.primitive.name, equation.params
+        name, params = primitive_name(equation), equation.params
         if name == 'dot_general':
             (left, right), _ = params['dimension_numbers']
             for weight, summed in ((0, right), (1, left)):

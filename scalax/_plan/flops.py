@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from scalax._follow.jaxprs import CALLS, scan_parts
+from scalax._follow.primitives import KERNEL, primitive_name
 from scalax._plan.formulas import (
     PARTS,
     Counted,
@@ -190,7 +191,7 @@ class _Counter:
         return total, tuple(id(var) in used for var in jaxpr.invars)
 
     def _equation(self, equation: Any, live: Live, outside: Jaxpr) -> tuple[Flops, Live]:
-        name, every = equation.primitive.name, (True,) * len(equation.invars)
+        name, every = primitive_name(equation), (True,) * len(equation.invars)
         inner = list(_jaxprs_in(equation.params))
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
@@ -205,7 +206,7 @@ class _Counter:
             return self._branches(equation, live)
         if name in _CALLS:
             return self._call(equation, _CALLS[name], live)
-        if name == 'pallas_call':
+        if name == KERNEL:
             grid = equation.params['grid_mapping'].grid
             once = self.all_of(equation.params['jaxpr'])
             if all(isinstance(size, int) for size in grid):
@@ -226,11 +227,11 @@ class _Counter:
         params: Any = equation.params
         if parameter:
             solvers = params.get('jaxprs')
-            params = [getattr(solvers, parameter)] if solvers is not None else params[parameter]
+            params = getattr(solvers, parameter, None) or params.get(parameter, params)
         inner = next(_jaxprs_in(params))
         fits = len(inner.outvars) == len(live) and len(inner.invars) == len(equation.invars)
         flops, needed = self.jaxpr(inner, live if fits else (True,) * len(inner.outvars))
-        if equation.primitive.name == 'shard_map':
+        if primitive_name(equation) == 'shard_map':
             # Inside, shapes are those of a block, of which there is one for each device along manual axes.
             manual = equation.params.get('newly_manual_axes') or equation.params.get('manual_axes')
             sizes = equation.params['mesh'].shape
@@ -289,7 +290,7 @@ def flops_of_primitive(equation: Any) -> int:
         >>> [flops_of_primitive(equation) for equation in jaxpr.eqns]
         [210]
     """
-    count = _FLOPS_OF.get(equation.primitive.name)
+    count = _FLOPS_OF.get(primitive_name(equation))
     return 0 if count is None else count(equation)
 
 
@@ -347,7 +348,6 @@ def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
 
 _FLOPS_OF: dict[str, Callable[[Any], int]] = {
     'dot_general': _dot,
-    'ragged_dot': _ragged_dot,
     'ragged_dot_general': _ragged_dot,
     'conv_general_dilated': _convolution,
     'fft': _fft,

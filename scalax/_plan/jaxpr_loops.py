@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from scalax._follow.jaxprs import CALLS, opened
+from scalax._follow.primitives import ELEMENTWISE, primitive_name
 from scalax._plan.formulas import Counted
 from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 
@@ -19,7 +21,6 @@ _FORWARDING = (
     'sharding_constraint',
     'squeeze',
 )
-_CALLS = ('jit', 'pjit', 'closed_call', 'core_call')
 _DEEP = 30  # operations from the test of a loop to its state
 
 
@@ -82,17 +83,16 @@ class _Integers:
         return self._known.get(id(var))
 
     def _read(self, var: Any, equation: Any, depth: int) -> Values | None:
-        name, operands = equation.primitive.name, equation.invars
+        name, operands = primitive_name(equation), equation.invars
         place = next(i for i, out in enumerate(equation.outvars) if out is var)
         if name in _FORWARDING:
             value = self.values(operands[place], depth)
             return None if value is None else value.astype(var.aval.dtype)
-        if name in _CALLS:
-            jaxpr = equation.params['jaxpr' if 'jaxpr' in equation.params else 'call_jaxpr']
-            jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
+        if name in CALLS:
+            jaxpr = opened(equation.params[CALLS[name]])
             inner = _Integers(jaxpr)
             inner.give([self.values(operand, depth) for operand in operands])
             return inner.values(jaxpr.outvars[place], depth)
-        if name not in OPERATIONS:
+        if name not in ELEMENTWISE or name not in OPERATIONS:
             return None
         return computed(name, [self.values(operand, depth) for operand in operands])

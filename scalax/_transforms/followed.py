@@ -6,15 +6,18 @@ In this room, because frames of it are taken out of the tracebacks of the user's
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.choices import follow_choices
 from scalax._follow.jaxprs import opened, with_inputs
 from scalax._follow.types import Arguments, Followed
+from scalax.errors import FollowingWarning, warn
 
 
 def run_followed(
@@ -30,13 +33,18 @@ def run_followed(
     than to evaluate it equation by equation, and keeps the lines of the code.
 
     Args:
-        fun: the function; it returns a tree of arrays.
+        fun: the function; it returns a tree of arrays. If following fails, it runs as it is, with a warning.
         args: its arguments, values of a trace.
         static: which of them are static.
         arguments: what is known of the leaves of the others.
         mesh: a mesh of Auto axes, in force.
     """
-    found = follow_choices(jax.make_jaxpr(fun, static_argnums=static)(*args), arguments, mesh)
+    jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
+    try:
+        found = follow_choices(jaxpr, arguments, mesh)
+    except Exception as error:  # a mistake of scalax, not of the user: it ends no program
+        found = Followed(jaxpr, (), failure=_failure(error))
+        warn(_advice(fun.__name__, found.failure), FollowingWarning)
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)
     leaves += captured
@@ -47,6 +55,25 @@ def run_followed(
         if isinstance(value, tuple) and len(value) in (2, 3):
             params[name] = value[:1] * (len(leaves) if len(value) == 2 else len(closed.out_avals))
     return call.primitive.bind(*leaves, **params), found
+
+
+def _failure(error: Exception) -> str:
+    """At which equation the pass failed, and how."""
+    from scalax._transforms.followed_batch import line_of  # here, because hardly any program fails
+
+    at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
+    equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]
+    where = f' at {equations[0].primitive.name} ({line_of(*equations)})' if equations else ''
+    return f'following failed{where} with {type(error).__name__}: {error}'
+
+
+def _advice(name: str, failure: str) -> str:
+    return (
+        f'{name} runs without following its batch: {failure}. Its results are right; the compiler decides '
+        'alone where values are, which may take more memory and more communication.\n'
+        'What to do: please report this as a bug of scalax, with this message and the line that it names. '
+        'batch_argnums=() follows nothing, and does not warn.'
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
 
 from scalax._find.dimensions import dimensions
 from scalax._tree.paths import path_string
@@ -121,4 +122,12 @@ def test_behind_what_is_not_known_there_are_no_dimensions():
         return jax.pure_callback(lambda y: y, out, x @ w['w']) @ w['v']
 
     classes, *_ = found(model, {'w': array(4, 8), 'v': array(8, 4)}, array(2, 4))
+    assert classes == []
+
+
+@pytest.mark.parametrize('name', ['dot_general', 'stack', 'scan', 'jit', 'add', 'device_put'])
+def test_primitives_of_others_with_names_of_jax_are_not_known(name):
+    other = Primitive(name)
+    other.def_abstract_eval(lambda x, w: x)
+    classes, *_ = found(lambda w, x: other.bind(x, w['w']), {'w': array(4, 8)}, array(2, 4))
     assert classes == []

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from scalax import microbatch
+from scalax._follow import primitives
+from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.compilations import anew
@@ -279,6 +282,31 @@ def test_errors_are_those_of_a_function_that_follows_nothing(fun):
         lines = [frame.lineno for frame in error.traceback if str(frame.path) == __file__]
         found.append((type(error.value), str(error.value), lines[1:]))
     assert found[0] == found[1]
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize('where', ['dot_general', ''])
+def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
+    def wrong(*args):
+        raise KeyError('axis')
+
+    def step(w, x):
+        return layer(w, x)
+
+    if where:
+        monkeypatch.setitem(primitives.RULES, where, wrong)
+        where = r' at dot_general \(test_calls.py:\d+ layer\)'
+    else:
+        monkeypatch.setattr('scalax._follow.follow.Shared', wrong)
+    reason = f"following failed{where} with KeyError: 'axis'"
+    step = HELPER.sjit(step, in_shardings=RULES, out_shardings=ROWS)
+    with pytest.warns(FollowingWarning, match=f'^step runs without following its batch: {reason}') as told:
+        found = step(W, X)
+    assert [(each.filename, len(told)) for each in told] == [(__file__, 1)]
+    np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-5)
+    assert re.fullmatch(f'step follows no batch: {reason}', str(step.followed(W, X)))
+    assert not constraints(step.trace(W, X).jaxpr)
+    np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)  # and says it once
 
 
 EXPLICIT, AUTO = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto

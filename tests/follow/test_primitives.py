@@ -1,13 +1,19 @@
 """Where the rows of a batch are in the results of each primitive."""
 
+import gc
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from scalax._follow.primitives import CHOICES, RULES
+from scalax._follow.jaxprs import WITH_JAXPRS
+from scalax._follow.primitives import CHOICES, RULES, primitive_name
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints, following, like, result_dims
@@ -185,6 +191,57 @@ def test_where_the_rows_are(name):
 
 def test_choices_are_primitives_with_rules():
     assert set(RULES) >= CHOICES
+
+
+def test_primitives_of_jax_are_known_as_such():
+    """Each that JAX has made when it is imported, and that a table names."""
+    others = {'eval_jaxpr'} if jax.__version_info__ < (0, 11) else set()  # which no jaxpr has there
+    unknown = {
+        each.name
+        for each in gc.get_objects()
+        if isinstance(each, Primitive)
+        and each.name in TABLED
+        and each not in OTHERS
+        and primitive_name(SimpleNamespace(primitive=each)) != each.name
+    }
+    assert unknown <= others
+
+
+def other(name):
+    """A primitive of another library, named like one of JAX, that takes the first of its operands."""
+    primitive = Primitive(name)
+    OTHERS.append(primitive)
+    primitive.def_impl(lambda *operands: operands[0])
+    primitive.def_abstract_eval(lambda *operands: operands[0])
+    mlir.register_lowering(primitive, lambda context, *operands: [operands[0]])
+    return primitive
+
+
+OTHERS = []
+TABLED = sorted({*RULES, *WITH_JAXPRS, 'pallas_call'})
+
+
+@pytest.mark.parametrize('name', TABLED)
+def test_primitives_of_others_with_names_of_jax_lose_the_rows(name):
+    def fun(x, w):
+        return other(name).bind(x @ w, w) @ w
+
+    followed = following(fun, (X, W), [0, None])
+    assert result_dims(followed) == [None]
+    assert [(each.equation.primitive.name, each.aval.shape) for each in followed.lost] == [(name, (16, 24))]
+    assert [each.spec for each in followed.kept] == [P('fsdp', None)]
+
+
+def test_primitives_of_others_run():
+    helper = MeshShardingHelper([8], ['fsdp'])
+
+    def fun(w, x):
+        return other('stack').bind(jnp.tanh(x @ w)) @ w
+
+    w, x = np.eye(16, dtype=np.float32), np.linspace(-1, 1, 1024, dtype=np.float32).reshape(64, 16)
+    step = helper.sjit(fun, in_shardings=(P(None, 'fsdp'), P('fsdp')), batch_argnums=1)
+    np.testing.assert_allclose(step(w, x), np.tanh(x), rtol=1e-6)
+    assert [each.primitive for each in step.followed(w, x).lost] == ['stack']
 
 
 def test_an_argument_without_rows_changes_nothing():

@@ -91,3 +91,67 @@ def test_a_mesh_axis_of_one_device_says_nothing():
         lambda w, x: with_sharding_constraint(jnp.sort(x, 0), P('tp')) @ w, in_shardings=(RULE, P('fsdp'))
     )
     assert not step.followed(W, X).kept
+
+
+def placed(spec):
+    return NamedSharding(HELPER.mesh, spec)
+
+
+# Each places the product that it is given, or what it computes of it.
+PLACED = {
+    'a constraint': lambda x, spec: lax.with_sharding_constraint(x, placed(spec)),
+    'device_put': lambda x, spec: jax.device_put(x, placed(spec)),
+    'in_shardings': lambda x, spec: jax.jit(lambda x: x * 2, in_shardings=(placed(spec),))(x),
+}
+PLACED_LATER = {
+    'out_shardings': lambda x, spec: jax.jit(lambda x: x * 2, out_shardings=placed(spec))(x),
+    'out_shardings of a product': lambda x, spec: jax.jit(jnp.matmul, out_shardings=placed(spec))(x, x[:16]),
+    'in a loop': lambda x, spec: lax.scan(
+        lambda c, _: (jax.device_put(c * 2, placed(spec)), None), x, None, length=2
+    )[0],
+}
+TALL = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(64, 16)
+
+
+@pytest.mark.parametrize('spec', [P(), P(None, 'fsdp'), P('fsdp'), P('tp')], ids=str)
+@pytest.mark.parametrize('name', [*PLACED, *PLACED_LATER])
+def test_what_users_place_is_where_they_say(name, spec):
+    """A product that they place is not kept elsewhere, and behind it there are the rows that they say."""
+
+    def fun(w, x):
+        value = {**PLACED, **PLACED_LATER}[name](x @ w, spec)
+        return value, jnp.tanh(value) @ w
+
+    step = HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')))
+    value, behind = step(W, TALL)
+    expected = fun(W, TALL)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(behind, expected[1], rtol=1e-5)
+    if name not in ('in_shardings', 'in a loop'):  # these place what is inside
+        assert value.sharding.is_equivalent_to(placed(spec), 2)
+    products = [each for each in step.followed(W, TALL).kept if each.primitive == 'dot_general']
+    assert sum(each.count for each in products) == (name in PLACED_LATER) + (spec == P('fsdp'))
+
+
+def test_one_function_that_is_placed_in_one_place_only():
+    def product(x, w):
+        return x @ w
+
+    def fun(w, x):
+        return jax.jit(product, out_shardings=placed(P()))(x, w), jax.jit(product)(x, w)
+
+    placed_, free = HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')))(W, TALL)
+    assert placed_.sharding.is_fully_replicated
+    assert free.sharding.spec == P('fsdp')
+
+
+@pytest.mark.parametrize('say', [PLACED['device_put'], PLACED_LATER['out_shardings'], PLACED['in_shardings']])
+def test_rows_are_found_again_where_users_place_them(say):
+    assert [each.spec for each in kept(lambda w, x: say(jnp.sort(x, 0), P('fsdp')) @ w)] == [P('fsdp', None)]
+    assert not kept(lambda w, x: (x * 0 + say(w, P('fsdp'))).sum(0) @ w)  # a weight has no rows
+
+
+def test_a_device_put_that_says_nothing_passes_rows_on():
+    assert [each.spec for each in kept(lambda w, x: jax.device_put(x) @ w)] == [P('fsdp', None)]
+    device = jax.memory.Space.Device
+    assert [each.spec for each in kept(lambda w, x: jax.device_put(x, device) @ w)] == [P('fsdp', None)]

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from scalax import axes
+from scalax._hostdata import collectives, to_global
 from scalax.errors import DataError
 from scalax.sharding import (
     MeshShardingHelper,
@@ -352,6 +353,57 @@ def test_ctrl_c_leaves_what_was_not_taken() -> None:
     presser.join(20)
     go.set()
     assert [int(arrays['number']) for arrays in batches] == [1]
+
+
+@pytest.mark.parametrize('where', ['before', 'behind'])
+def test_ctrl_c_while_a_batch_is_given_loses_none(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    bound_queue, pressed = collectives.bound_queue, iter([False, True, False, False])
+
+    def press(mesh: Any) -> None:
+        if where == 'behind':
+            bound_queue(mesh)
+        if next(pressed):
+            raise KeyboardInterrupt
+        if where == 'before':
+            bound_queue(mesh)
+
+    monkeypatch.setattr(collectives, 'bound_queue', press)
+    batches = HELPER.prefetch(map(batch, range(3)))
+    numbers = []
+    with pytest.raises(KeyboardInterrupt):
+        numbers.extend(int(arrays['number']) for arrays in batches)
+    numbers.extend(int(arrays['number']) for arrays in batches)
+    assert numbers == [0, 1, 2]
+
+
+def test_an_interrupt_of_the_loader_is_raised_again() -> None:
+    def load() -> Iterator[Any]:
+        yield batch(0)
+        raise KeyboardInterrupt('of the loader')
+
+    with HELPER.prefetch(load()) as batches:
+        assert int(next(batches)['number']) == 0
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt, match='of the loader'):
+                next(batches)
+    assert list(batches) == []
+
+
+def test_an_interrupted_agreement_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one of several processes."""
+
+    def press(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(to_global, 'agree', press)
+    with HELPER.prefetch(map(batch, range(3))) as batches:
+        monkeypatch.setattr(batches, '_together', True)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        for _ in range(2):
+            with pytest.raises(DataError, match='prefetch was interrupted while processes agreed'):
+                next(batches)
+    assert list(batches) == []
 
 
 def seen_by_a_loader(look: Callable[[], Any]) -> Any:

@@ -285,6 +285,12 @@ BOUNDED = {
     'linear algebra': (lambda x: jnp.linalg.cholesky(x @ x), 1, Counted.AT_LEAST),
     'an unknown primitive': (held('unheard', 1), 1, Counted.AT_LEAST),
     'an unknown primitive of several': (held('unheard', 2), 2, Counted.UNKNOWN),
+    **{
+        f"another library's {name}": (held(name, 1), 1, Counted.AT_LEAST)
+        for name in ('scan', 'while', 'cond', 'jit', 'shard_map', 'pallas_call')
+    },
+    "another library's composite": (held('composite', 1), 1, Counted.EXACTLY),
+    "another library's linear_call": (held('linear_call', 1), 1, Counted.EXACTLY),
 }
 
 
@@ -299,6 +305,26 @@ def test_a_solver_is_counted_as_it_runs():
     A product of matrix and vector and two of vectors of 4 before the loop, and as many in each round.
     """
     assert counted(solved, X) == Flops((1 + 3) * (2 * 4 * 4 + 2 * 2 * 4), Counted.AT_MOST)
+
+
+def test_loops_of_what_others_call_an_addition():
+    """The condition of the loop is not known."""
+    for name in ('add', 'divide', 'jit'):
+        primitive = Primitive(name)
+        primitive.def_abstract_eval(lambda x, y: x)
+
+        def loop(x, primitive=primitive):
+            return jax.lax.while_loop(
+                lambda c: c[0] < 9, lambda c: (primitive.bind(c[0], 2), c[1] @ c[1]), (1, x)
+            )
+
+        assert counted(loop, X).counted is Counted.AT_LEAST
+
+
+def test_products_of_others():
+    primitive = Primitive('dot_general')
+    primitive.def_abstract_eval(lambda x, y: x)
+    assert counted(lambda x: primitive.bind(x, x), X) == Flops(0)
 
 
 def test_sums():
