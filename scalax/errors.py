@@ -67,7 +67,13 @@ class PlacementError(ScalaxError, ValueError):
 
 
 class PlanError(ScalaxError, ValueError):
-    """A compiled program cannot be read, or a plan cannot be made of these numbers."""
+    """A compiled program cannot be read, or a plan cannot be made of these numbers.
+
+    Attributes:
+        unknown: the numbers that the hardware lacks, if that is the reason.
+    """
+
+    unknown: Sequence[str] = ()
 
 
 class DataError(ScalaxError, ValueError):

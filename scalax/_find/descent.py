@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from scalax._find.groups import Group
 from scalax._find.layout import Layout, Placement, elsewhere, usual, without
 from scalax._find.problem import Problem
 from scalax._find.trial import OutOfTime, Trial, Trials
+from scalax._plan.objective import EQUAL
 
-# Costs within this part of one another are equal: then the one that was there first stays.
-EQUAL = 0.002
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
@@ -31,7 +32,7 @@ class Search:
         meshes: their sizes, in the order in which they are tried.
         batch_dim: the dimension of the arrays of the batches that has the rows.
         ends: when to stop, by `time.monotonic`.
-        best: the best so far, which nothing that was tried is better than by more than nothing.
+        best: the best so far.
     """
 
     trials: Trials
@@ -49,7 +50,7 @@ class Search:
         try:
             meshes = [found for sizes in self._sizes() if (found := self._start(sizes)) is not None]
             for search in (self._class_by_class, self._group_by_group):
-                meshes.sort(key=lambda each: each.cost)
+                meshes.sort(key=lambda each: each.rank)
                 least = meshes[0].cost if meshes else 0.0
                 meshes = [search(trial) for trial in meshes if trial.cost <= _NEAR * least]
         except OutOfTime:
@@ -59,18 +60,14 @@ class Search:
     def stopped(self) -> Trial | None:
         """The best of a search that was stopped: of a set of layouts some may have been tried."""
         known = [*filter(None, [self.best]), *self.trials.known.values()]
-        return min(known, key=lambda each: each.cost, default=None)
+        return min(known, key=lambda each: each.rank, default=None)
 
     def _best_of(self, layouts: Sequence[Layout], best: Trial | None = None) -> Trial:
-        """The layout that costs least; the one before them, unless another is better by more than nothing."""
-        found = self.trials(layouts, self.ends)
-        cheapest = min(found, key=lambda each: each.cost, default=best)
-        if cheapest is None or (best is not None and cheapest.cost >= best.cost * (1 - EQUAL)):
-            cheapest = best
-        assert cheapest is not None
-        if self.best is None or cheapest.cost < self.best.cost * (1 - EQUAL):
-            self.best = cheapest
-        return cheapest
+        """The best layout; the one before them, unless another is better."""
+        before = [] if best is None else [best]
+        found = min([*before, *self.trials(layouts, self.ends)], key=lambda each: each.rank)
+        self.best = min(filter(None, [self.best, found]), key=lambda each: each.rank)
+        return found
 
     def _sizes(self) -> Iterator[dict[str, int]]:
         """The meshes, until larger sizes of the other axis do not pay."""
@@ -88,7 +85,7 @@ class Search:
 
     def _start(self, sizes: dict[str, int]) -> Trial | None:
         """The best of some layouts of a mesh: its other axis splits classes of which no group has two."""
-        layouts = []
+        layouts, rows = [], self._problem.axes.batch
         for batch in self._batches(sizes):
             classes = self._classes(sizes)
             if self._over_rows(batch):
@@ -98,6 +95,10 @@ class Search:
             orders = [classes[::-1], [*classes[1:], *classes[:1]]] if classes else [[]]
             for split in dict.fromkeys(frozenset(self._apart(order)) for order in orders):
                 layouts.append(self._layout(sizes, batch, split))
+                # Where memory is free, all may be whole along the axis of the rows. Where a dimension does
+                # not divide, such as a vocabulary, that axis has one that products sum over, which may cost.
+                layouts.append(self._whole(layouts[-1], lambda group: True))
+                layouts.append(self._whole(layouts[-2], functools.partial(_is_uneven, sizes[rows])))
                 layouts.append(self._layout(sizes, batch, split, together=True))
                 if self._problem.experts:
                     layouts.append(self._layout(sizes, batch, split, self._problem.experts))
@@ -129,7 +130,9 @@ class Search:
     def _group_by_group(self, best: Trial) -> Trial:
         """Moves groups of one shape together, and then one group at a time, until no move pays."""
         groups = self._problem.groups
-        best = self._best_of([self._small_whole(best.layout)], best)
+        # To gather small groups takes time, too.
+        least = _TOGETHER * sum(group.bytes for group in groups)
+        best = self._best_of([self._whole(best.layout, lambda group: group.bytes < least)], best)
         alike: dict[Any, list[int]] = collections.defaultdict(list)
         for number, group in enumerate(groups):
             alike[group.shape, best.layout.groups[number]].append(number)
@@ -154,12 +157,10 @@ class Search:
             moves.append(moved)
         return self._best_of(moves, best)
 
-    def _small_whole(self, layout: Layout) -> Layout:
-        """The same with small groups whole along the axis of the batch: to gather them takes time, too."""
-        groups = self._problem.groups
-        every = sum(group.bytes for group in groups)
-        for i, group in enumerate(groups):
-            if group.bytes < _TOGETHER * every:
+    def _whole(self, layout: Layout, chosen: Callable[[Group], bool]) -> Layout:
+        """The same with some groups whole along the axis of the batch."""
+        for i, group in enumerate(self._problem.groups):
+            if chosen(group):
                 layout = layout.with_group(i, without(layout.groups[i], [self._problem.axes.batch]))
         return layout
 
@@ -218,3 +219,9 @@ class Search:
             if not any(chosen.intersection(each) for each in others):
                 chosen.add(number)
         return chosen
+
+
+def _is_uneven(parts: int, group: Group) -> bool:
+    """Whether a dimension of a group, which could be sharded, does not divide."""
+    pairs = zip(group.classes, group.shape, strict=True)
+    return any(number is not None and size % parts for number, size in pairs)

@@ -64,9 +64,9 @@ def find(
     followed in each (`sjit`). There is no chance in it: the same arguments give the same result, unless the
     time ends first.
 
-    What is made small is the mean of the seconds of the roofline with and without overlap. On devices of
-    unknown speed, such as simulated ones, operations and bytes are counted, at 4e14 operations and 1e11 bytes
-    a second.
+    What is made small is the mean of the seconds of the roofline with and without overlap; of equal layouts
+    the one with less memory is better. On devices of unknown speed, such as simulated ones, operations and
+    bytes are counted, at 4e14 operations and 1e11 bytes a second.
 
     Args:
         step: a function of one device, of positional arguments.
@@ -102,6 +102,7 @@ def find(
         ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
             invalid.
         PlanError: the compiler makes no program of any layout.
+        Exception: another error of the step or of scalax, with a note that names the layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
         DataError: *file* holds something other than trials.
@@ -233,7 +234,7 @@ def _best_so_far(note: Note) -> Callable[[Trial], None]:
     def tried(trial: Trial) -> None:
         nonlocal count
         count += 1
-        if not best or trial.cost < best[0].cost:
+        if not best or trial.rank < best[0].rank:
             best[:] = [trial]
         first = best[0]
         memory = human_bytes(first.memory)

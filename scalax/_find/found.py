@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from scalax._find.descent import EQUAL
 from scalax._find.layout import spec_of
 from scalax._find.readable import readable_rule
 from scalax._find.source import program_code
 from scalax._find.text import render
 from scalax._find.trial import Trial, Trials, attempt
+from scalax._plan.objective import mean, slower
 from scalax._plan.plan import Plan
+from scalax._plan.roofline import Seconds
 from scalax._report import saved
 from scalax._report.tables import human_bytes
 from scalax.rules import TreePathShardingRule
@@ -70,8 +71,10 @@ class FoundMesh:
 
     @property
     def mean(self) -> float | None:
-        """Half of what the bound and the estimate are together, which the search makes small."""
-        return None if self.bound is None or self.estimate is None else (self.bound + self.estimate) / 2
+        """The mean of both, which the search makes small."""
+        return (
+            None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +198,7 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
     ]
     if not others:
         return FoundGroup(group.name, spec)
-    other = min(others, key=lambda trial: trial.cost)
+    other = min(others, key=lambda trial: trial.rank)
     axes = dict.fromkeys([*best.moved, *other.moved])
     moved = {name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in axes}
     return FoundGroup(
@@ -214,10 +217,10 @@ def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
     found: dict[Any, Trial] = {}
     for layout, trial in trials.known.items():
         key = layout.mesh, layout.batch
-        if key not in found or trial.cost < found[key].cost:
+        if key not in found or trial.rank < found[key].rank:
             found[key] = trial
     found[best.layout.mesh, best.layout.batch] = best
-    ranked = sorted(found.values(), key=lambda trial: (trial is not best, trial.cost))
+    ranked = sorted(found.values(), key=lambda trial: (trial is not best, trial.rank))
     return tuple(
         FoundMesh(
             trial.layout.sizes,
@@ -239,5 +242,4 @@ def _why(trial: Trial, best: Trial) -> str:
     if not trial.fits:
         assert trial.limit is not None
         return f'does not fit: {human_bytes(trial.memory)}, and {human_bytes(trial.limit)} may be used'
-    part = trial.seconds / best.seconds - 1
-    return f'{part:.1%} slower' if part >= EQUAL else 'nearly equal'
+    return slower(trial.seconds, best.seconds)

@@ -287,7 +287,9 @@ class _Table:
                 if now < math.inf:
                     heapq.heappush(queue, (now, place))
                 continue
-            alternative = anchored(best.run, self._samples(best.covered & mine), theirs)
+            # Nor in keys that only hold it, such as `ed` in `embed`, even where these have the same spec.
+            own, without = (self._samples(bits) for bits in (best.covered & mine, self._all & ~best.touched))
+            alternative = anchored(best.run, own, without) or anchored(best.run, own, theirs)
             if alternative is None:
                 continue
             chosen.append((best, alternative))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scalax._find.descent import EQUAL
 from scalax._find.source import rule_code, spec_code
+from scalax._plan.objective import EQUAL
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scalax._find.layout import Layout, Placement
+from scalax._find.layout import Layout, Placement, spec_of
 from scalax._find.problem import Problem
-from scalax._plan.plan import Plan
+from scalax._find.source import spec_code
+from scalax._plan.objective import lost_by, mean, rank, seconds_of
+from scalax._plan.roofline import Seconds
 from scalax._report.trial_file import TrialFile
 from scalax._trace.threads import ThreadState
-from scalax.errors import ScalaxError
+from scalax._tree.specs import axis_sizes_text
 
-# For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with links of 100 GB/s.
-_FLOPS, _LINK = 4e14, 1e11
 # What a layout costs that does not fit, times how many times the memory it takes: more than any seconds. Of
 # one that was not compiled only its arguments are known.
 _TOO_LARGE, _NOT_COMPILED = 1e6, 1e9
@@ -58,19 +58,28 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Half of what the bound and the estimate are together: some of it overlaps."""
-        return (self.bound + self.estimate) / 2
+        """What a search makes small (`objective`)."""
+        return mean(Seconds(self.bound, self.estimate))
 
     @property
     def cost(self) -> float:
-        """What a search makes small: the seconds; the memory, where it does not fit."""
+        """The seconds; the memory, where it does not fit."""
         if self.fits or self.lost or self.limit is None:
             return self.seconds
         return (_TOO_LARGE if self.compiled else _NOT_COMPILED) * self.memory / self.limit
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sorts trials, the best first."""
+        return rank(self.cost, self.memory)
+
 
 def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
-    """Compiles the steps; errors of the compiler are the outcome of the trial."""
+    """Compiles the steps; that the compiler refuses one is the outcome of the trial.
+
+    Raises:
+        Exception: another error of the step or of scalax, with a note that names the layout.
+    """
     if limit is not None and problem.stored(layout) > limit:
         return Trial(layout, memory=problem.stored(layout), limit=limit, lost='', compiled=False)
     bound = estimate = 0.0
@@ -78,29 +87,18 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
     for step in problem.steps:
         try:
             plan = problem.plan(layout, step)
-        except Exception as error:  # noqa: BLE001 - of the compiler, or of the user's function on this mesh
-            return Trial(layout, limit=limit, lost=_short(error))
+        except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
+            name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(spec_of(layout.batch))}'
+            return Trial(layout, limit=limit, lost=lost_by(error, name))
         seconds = seconds_of(plan)
-        bound, estimate = bound + seconds[0], estimate + seconds[1]
+        if not math.isfinite(seconds.bound):
+            return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
+        bound, estimate = bound + seconds.bound, estimate + seconds.estimate
         memory = max(memory, plan.memory.total)
         for axes, kinds in plan.totals.items():
             name = '+'.join(axes)
             moved[name] = moved.get(name, 0) + sum(kinds.values())
     return Trial(layout, bound, estimate, memory, limit, moved)
-
-
-def seconds_of(plan: Plan) -> tuple[float, float]:
-    """The seconds of a step, if all overlaps and if nothing does; by counting where speeds are unknown."""
-    roofline = plan.known_roofline
-    if roofline is not None:
-        return roofline.step_seconds
-    parts = [plan.work.flops / _FLOPS, sum(row.count * row.bytes for row in plan.collectives) / _LINK]
-    return max(parts), sum(parts)
-
-
-def _short(error: Exception) -> str:
-    kind = '' if isinstance(error, ScalaxError) else f'{type(error).__name__}: '
-    return kind + ' '.join(line.strip() for line in str(error).splitlines()[:2])
 
 
 class OutOfTime(Exception):

@@ -189,8 +189,7 @@ def _one_slice(
         ) from error
     except AssertionError:
         # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
-        # first three of a TPU slice, and none for chips of v4 that are two devices each, as the TPU compiler
-        # describes them. The given order is used then.
+        # first three of a TPU slice. The given order is used then.
         return np.asarray(devices, dtype=object).reshape(sizes)
 
 

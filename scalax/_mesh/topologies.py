@@ -87,6 +87,9 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
     from jax.experimental import topologies
 
     options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+    if topology.startswith('v4:'):
+        # The two cores of a chip are one device, as on machines; the compiler would describe two.
+        options['chip_config_name'] = 'megacore'
     if small := _LESS_THAN_A_HOST.fullmatch(topology):
         # Older libtpu (0.0.42) assumes 2x2 chips on every host.
         options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)

@@ -1,15 +1,16 @@
 """Hardware: the numbers of chips and their networks that rooflines need, each with its source.
 
-Every number was published or measured. An unknown one is None, and a roofline that needs it raises an error.
-For other hardware, or with better numbers, make a `Hardware` of your own.
+Every number was published or measured. An unknown one is None; a roofline that needs it names it. For other
+hardware, or with better numbers, make a `Hardware` of your own.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
 from scalax.errors import PlanError, did_you_mean
@@ -18,6 +19,10 @@ HOP_SECONDS = 1e-6
 
 _BOOK = 'https://jax-ml.github.io/scaling-book'
 _GOOGLE_7X = 'https://docs.cloud.google.com/tpu/docs/tpu7x, "System architecture"'
+_MAXTEXT_7X = (
+    'https://github.com/AI-Hypercomputer/maxtext, src/maxtext/utils/accelerator_to_spec_map.py: tpu7x slices '
+    'of 4x4x4 chips and its multiples wrap around, smaller ones do not'
+)
 _SPECS = f'{_BOOK}/tpus, "TPU Specs"'
 _NETWORK = f'{_BOOK}/tpus, "TPU Networking"'
 
@@ -112,10 +117,54 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             given = ', '.join(f'{name}=...' for name in missing)
-            raise PlanError(
+            error = PlanError(
                 f'{for_} needs numbers that the hardware {self.name!r} does not have: {", ".join(missing)}. '
                 f'Add them: dataclasses.replace(hardware, {given})'
             )
+            error.unknown = missing
+            raise error
+
+
+# What an unknown number is at best: so what needs it takes the least time, or none.
+_AT_BEST = {
+    **dict.fromkeys(('ici_bytes_per_second', 'dcn_bytes_per_second', 'host_bytes_per_second'), math.inf),
+    'ring_multiple': 1,
+    'chips_per_host': 1,
+}
+T = TypeVar('T')
+
+
+def with_unknown_at_best(time: Callable[[Hardware], T], hardware: Hardware) -> tuple[T, tuple[str, ...]]:
+    """What some function makes of hardware, with the unknown numbers of its networks at their best.
+
+    Args:
+        time: the function, which raises the error of `Hardware.need` for each number that it lacks.
+        hardware: the hardware.
+
+    Returns:
+        What it returns, and the names of the numbers that it lacked.
+
+    Raises:
+        PlanError: it needs others, or raises by itself.
+
+    Example:
+        >>> with_unknown_at_best(
+        ...     lambda own: numbers_of(own, 'host_bytes_per_second', for_='x'), HARDWARE['v3']
+        ... )
+        ([inf], ('host_bytes_per_second',))
+    """
+    unknown: tuple[str, ...] = ()
+    while True:
+        try:
+            return time(hardware), unknown
+        except PlanError as error:
+            if not error.unknown or not _AT_BEST.keys() >= {*error.unknown}:
+                raise
+            unknown += tuple(error.unknown)
+            hardware = copy.copy(hardware)
+            vars(hardware).update(
+                {name: _AT_BEST[name] for name in error.unknown}
+            )  # infinite ones are refused
 
 
 def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[float]:
@@ -158,33 +207,38 @@ def _tpu(
     )
 
 
-# The networks of two kinds of chips: cubes (v4, v5p) and squares (v5e, v6e).
+# The networks of two kinds of chips: cubes (v4, v5p, tpu7x) and squares (v5e, v6e).
 _CUBE: dict[str, Any] = {'torus_axes': 3, 'ring_multiple': 4, 'ring_needs_all': True, 'chips_per_host': 4}
 _SQUARE: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 16, 'devices_per_chip': 1, 'chips_per_host': 8}
-_V4: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2, 'host_bytes_per_second': 1.6e10}
+_V4: dict[str, Any] = {**_CUBE, 'devices_per_chip': 1, 'host_bytes_per_second': 1.6e10}
 _V5E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 1.5e10}
 _V5P: dict[str, Any] = {**_CUBE, 'devices_per_chip': 1, 'host_bytes_per_second': 1.5e10}
 _V6E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 3.2e10}
 _V3: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 32, 'devices_per_chip': 2, 'chips_per_host': 8}
-_7X: dict[str, Any] = {'torus_axes': 3, 'devices_per_chip': 2, 'chips_per_host': 4}
+_7X: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2}
 _V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are assumed not to close'}
-_V4_SOURCES = {'host_bytes_per_second': f'{_BOOK}/tpus, "What Is a TPU?": PCIe has 16 GB/s each way'}
+_V4_SOURCES = {
+    'hbm_bytes': 'the TPU compiler (libtpu 0.0.50.1), where the two cores of a chip are one device',
+    'devices_per_chip': 'the TPU compiler, asked for "megacore" chips: what machines have',
+    'host_bytes_per_second': f'{_BOOK}/tpus, "What Is a TPU?": PCIe has 16 GB/s each way',
+}
 _V6E_SOURCES = {'host_bytes_per_second': f'{_SPECS}, a footnote: PCIe has 32 GB/s'}
 _7X_SOURCES = {
     'flops_per_second': _GOOGLE_7X,
     'hbm_bytes_per_second': _GOOGLE_7X,
-    'ici_bytes_per_second': f'{_GOOGLE_7X}: 1200 GB/s of a chip, both ways over six links',
-    'torus_axes': 'the topologies of the TPU compiler (libtpu 0.0.51)',
+    'ici_bytes_per_second': f'{_SPECS}, the table of interconnects; {_GOOGLE_7X} has a tenth more',
+    'torus_axes': 'https://docs.cloud.google.com/tpu/docs/tpu7x, "Supported configurations"',
+    **dict.fromkeys(('ring_multiple', 'ring_needs_all'), _MAXTEXT_7X),
     'dcn_bytes_per_second': f'{_GOOGLE_7X}: 100 Gb/s of a chip, four chips a host',
     'chips_per_host': f'{_GOOGLE_7X}: a VM has four chips',
 }
 _CHIPS = (
     _tpu('v3', 1.4e14, 9e11, None, 1e11, None, ('TPU v3',), _V3_SOURCES, **_V3),
-    _tpu('v4', 2.75e14, 1.2e12, 15.25, 4.5e10, 2.5e10, ('TPU v4',), _V4_SOURCES, **_V4),
+    _tpu('v4', 2.75e14, 1.2e12, 30.75, 4.5e10, 2.5e10, ('TPU v4',), _V4_SOURCES, **_V4),
     _tpu('v5e', 1.97e14, 8.1e11, 15.75, 4.5e10, 2.5e10, ('TPU v5 lite', 'TPU v5e'), **_V5E),
     _tpu('v5p', 4.59e14, 2.8e12, 95.74, 9e10, 2.5e10, ('TPU v5', 'TPU v5p'), **_V5P),
     _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, ('TPU v6 lite', 'TPU v6e'), _V6E_SOURCES, **_V6E),
-    _tpu('tpu7x', 2.307e15, 7.38e12, 94.75, 1e11, 5e10, ('TPU7x',), _7X_SOURCES, **_7X),
+    _tpu('tpu7x', 2.307e15, 7.38e12, 94.74, 9e10, 5e10, ('TPU7x',), _7X_SOURCES, **_7X),
 )
 
 

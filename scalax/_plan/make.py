@@ -37,6 +37,8 @@ _log = logging.getLogger('scalax.plan')
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
+# What JAX makes of ``custom_partitioning``; a compiler replaces it, if JAX has told it how.
+_CUSTOM_PARTITIONING = 'CustomSPMDPartitioning'
 
 
 def make_plan(
@@ -79,6 +81,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     compiled = _compile(lowered, mesh, step.name, limit, step.stored_bytes[0] if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
         raise _not_on_mesh(step.name)
+    if f'custom_call_target="{_CUSTOM_PARTITIONING}"' in compiled.partitioned:
+        raise _not_told(step.name, device)  # a quick plan would count it as one that needs whole arrays
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
@@ -147,10 +151,22 @@ def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for:
                 f'the compiler for {device.device_kind!r} has no option {unknown[1]!r}, which the '
                 f'compiler_options of {name!r} set'
             ) from error
+        if _CUSTOM_PARTITIONING in str(error):
+            raise _not_told(name, device) from error
         raise PlanError(
             f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
             f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
         ) from error
+
+
+def _not_told(name: str, device: Any) -> PlanError:
+    return PlanError(
+        f'{name!r} has an operation with custom_partitioning, of which JAX tells no compiler for devices '
+        f'that are not here, such as these {device.device_kind!r}: it reports "Custom emitter for '
+        f'{_CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
+        'from_topology(..., axis_types=AxisType.Explicit); run the operation in helper.shard_map; or plan it '
+        'on simulated devices, and time it with plan.roofline(hardware, torus=...)'
+    )
 
 
 def _not_on_mesh(name: str) -> ArgumentError:

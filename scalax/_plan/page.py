@@ -159,7 +159,7 @@ def _times(plan: Plan, roofline: Roofline | None) -> str:
     return (
         legend
         + blocks.bars(rows, max(roofline.parts.values(), default=0) or 1)
-        + blocks.notes([note, *(['; '.join(ways)] if ways else [])])
+        + blocks.notes([*filter(None, [note, '; '.join(ways), roofline.unknown_text])])
     )
 
 

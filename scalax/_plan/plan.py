@@ -15,7 +15,14 @@ from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import HARDWARE, Hardware, find_hardware, hardware_of, numbers_of
+from scalax._plan.hardware import (
+    HARDWARE,
+    Hardware,
+    find_hardware,
+    hardware_of,
+    numbers_of,
+    with_unknown_at_best,
+)
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
@@ -264,8 +271,12 @@ class Plan:
                 for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
                 such as GPUs, simulated devices fill nodes in the order of the mesh.
 
+        Numbers of networks that the hardware does not have are named, and the rest is given
+        (`Roofline.unknown`).
+
         Raises:
-            PlanError: a number that is needed is not known, or the positions of devices are not understood.
+            PlanError: the speed of computing or of memory is not known, or the positions of devices are not
+                understood.
 
         Example:
             >>> import jax
@@ -282,6 +293,12 @@ class Plan:
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
         if torus is None and self.platform == 'cpu' and not self.simulates:
             places = places_in_nodes(places, hardware)
+        timed, unknown = with_unknown_at_best(lambda known: self._roofline_of(places, known), hardware)
+        counted = timed.counted.along(Counted.AT_LEAST) if unknown else timed.counted
+        return dataclasses.replace(timed, hardware=hardware, unknown=unknown, counted=counted)
+
+    def _roofline_of(self, places: Sequence[Place], hardware: Hardware) -> Roofline:
+        """The roofline of devices at these places; raises if any number that it needs is not known."""
         flops_rate, hbm_rate = numbers_of(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )

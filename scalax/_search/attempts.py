@@ -13,14 +13,15 @@ from scalax._helper import MeshShardingHelper
 from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
+from scalax._plan.objective import lost_by, rank
 from scalax._plan.plan import Plan
 from scalax._plan.text import memory_taken
 from scalax._plan.torus import devices_per_chip
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._search.outcome import Candidate
-from scalax._search.ranking import order, rounded, surely_fits
-from scalax.errors import DataError, IndivisibleWarning, ScalaxError, ShardingError
+from scalax._search.ranking import order, surely_fits
+from scalax.errors import DataError, IndivisibleWarning
 
 
 @dataclasses.dataclass
@@ -50,7 +51,7 @@ class Attempts:
     best: Candidate | None = None
 
     def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
-        """The candidate with its plan, or with the reason why there is none."""
+        """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
@@ -61,10 +62,8 @@ class Attempts:
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
                 known = self._known(step, quick)
                 plan = known or plan_lowered(step, quick=quick)
-        # Sizes that do not divide or do not fit the torus, errors of the compiler, errors of the user's
-        # function on this mesh: the other meshes are planned anyway.
-        except Exception as error:  # noqa: BLE001 - as above
-            return dataclasses.replace(candidate, lost=_short(error))
+        except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
+            return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
         if known:
             self.read += 1
         else:
@@ -93,7 +92,7 @@ class Attempts:
         if limit is not None and candidate.least_memory > limit:
             least = human_bytes(candidate.least_memory)
             return f'cannot fit: its arguments alone take {least} of {human_bytes(limit)}'
-        if self.best is not None and rounded(candidate.least_seconds) > order(self.best)[0]:
+        if self.best is not None and rank(candidate.least_seconds, 0)[0] > order(self.best)[0]:
             assert self.best.plan is not None
             return (
                 f'cannot be faster than {self.best.name}: reading its arguments and writing its results '
@@ -118,14 +117,3 @@ def _bounded(step: LoweredStep, candidate: Candidate) -> Candidate:
         return dataclasses.replace(candidate, least_memory=arguments)
     rate = hardware.hbm_bytes_per_second / devices_per_chip(step.places, hardware)
     return dataclasses.replace(candidate, least_memory=arguments, least_seconds=(arguments + results) / rate)
-
-
-def _short(error: Exception) -> str:
-    """An error on one line: its first problem with a leaf, or else its first two lines."""
-    if isinstance(error, ShardingError) and error.problems:
-        first, *others = error.problems
-        more = f' (and {len(others)} more)' if others else ''
-        return f'{first.leaf}: {first.detail}{more}'
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
-    return kind + ' '.join(lines[:2])

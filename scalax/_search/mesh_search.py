@@ -39,9 +39,10 @@ def search(
     What any program of the step needs is known before it is compiled: the memory of its arguments, and the
     seconds of reading them and writing its results. A mesh that loses by these is not compiled. The others
     are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on which the step does not
-    fit, or some dimension does not divide, have lost. The others are ranked by the least time of the step in
-    their roofline, then by its time if nothing overlaps. If the best is so near to the limit of memory that
-    its quick plan does not say whether it fits, it is compiled in full.
+    fit, or some dimension does not divide, have lost. The others are ranked as `find` ranks layouts: by the
+    mean of the seconds of the roofline with and without overlap, and equal ones by their memory. If the best
+    is so near to the limit of memory that its quick plan does not say whether it fits, it is compiled in
+    full.
 
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
@@ -70,6 +71,7 @@ def search(
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
             invalid.
         DataError: *file* holds something other than trials.
+        Exception: an error of *make_step*, of the step, or of scalax, with a note that names the mesh.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown, or names of axes are invalid.
 

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalax._plan.objective import mean, seconds_of
 from scalax._plan.plan import Plan
 from scalax._report import saved
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
 
-_HEADS = ('', 'mesh', 'at least', 'bound by', 'memory', 'outcome')
-_MEMORY, _OUTCOME = 4, 5
+_HEADS = ('', 'mesh', 'seconds', 'at least', 'bound by', 'memory', 'outcome')
+_MEMORY, _OUTCOME = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +50,17 @@ class Candidate:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its row of a table: its name, seconds, what bounds them, memory, and the outcome."""
+        """Its row of a table: its name, seconds, the least, what bounds them, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
         seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
-        time = milliseconds(seconds) if roofline or self.ruled_out else ''
+        least = milliseconds(seconds) if roofline or self.ruled_out else ''
+        time = '' if self.plan is None else milliseconds(mean(seconds_of(self.plan)))
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
         if self.ruled_out:
             peak = f'>{human_bytes(self.least_memory)}'
         how = '' if self.plan is None or self.plan.quick or self.plan.simulates else ' (in full)'
         bound = roofline.bound if roofline else ''
-        return self.name, time, bound, peak, f'{self.lost or "best"}{how}'
+        return self.name, time, least, bound, peak, f'{self.lost or "best"}{how}'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from scalax._plan.objective import mean, seconds_of
 from scalax._plan.page import headline, plan_blocks
 from scalax._plan.text import shown_fits
 from scalax._report import blocks
@@ -113,6 +114,7 @@ def _section_of_meshes(search: Search, shown: Container[int], note: str = '') ->
         Column('rank', 'number'),
         Column('mesh', 'lead'),
         Column('fits'),
+        Column('seconds', 'number'),
         Column('at least', 'number'),
         Column('if nothing overlaps', 'number'),
         Column('bound by', 'code'),
@@ -122,8 +124,8 @@ def _section_of_meshes(search: Search, shown: Container[int], note: str = '') ->
     ]
     rows = [_row(place, each, axes, place in shown) for place, each in enumerate(search.candidates, 1)]
     about = (
-        'At least: if all of a step overlaps. Bytes: those of the whole array of one group, of all '
-        f'collectives along these axes. {note}'
+        'Seconds: the mean of those if all of a step overlaps (at least) and if nothing does. Bytes: those '
+        f'of the whole array of one group, of all collectives along these axes. {note}'
     )
     return blocks.section('Meshes', blocks.table(columns, rows, 0 if search.fits else None), about.strip())
 
@@ -155,6 +157,7 @@ def _row(place: int, candidate: Candidate, axes: Sequence[tuple[str, ...]], is_l
         Cell(str(place), place),
         Cell(candidate.name, html=name),
         Cell(html=blocks.badge(verdict, tone)),
+        _seconds(None if candidate.plan is None else mean(seconds_of(candidate.plan))),
         _seconds(candidate.least_seconds, '≥ ') if candidate.ruled_out else _seconds(bound),
         _seconds(estimate),
         Cell(roofline.bound if roofline else ''),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from scalax._plan.objective import mean, rank, seconds_of, slower
 
 if TYPE_CHECKING:
     from scalax._search.outcome import Candidate
@@ -14,17 +17,9 @@ NEAR = 1.08
 
 
 def order(candidate: Candidate) -> tuple[float, float]:
-    """Sorts by the least time of a step; nearly equal ones by its time if nothing overlaps."""
-    roofline = candidate.plan.known_roofline if candidate.plan else None
-    if roofline is None:
-        return float('inf'), float('inf')
-    bound, estimate = roofline.step_seconds
-    return rounded(bound), estimate
-
-
-def rounded(seconds: float) -> float:
-    """Seconds to two digits: what is nearer than that counts as equal."""
-    return float(f'{seconds:.2g}')
+    """Sorts candidates, the best first (`objective`)."""
+    plan = candidate.plan
+    return (math.inf, math.inf) if plan is None else rank(mean(seconds_of(plan)), plan.memory.total)
 
 
 def may_fit(candidate: Candidate) -> bool:
@@ -60,14 +55,5 @@ def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _slower(candidate: Candidate, best: Candidate) -> str:
-    own, other = (c.plan.known_roofline if c.plan else None for c in (candidate, best))
-    if own is None or other is None:
-        return 'no hardware numbers; time unknown'
-    bound, estimate = (
-        mine / theirs - 1 for mine, theirs in zip(own.step_seconds, other.step_seconds, strict=True)
-    )
-    if bound >= 0.005:
-        return f'{bound:.0%} slower'
-    if estimate >= 0.005:
-        return f'as fast if all overlaps, {estimate:.0%} slower if nothing does'
-    return 'as fast'
+    own, other = (mean(seconds_of(each.plan)) if each.plan else math.inf for each in (candidate, best))
+    return slower(own, other)

@@ -42,7 +42,7 @@ def run_followed(
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
         found = follow_choices(jaxpr, arguments, mesh)
-    except Exception as error:  # a mistake of scalax, not of the user: it ends no program
+    except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(_advice(fun.__name__, found.failure), FollowingWarning)
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])

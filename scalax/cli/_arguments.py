@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome = asked.run(asked)
     except ScalaxError as error:
-        show(f'error: {error}', sys.stderr)
+        show('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), sys.stderr)
         failed = isinstance(error, PlanError | MissingDependencyError)
         return ExitCode.FAILED if failed else ExitCode.INVALID
     if isinstance(outcome, ExitCode):

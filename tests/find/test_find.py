@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from scalax._find import trial
+from scalax._find.problem import Problem
 from scalax.errors import ArgumentError, MeshError
 from scalax.plan import find
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -406,6 +407,40 @@ def block(width, hidden, rows):
     """The arguments of `block_gradient`."""
     up, down = (jax.ShapeDtypeStruct(shape, 'bfloat16') for shape in ((width, hidden), (hidden, width)))
     return {'up': up, 'down': down}, jax.ShapeDtypeStruct((rows, width), 'bfloat16')
+
+
+def test_errors_are_no_outcomes(monkeypatch):
+    """Only what the compiler refuses has no program: a mistake in scalax is not a layout that has lost."""
+    monkeypatch.setattr(Problem, 'of_batch', lambda *_: {}['a mistake'])
+    with pytest.raises(KeyError, match='a mistake') as raised:
+        find(product, simple(), **options())
+    assert raised.value.__notes__ == ["This was raised by the candidate fsdp=8, batch P('fsdp')."]
+    assert {'attempt', 'plan', '<lambda>'} <= {entry.name for entry in raised.traceback}  # where it is
+
+
+def test_equal_layouts_with_less_memory_are_better():
+    assert trial.Trial(None, 1.0, 1.0, 900).rank < trial.Trial(None, 1.0, 1.0, 1000).rank
+    assert trial.Trial(None, 1.0, 1.0, 1000).rank < trial.Trial(None, 1.0, 1.01, 900).rank
+    too_large = trial.Trial(None, 1.0, 1.0, 1200, limit=1100)
+    assert trial.Trial(None, 1.0, 2.0, 1000, limit=1100).rank < too_large.rank
+
+
+@tpu_compiler.needed
+def test_a_vocabulary_that_does_not_divide_is_whole():
+    """Its width would be over the axis of the rows: the compiler then adds up the scores of all words."""
+
+    def step(params, tokens):
+        def loss(params):
+            scores = params['embed'][tokens] @ params['head']
+            return -jnp.mean(jax.nn.log_softmax(scores)[..., 0])
+
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params))
+
+    args = block(256, 50257, 1)[0]
+    args = {'head': args['up'], 'embed': args['down']}, jax.ShapeDtypeStruct((16, 256), 'int32')
+    kept = {'keep': [('embed', P())], 'sizes': {'tp': [1, 8]}}
+    result = find(step, args, 'v5e:2x4', **options(**kept))
+    assert (result.mesh, result.batch, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P())
 
 
 @tpu_compiler.needed

@@ -246,6 +246,11 @@ def test_regexes_of_numbers(numbers: list[int], regex: str) -> None:
             [(r'(query/w|h\d+_mlp/linear/w)$', COLUMN), ('/w$', ROW), ('.*', P())],
             id='Haiku',
         ),
+        pytest.param(
+            {name: ((8, 8), P() if name == 'a/up' else COLUMN) for name in ('a/ed', 'a/embed', 'a/up')},
+            [('/ed|embed', COLUMN), ('.*', P())],
+            id='a key that another one holds',
+        ),
         pytest.param({}, [('.*', P())], id='no leaves'),
         pytest.param({'a': ((1, 1), VECTOR), 'b': ((), P())}, [('.*', P())], id='one element each'),
         pytest.param({'': ((8,), VECTOR)}, [('.*', VECTOR)], id='a bare leaf'),

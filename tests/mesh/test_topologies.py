@@ -97,6 +97,15 @@ def test_fewer_chips_than_a_host_has(described, topology, bounds):
     assert asked.get('chips_per_host_bounds') == bounds
 
 
+@pytest.mark.parametrize(('topology', 'kind'), [('v4:2x2x1', 'megacore'), ('v5p:2x2x1', None)])
+def test_two_cores_of_v4_are_one_device(described, topology, kind):
+    """As on machines; of v5p the compiler describes them so by itself, and knows no other name for it."""
+    asked = {}
+    described(lambda **options: asked.update(options) or Topology)
+    MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
+    assert asked.get('chip_config_name') == kind
+
+
 @pytest.mark.parametrize('name', ['', None, 4])
 def test_a_topology_without_a_name(described, name):
     described(lambda **_: Topology)

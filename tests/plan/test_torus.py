@@ -85,6 +85,10 @@ def test_places():
         ('v5p', (2, 2, 2), (False, False, False)),
         ('v5p', (2, 2, 4), (False, False, False)),
         ('v4', (4, 4, 4), (True, True, True)),
+        # MaxText's table of slices, src/maxtext/utils/accelerator_to_spec_map.py.
+        ('tpu7x', (4, 4, 4), (True, True, True)),
+        ('tpu7x', (12, 16, 24), (True, True, True)),
+        ('tpu7x', (2, 4, 4), (False, False, False)),
         ('v5e', (16, 16), (True, True)),
         ('v5e', (8, 16), (False, True)),
         ('v5e', (4, 8, 1), (False, False, False)),
@@ -99,10 +103,11 @@ def test_which_axes_are_rings(name, shape, rings):
 
 
 def test_a_hardware_whose_rings_are_not_known(snapshot):
-    one = torus_of(places_of(chips(1, 1, 1, cores=2)), HARDWARE['tpu7x'])
+    mine = dataclasses.replace(HARDWARE['tpu7x'], name='mine', ring_multiple=None)
+    one = torus_of(places_of(chips(1, 1, 1, cores=2)), mine)
     assert one == Torus((1, 1, 1), 2, (False, False, False))
     with snapshot.raises(PlanError):
-        torus_of(places_of(chips(4, 4, 4)), HARDWARE['tpu7x'])
+        torus_of(places_of(chips(4, 4, 4)), mine)
 
 
 def test_a_torus_of_more_axes():

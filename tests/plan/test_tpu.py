@@ -370,6 +370,19 @@ def test_a_line_of_the_table_of_llama():
     assert cells[:3] == ['| small', 'v5e:2x2', 'fsdp=2 tp=2']
 
 
+@pytest.mark.parametrize(('name', 'devices', 'per_chip'), [('v4', 64, 1), ('tpu7x', 128, 2)])
+def test_every_kind_of_chip_has_seconds(name, devices, per_chip):
+    over = helper(f'{name}:4x4x4', ('fsdp', -1), ('tp', 4))
+    step, arguments = train_step(over, 2, 1024, 4096)
+    plan = quick(over, step, *arguments)
+    roofline = plan.roofline()
+    assert (plan.devices, roofline.unknown, plan.memory.limit) == (devices, (), HARDWARE[name].hbm_bytes)
+    assert roofline.peak == devices / per_chip * HARDWARE[name].flops_per_second
+    # A cube is closed: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking".
+    lines = {line for row in roofline.communication for line in row.lines}
+    assert lines and all(line.ring for line in lines)
+
+
 def test_one_device():
     over = helper('v5e:1x1', ('x', 1))
     plan = quick(over, over.sjit(lambda x: x @ x, in_shardings=P()), array(256, 256))

@@ -232,7 +232,7 @@ def test_the_table_sorts(browser, tmp_path):
     assert sorted_by(root, 'memory') == [5, 4, 3, first, second, 6]  # what has none stays last
     assert sorted_by(root, 'memory') == [second, first, 3, 4, 5, 6]
     assert sorted_by(root, 'at least')[0] == 5
-    assert sorted_by(root, 'why it lost')[0] == 2  # 'as fast ...' or '10% slower ...'
+    assert sorted_by(root, 'why it lost')[0] == 2  # '10% slower ...'
     assert sorted_by(root, 'rank') == [6, 5, 4, 3, 2, 1]
     assert browser.complaints() == []
 
@@ -245,7 +245,7 @@ def test_the_plan_of_each_is_a_click_away(browser, tmp_path):
     assert open_plans(root) == [2]
     plan = root.find_element(By.CSS_SELECTOR, '#plan-2 details')
     top = 'return arguments[0].getBoundingClientRect().top'
-    assert browser.until(lambda: 0 <= browser.run(top, plan) < 900)
+    assert browser.until(lambda: -1 < browser.run(top, plan) < 900)  # pages scroll by whole pixels
     assert '8 devices of v5e' in plan.text
     plan.find_element(By.LINK_TEXT, 'Back to all meshes').click()
     meshes = root.find_element(By.ID, 'meshes')

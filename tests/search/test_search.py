@@ -9,7 +9,7 @@ import pytest
 
 from scalax._search import attempts as module
 from scalax._search.possible_meshes import possible_meshes
-from scalax.errors import ArgumentError, MeshError, PlanError
+from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
@@ -136,20 +136,20 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert [candidate.plan.quick for candidate in found.candidates] == [False, True, True, True]
     assert found.best is found.candidates[0].plan
     assert (found.interrupted, found.fits, found.candidates[0].lost) == (False, True, '')
-    bounds = [candidate.plan.roofline().step_seconds.bound for candidate in found.candidates]
-    assert bounds == pytest.approx(sorted(bounds), rel=0.05)
+    means = [sum(candidate.plan.step_seconds) / 2 for candidate in found.candidates]
+    assert means[0] == min(means) and means[1:] == sorted(means[1:])
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
     assert all(candidate.lost.endswith('% slower') for candidate in found.candidates[1:])
     [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
-    assert alone.cells[2] == 'ici:tp'
+    assert alone.cells[3] == 'ici:tp'
 
 
 @tpu_compiler.needed
 def test_the_table(found):
     lines = found.to_text(120).splitlines()
     assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
-    assert lines[2].split() == ['mesh', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
+    assert lines[2].split() == ['mesh', 'seconds', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
     assert lines[4].startswith('1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
     assert len(lines) == 8
     assert 'fsdp=2, tp=4' in found._repr_html_()
@@ -200,9 +200,10 @@ def test_failures_and_interruptions(monkeypatch):
 
     def failing(step, *, quick):
         if step.mesh.devices.shape == (4, 1):
-            raise PlanError('INTERNAL: the compiler fell over\nThis is why\nand more')
+            refusal = 'INTERNAL: the compiler fell over\nThis is why\nand more'
+            raise PlanError(refusal) from jax.errors.JaxRuntimeError(refusal)
         if step.mesh.devices.shape == (2, 2):
-            raise ZeroDivisionError('of the user')
+            raise ValueError('axis 0 of size 3 is not divisible by 2')
         return plan(step, quick=quick)
 
     monkeypatch.setattr(module, 'plan_lowered', failing)
@@ -210,7 +211,7 @@ def test_failures_and_interruptions(monkeypatch):
     assert [(candidate.name, candidate.lost) for candidate in found.candidates] == [
         ('fsdp=1, tp=4', ''),
         ('fsdp=4, tp=1', 'INTERNAL: the compiler fell over This is why'),
-        ('fsdp=2, tp=2', 'ZeroDivisionError: of the user'),
+        ('fsdp=2, tp=2', 'ValueError: axis 0 of size 3 is not divisible by 2'),
     ]
 
     def stopping(step, *, quick):
@@ -231,6 +232,28 @@ def test_failures_and_interruptions(monkeypatch):
     assert (nothing.candidates, nothing.not_tried) == ((), 3)
     with pytest.raises(PlanError, match=r'^the search on v5e:2x2 was stopped before any mesh was planned$'):
         _ = nothing.best
+
+
+@tpu_compiler.needed
+@pytest.mark.parametrize('mistake', [PlanError('a form that is not known'), KeyError('a mistake')])
+def test_other_errors_are_no_outcomes(monkeypatch, mistake):
+    """They would look as if the candidate had lost, on every mesh."""
+
+    def failing(step, *, quick):
+        raise mistake
+
+    monkeypatch.setattr(module, 'plan_lowered', failing)
+    with pytest.raises(type(mistake)) as raised:
+        search(make_step, 'v5e:2x2', ['fsdp', 'tp'], {'both': UP})
+    assert raised.value is mistake and 'failing' in {entry.name for entry in raised.traceback}
+    assert mistake.__notes__ == ['This was raised by the candidate fsdp=4, tp=1; both.']
+
+    def unmatched(helper):
+        return make_step(helper, TreePathShardingRule(('no such path', P())))
+
+    with pytest.raises(ShardingError, match='no regex of the rule matches') as raised:
+        search(unmatched, 'v5e:2x2', ['fsdp', 'tp'])
+    assert raised.value.__notes__ == ['This was raised by the candidate fsdp=4, tp=1.']
 
 
 def _with_memory(monkeypatch, **shares):
@@ -302,7 +325,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
     assert found.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out by a bound'
     )
-    assert lost.cells[1:] == ('170 ms', '', '>64.0 GiB', lost.lost)
+    assert lost.cells[1:] == ('', '170 ms', '', '>64.0 GiB', lost.lost)
 
 
 @tpu_compiler.needed
