@@ -13,11 +13,10 @@ from scalax._helper import MeshShardingHelper
 from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
-from scalax._plan.objective import lost_by, rank
+from scalax._plan.objective import lost_by
 from scalax._plan.plan import Plan
 from scalax._plan.text import memory_taken
-from scalax._plan.torus import devices_per_chip
-from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.tables import human_bytes
 from scalax._report.trial_file import TrialFile
 from scalax._search.outcome import Candidate
 from scalax._search.ranking import order, surely_fits
@@ -56,7 +55,7 @@ class Attempts:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
                 step = self._lowered(candidate)
-                candidate = _bounded(step, candidate)
+                candidate = dataclasses.replace(candidate, least_memory=step.stored_bytes[0])
                 lost = self._why_not(candidate, step.hardware) if quick else ''
                 if lost:
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
@@ -87,17 +86,11 @@ class Attempts:
         return lower_step(helper, step, arguments, {})
 
     def _why_not(self, candidate: Candidate, hardware: Hardware | None) -> str:
-        """Why a candidate cannot be the best, whatever a compiler makes of it; empty if it may be."""
+        """Why a candidate cannot fit, whatever a compiler makes of it; empty if it may."""
         limit = hardware.hbm_bytes if hardware else None
         if limit is not None and candidate.least_memory > limit:
             least = human_bytes(candidate.least_memory)
             return f'cannot fit: its arguments alone take {least} of {human_bytes(limit)}'
-        if self.best is not None and rank(candidate.least_seconds, 0)[0] > order(self.best)[0]:
-            assert self.best.plan is not None
-            return (
-                f'cannot be faster than {self.best.name}: reading its arguments and writing its results '
-                f'takes {milliseconds(candidate.least_seconds)}'
-            )
         return ''
 
     def _known(self, step: LoweredStep, quick: bool) -> Plan | None:
@@ -107,13 +100,3 @@ class Attempts:
                 with contextlib.suppress(DataError):  # damaged
                     return Plan.load(json.dumps(values.get('plan')))
         return None
-
-
-def _bounded(step: LoweredStep, candidate: Candidate) -> Candidate:
-    """The candidate with what any program of the step needs at least."""
-    arguments, results = step.stored_bytes
-    hardware = step.hardware
-    if hardware is None or hardware.hbm_bytes_per_second is None:
-        return dataclasses.replace(candidate, least_memory=arguments)
-    rate = hardware.hbm_bytes_per_second / devices_per_chip(step.places, hardware)
-    return dataclasses.replace(candidate, least_memory=arguments, least_seconds=(arguments + results) / rate)

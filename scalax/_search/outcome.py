@@ -28,10 +28,8 @@ class Candidate:
         rules: the name of the set of rules; empty if the search was given none.
         plan: the plan of the step on it; None if it could not be planned.
         lost: why it is not the best; empty for the best.
-        ruled_out: whether it lost before it was compiled, by what any program of the step needs.
+        ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
         least_memory: bytes of a device that any program needs: those of the arguments.
-        least_seconds: seconds that any program takes: those of reading the arguments from memory, and of
-            writing the results.
     """
 
     mesh: Mapping[str, int]
@@ -40,7 +38,6 @@ class Candidate:
     lost: str = ''
     ruled_out: bool = False
     least_memory: int = 0
-    least_seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -52,8 +49,7 @@ class Candidate:
     def cells(self) -> tuple[str, ...]:
         """Its row of a table: its name, seconds, the least, what bounds them, memory, and the outcome."""
         roofline = self.plan.known_roofline if self.plan else None
-        seconds = self.least_seconds if roofline is None else roofline.step_seconds.bound
-        least = milliseconds(seconds) if roofline or self.ruled_out else ''
+        least = milliseconds(roofline.step_seconds.bound) if roofline else ''
         time = '' if self.plan is None else milliseconds(mean(seconds_of(self.plan)))
         peak = '' if self.plan is None else human_bytes(self.plan.memory.peak)
         if self.ruled_out:

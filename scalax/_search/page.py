@@ -101,8 +101,7 @@ def _verdict(candidate: Candidate) -> tuple[str, Tone]:
     """Whether a candidate fits, in two words and a colour."""
     if candidate.plan is not None:
         return shown_fits(candidate.plan)
-    too_large = candidate.ruled_out and candidate.lost.startswith('cannot fit')
-    return ('does not fit', 'bad') if too_large else ('not compiled', '')
+    return ('does not fit', 'bad') if candidate.ruled_out else ('not compiled', '')
 
 
 def _section_of_meshes(search: Search, shown: Container[int], note: str = '') -> str:
@@ -158,7 +157,7 @@ def _row(place: int, candidate: Candidate, axes: Sequence[tuple[str, ...]], is_l
         Cell(candidate.name, html=name),
         Cell(html=blocks.badge(verdict, tone)),
         _seconds(None if candidate.plan is None else mean(seconds_of(candidate.plan))),
-        _seconds(candidate.least_seconds, '≥ ') if candidate.ruled_out else _seconds(bound),
+        _seconds(bound),
         _seconds(estimate),
         Cell(roofline.bound if roofline else ''),
         _memory(candidate),
@@ -171,8 +170,8 @@ def _name(place: int) -> str:
     return f'plan-{place}'
 
 
-def _seconds(seconds: float | None, sign: str = '') -> Cell:
-    return Cell() if seconds is None else Cell(f'{sign}{milliseconds(seconds)}', seconds)
+def _seconds(seconds: float | None) -> Cell:
+    return Cell() if seconds is None else Cell(milliseconds(seconds), seconds)
 
 
 def _memory(candidate: Candidate) -> Cell:

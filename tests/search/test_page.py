@@ -64,10 +64,9 @@ def search():
                 Candidate(
                     {'fsdp': 1, 'tp': 8},
                     'b',
-                    lost='cannot be faster',
+                    lost='cannot fit: 31',
                     ruled_out=True,
                     least_memory=31 * GIB,
-                    least_seconds=9.0,
                 ),
                 Candidate({'fsdp': 1, 'tp': 8}, 'c', lost='ValueError: no'),
             ]
@@ -134,9 +133,9 @@ def test_the_table(tmp_path):
     found = search()
     cells = columns(written(found, tmp_path))
     assert cells['mesh'] == tuple(each.name for each in found.candidates)
-    assert cells['fits'] == ('fits', 'fits', 'does not fit', 'does not fit', 'not compiled', 'not compiled')
+    assert cells['fits'] == ('fits', 'fits', *['does not fit'] * 3, 'not compiled')
     assert cells['memory'][2:] == ('20.0 GiB', '≥ 30.0 GiB', '≥ 31.0 GiB', '')
-    assert cells['at least'][3:] == ('≥ 0 ms', '≥ 9,000 ms', '')
+    assert cells['at least'][3:] == ('', '', '')
     assert cells['why it lost'] == ('the best', *(each.lost for each in found.candidates[1:]))
     # As many bytes as the plan says, of all kinds together.
     totals = found.best.totals
@@ -231,7 +230,7 @@ def test_the_table_sorts(browser, tmp_path):
     first, second = sorted(peaks, key=peaks.get, reverse=True)
     assert sorted_by(root, 'memory') == [5, 4, 3, first, second, 6]  # what has none stays last
     assert sorted_by(root, 'memory') == [second, first, 3, 4, 5, 6]
-    assert sorted_by(root, 'at least')[0] == 5
+    assert sorted_by(root, 'at least')[0] in (1, 2, 3)  # those with a plan
     assert sorted_by(root, 'why it lost')[0] == 2  # '10% slower ...'
     assert sorted_by(root, 'rank') == [6, 5, 4, 3, 2, 1]
     assert browser.complaints() == []

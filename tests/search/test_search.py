@@ -325,41 +325,27 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
     assert found.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out by a bound'
     )
-    assert lost.cells[1:] == ('', '170 ms', '', '>64.0 GiB', lost.lost)
+    assert lost.cells[1:] == ('', '', '', '>64.0 GiB', lost.lost)
 
 
 @tpu_compiler.needed
-def test_what_cannot_be_the_fastest_is_not_compiled():
-    """Of few tokens the time is that of reading the weights."""
+def test_what_reads_little_of_its_arguments_is_planned():
+    """A row of a table that is replicated: all of it would take longer to read than the best mesh takes."""
 
-    def decode(helper, rules):
-        params = {'up': jax.ShapeDtypeStruct((8192, 32768), 'bfloat16')}
-        tokens = jax.ShapeDtypeStruct((16, 8192), 'bfloat16')
-        return helper.sjit(lambda p, x: x @ p['up'], in_shardings=(rules, P()), out_shardings=P()), (
-            params,
-            tokens,
-        )
+    def look_up(helper, rules):
+        table, row = jax.ShapeDtypeStruct((65536, 8192), 'bfloat16'), jax.ShapeDtypeStruct((), 'int32')
+        fun = helper.sjit(lambda t, i: jnp.tanh(t[i]), in_shardings=(rules, P()), out_shardings=P())
+        return fun, (table, row)
 
-    sets = {'split': P(None, 'tp'), 'replicated': P()}
-    found = search(decode, 'v5e:2x4', ['tp'], sets)
-    best, lost = found.candidates
-    assert (best.rules, lost.rules, lost.plan, found.compiled) == ('split', 'replicated', None, 1)
-    assert lost.lost == (
-        'cannot be faster than tp=8; split: reading its arguments and writing its results takes 0.664 ms'
-    )
-    # It is a bound: compiled, it takes no less.
-    [alone] = search(decode, 'v5e:2x4', ['tp'], {'replicated': P()}).candidates
-    assert alone.plan.roofline().step_seconds.bound >= lost.least_seconds
-    assert alone.plan.memory.peak >= alone.least_memory == lost.least_memory
-    assert alone.least_seconds == lost.least_seconds
+    found = search(look_up, 'v5e:2x4', ['tp'], {'split': P(None, 'tp'), 'replicated': P()})
+    assert found.compiled == 2 and not any(each.ruled_out for each in found.candidates)
+    assert [each.rules for each in found.candidates] == ['replicated', 'split']  # nothing is gathered
 
 
 @tpu_compiler.needed
 def test_bounds_are_bounds(found):
     for candidate in found.candidates:
-        memory = candidate.plan.memory
-        assert 0 < candidate.least_memory <= memory.arguments
-        assert 0 < candidate.least_seconds <= candidate.plan.roofline().hbm
+        assert 0 < candidate.least_memory <= candidate.plan.memory.arguments
 
 
 # --- Going on from a file ------------------------------------------------------------------------
