@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, SupportsIndex, overload
 
 import jax
 from flax import nnx
@@ -154,7 +154,7 @@ class NnxFunction:
         options = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
-                options[option] = _behind_the_graph(options[option])
+                options[option] = _behind_the_graph(option, options[option], self._name, own)
 
         def pure(graph: Any, *given: Any) -> Any:
             return self._without_changes(graph, *given)
@@ -276,9 +276,16 @@ class NnxFunction:
         )
 
 
-def _behind_the_graph(positions: int | Sequence[int]) -> tuple[int, ...]:
+def _behind_the_graph(
+    option: str, positions: int | Sequence[int], name: str, own: Mapping[str, inspect.Parameter]
+) -> tuple[int, ...]:
     """Positions of arguments of a function as those of its pure one, whose first argument is the graph."""
-    each = (positions,) if isinstance(positions, int) else positions
+    each = (positions,) if isinstance(positions, SupportsIndex) else tuple(positions)
+    known = [key for key, kind in own.items() if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
+    several = any(kind.kind is kind.VAR_POSITIONAL for kind in own.values())
+    if wrong := [i for i in each if not several and not -len(known) <= i < len(known)]:
+        count = plural(len(known), 'positional argument')
+        raise ArgumentError(f'{option}={wrong[0]}: {name} takes {count} ({", ".join(known)})')
     return tuple(i + 1 if i >= 0 else i for i in each)
 
 

@@ -158,6 +158,18 @@ def test_what_is_refused():
     )
 
 
+@pytest.mark.parametrize('option', ['donate_argnums', 'batch_argnums', 'static_argnums'])
+@pytest.mark.parametrize('position', [-3, 2])
+def test_positions_are_those_of_the_function(option, position):
+    def call(model, x):
+        return model(x)
+
+    with pytest.raises(ArgumentError) as raised:
+        nnx.sjit(helper(), call, **{option: position})
+    assert str(raised.value) == f'{option}={position}: call takes 2 positional arguments (model, x)'
+    nnx.sjit(helper(), call, **{option: np.int64(-1)})
+
+
 def test_changes_of_attributes_are_refused():
     model, _ = make(jax.random.key(0))
 
