@@ -34,8 +34,7 @@ from scalax._plan.text import (
     sums_texts,
 )
 from scalax._plan.torus import line_text
-from scalax._plan.torus_figures import axes_on_torus
-from scalax._plan.torus_svg import layers
+from scalax._plan.torus_axes import axes_on_torus
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
@@ -75,7 +74,10 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
             blocks.section(*_scopes(plan, roofline)),
             blocks.section('Collectives of one call', _collectives(plan, roofline)),
             blocks.section('Rows of the batch', _batch(plan)),
-            blocks.section('Mesh axes on the torus', *_torus(plan)),
+            blocks.section(
+                'Mesh axes on the torus',
+                blocks.notes(axes_on_torus(plan.mesh, plan.places, plan.device_kind)),
+            ),
         ]
     )
 
@@ -327,21 +329,3 @@ def _first_rows(cells: Sequence[Sequence[str]], kinds: Sequence[Kind], keys: Seq
     ]
     rest = len(rows) - MOST_ROWS
     return blocks.table(columns, shown) + blocks.notes([f'... and {rest} more'] if rest > 0 else [])
-
-
-def _torus(plan: Plan) -> tuple[str, str]:
-    """The drawings, and a note on how to read them."""
-    shown = axes_on_torus(plan.mesh, plan.places, plan.device_kind)
-    if not shown:
-        return '', ''
-    slices = f' This is the first of {shown[0].slices} slices.' if shown[0].slices > 1 else ''
-    note = (
-        'Each square is a device, with its place along the axis; columns are along x, rows along y, panels '
-        f'along z. Lines are links: those that the axis runs over have its colour.{slices}'
-    )
-    figures = []
-    for chips in shown:
-        name = f'{blocks.axis_name(chips.axis, plan.mesh)}{escape(chips.label.removeprefix(chips.axis))}'
-        panels = '' if chips.across else f'<div class="panels">{layers(chips)}</div>'
-        figures.append(f'<figure><figcaption>{name}</figcaption>{panels}</figure>')
-    return ''.join(figures), note

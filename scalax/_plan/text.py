@@ -13,7 +13,7 @@ from scalax._plan.figure_data import Scope, Sums, scopes, sums_by_part
 from scalax._plan.formulas import Counted
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
-from scalax._plan.torus_figures import axes_on_torus
+from scalax._plan.torus_axes import axes_on_torus
 from scalax._report.blocks import Tone
 from scalax._report.pages import visible
 from scalax._report.tables import (
@@ -197,7 +197,7 @@ def sums_texts(each: Sums, plan: Plan, roofline: Roofline | None) -> list[str]:
 
 def _torus(plan: Plan, width: int) -> Iterable[str]:
     """Where each mesh axis runs, after a blank line."""
-    known = [chips.label for chips in axes_on_torus(plan.mesh, plan.places, plan.device_kind)]
+    known = axes_on_torus(plan.mesh, plan.places, plan.device_kind)
     return ['', *wrapped(['mesh axes on the torus: ' + '; '.join(known)], width)] if known else []
 
 

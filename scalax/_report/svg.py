@@ -7,11 +7,9 @@ Elements have no ids, so that two pictures on one page cannot clash.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
 from collections.abc import Sequence
 
-from scalax._report.pages import asset, escape
+from scalax._report.pages import escape
 
 LINE = 20  # pixels from one line of text to the next
 CHAR = 7.3  # pixels of a character of 12 px in a monospaced font, the widest of the common ones
@@ -25,7 +23,6 @@ _SCALE = (
 )
 _BLACK, _WHITE = '#000000', '#FFFFFF'
 AXIS_COLORS = 6  # in palette.css
-_LIGHTEST = 0.82  # of white in the first of several shades
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,38 +117,6 @@ def scaled(fraction: float) -> str:
     lower = min(int(exact), len(_SCALE) - 2)
     pairs = zip(_parts(_SCALE[lower]), _parts(_SCALE[lower + 1]), strict=True)
     return '#' + ''.join(f'{round(one + (other - one) * (exact - lower)):02X}' for one, other in pairs)
-
-
-@functools.cache
-def palette() -> dict[str, str]:
-    """The colours of pages on a light ground, by their names in ``palette.css``.
-
-    Example:
-        >>> palette()['ground']
-        '#ffffff'
-    """
-    style = asset('scalax._report', 'palette.css')
-    return dict(re.findall(r'--([\w-]+): light-dark\((#[0-9a-f]{6}),', style))
-
-
-def axis_color(place: int) -> str:
-    """The colour of the mesh axis at a place of the mesh."""
-    return palette()[f'axis-{place % AXIS_COLORS}']
-
-
-def shades(color: str, count: int) -> list[str]:
-    """That many shades of a colour, from a light one to the colour itself.
-
-    Example:
-        >>> shades('#000000', 3)
-        ['#D1D1D1', '#696969', '#000000']
-    """
-    parts = _parts(color)
-    found = []
-    for place in range(count):
-        tint = _LIGHTEST * (1 - place / max(1, count - 1))
-        found.append('#' + ''.join(f'{round(part + (255 - part) * tint):02X}' for part in parts))
-    return found
 
 
 def ink(background: str) -> str:
