@@ -24,7 +24,7 @@ def read_long_description() -> str:
 
 EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scikit-learn', 'tqdm']
 # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
-PLAN = ['jax[tpu]; sys_platform == "linux"', 'rich']
+PLAN = ['jax[tpu]; sys_platform == "linux"']
 CHECKPOINT = ['orbax-checkpoint', 'safetensors']
 # The Markdown of the pages is read by Material's extensions, and signatures are formatted by ruff.
 DOCS = ['mkdocs-material>=9.6', 'mkdocstrings[python]>=1', 'ruff']
@@ -48,7 +48,6 @@ EXTRAS = {
         'psutil',
         'pytest>=8',
         'pytest-randomly',
-        'rich',
         'safetensors',
         'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.

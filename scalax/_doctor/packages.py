@@ -13,7 +13,7 @@ from packaging.version import Version
 from scalax._doctor.finding import Finding
 
 NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy', 'einops')
-OPTIONAL = ('libtpu', 'rich', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
+OPTIONAL = ('libtpu', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
 _PLUGIN = re.compile(r'jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)')
 
 

@@ -15,9 +15,6 @@ from typing import Any
 from scalax._report.pages import visible
 from scalax.errors import ArgumentError
 
-Piece = tuple[int, str]
-"""A column, and its padded text."""
-
 GAP = '  '
 _INDENT = 4
 _PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
@@ -118,9 +115,9 @@ def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
-def lay_out(
+def _laid_out(
     cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]
-) -> list[list[list[Piece]]]:
+) -> list[list[list[str]]]:
     """The lines of each row, without characters that control a terminal.
 
     Args:
@@ -140,23 +137,17 @@ def lay_out(
     for texts in cells:
         above = _above(texts, widths, width, path, right) if len(texts[path]) > widths[path] else []
         left = [*[''] * (path + 1), *texts[path + 1 :]] if above else texts
-        padded = [
-            (column, _padded(text, widths[column], column in right)) for column, text in enumerate(left)
-        ]
+        padded = [_padded(text, widths[column], column in right) for column, text in enumerate(left)]
         rows.append([*above, padded] if any(left) else above)
     return rows
 
 
 def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]) -> list[str]:
     """The lines of a table, its heads underlined."""
-    heads, *rows = [[plain(line) for line in row] for row in lay_out(cells, width, path, size)]
+    laid_out = _laid_out(cells, width, path, size)
+    heads, *rows = [[GAP.join(line).rstrip() for line in row] for row in laid_out]
     lines = [line for row in rows for line in row]
     return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
-
-
-def plain(line: Iterable[Piece]) -> str:
-    """A line as text."""
-    return GAP.join(text for _, text in line).rstrip()
 
 
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
@@ -198,13 +189,13 @@ def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
 
 def _above(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
-) -> list[list[Piece]]:
+) -> list[list[str]]:
     """The lines of a path and the columns before it."""
-    before = [(column, _padded(texts[column], widths[column], column in right)) for column in range(path)]
-    blank = [(column, ' ' * widths[column]) for column in range(path)]
+    before = [_padded(texts[column], widths[column], column in right) for column in range(path)]
+    blank = [' ' * widths[column] for column in range(path)]
     room = width - sum(size + len(GAP) for size in widths[:path])
     first, *others = broken(texts[path], room if len(texts[path]) <= room else room - len(GAP))
-    return [[*before, (path, first)], *[[*blank, (path, f'{GAP}{name}')] for name in others]]
+    return [[*before, first], *[[*blank, f'{GAP}{name}'] for name in others]]
 
 
 def _padded(text: str, width: int, is_right: bool) -> str:
@@ -213,21 +204,21 @@ def _padded(text: str, width: int, is_right: bool) -> str:
 
 def _packed(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
-) -> list[list[Piece]]:
+) -> list[list[str]]:
     """The lines of a row whose path has lines of its own, with as many other columns on a line as fit."""
     rest = range(path + 1, len(texts))
     if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
         lines = _above(texts, widths, width, path, right)
     else:  # the columns before the path leave no room for it on their line
         rest = range(len(texts))
-        lines = [[(path, part)] for part in broken(texts[path], width)]
-    indent = (path, ' ' * (_INDENT - len(GAP)))
+        lines = [[part] for part in broken(texts[path], width)]
+    indent = ' ' * (_INDENT - len(GAP))
     room = 0
     for column in rest:
         for part in broken(texts[column], width - _INDENT) if texts[column] and column != path else []:
             if room < len(part):
                 lines.append([indent])
                 room = width - _INDENT
-            lines[-1].append((column, part))
+            lines[-1].append(part)
             room -= len(part) + len(GAP)
     return lines

@@ -24,7 +24,7 @@ from scalax._plan.hardware import numbers_of
 from scalax._report import saved
 from scalax._report.tables import human_bytes
 from scalax.cli._exit_codes import ExitCode
-from scalax.cli._terminal import show, takes_colour
+from scalax.cli._terminal import show
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Hardware, Plan, make_plan
 from scalax.plan import find as find_rule
@@ -168,10 +168,7 @@ def explain(asked: argparse.Namespace) -> None:
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     _write(report.to_html, asked.html)
-    if not asked.json and takes_colour(sys.stdout):
-        report.print()  # by rich, if it is installed
-    else:
-        _print(report.to_json() if asked.json else report, asked)
+    _print(report.to_json() if asked.json else report, asked)
 
 
 def doctor(asked: argparse.Namespace) -> ExitCode:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from scalax._report import saved
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
 from scalax.explain._page import data, plain, widget
-from scalax.explain._rich import RichTable, print_rich
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
@@ -76,19 +74,6 @@ class ShardingReport:
         """
         checked_flag('fold', fold)
         return render_table(self.rows, self.mesh, self._notes, width, fold)
-
-    def print(self, file: TextIO | None = None) -> None:
-        """Prints the report: in colours to a terminal if rich is installed, else as ``str()`` of it.
-
-        Args:
-            file: the file to print to; standard output by default.
-        """
-        out = sys.stdout if file is None else file
-        if not print_rich(self.__rich__(), out):
-            print(self, file=out)
-
-    def __rich__(self) -> RichTable:
-        return RichTable(self.rows, self.mesh, self._notes)
 
     @property
     def _notes(self) -> list[str]:

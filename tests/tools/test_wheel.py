@@ -13,7 +13,7 @@ import pytest
 from scripts import make_dist
 from tests.support import ROOT
 
-NEEDED_BY_EXTRAS = ['jax', 'matplotlib', 'rich', 'orbax-checkpoint', 'safetensors']
+NEEDED_BY_EXTRAS = ['jax', 'orbax-checkpoint', 'safetensors']
 
 PACKAGE_FILES = sorted(
     str(path.relative_to(ROOT).as_posix())
