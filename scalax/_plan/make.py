@@ -161,8 +161,8 @@ def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for:
 
 def _not_told(name: str, device: Any) -> PlanError:
     return PlanError(
-        f'{name!r} has an operation with custom_partitioning, of which JAX tells no compiler for devices that '
-        f'are not here, such as these {device.device_kind!r}: it reports "Custom emitter for '
+        f'{name!r} has an operation with custom_partitioning, of which JAX tells no compiler for devices '
+        f'that are not here, such as these {device.device_kind!r}: it reports "Custom emitter for '
         f'{_CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
         'from_topology(..., axis_types=AxisType.Explicit); run the operation in helper.shard_map; or plan it '
         'on simulated devices, and time it with plan.roofline(hardware, torus=...)'
