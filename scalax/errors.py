@@ -67,13 +67,9 @@ class PlacementError(ScalaxError, ValueError):
 
 
 class PlanError(ScalaxError, ValueError):
-    """A compiled program cannot be read, or a plan cannot be made of these numbers.
+    """A compiled program cannot be read, or a plan cannot be made of these numbers."""
 
-    Attributes:
-        unknown: the numbers that the hardware lacks, if that is the reason.
-    """
-
-    unknown: Sequence[str] = ()
+    _unknown: Sequence[str] = ()  # the numbers that the hardware lacks, if that is the reason
 
 
 class DataError(ScalaxError, ValueError):

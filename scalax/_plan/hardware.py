@@ -121,7 +121,7 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
                 f'{for_} needs numbers that the hardware {self.name!r} does not have: {", ".join(missing)}. '
                 f'Add them: dataclasses.replace(hardware, {given})'
             )
-            error.unknown = missing
+            error._unknown = missing
             raise error
 
 
@@ -158,12 +158,12 @@ def with_unknown_at_best(time: Callable[[Hardware], T], hardware: Hardware) -> t
         try:
             return time(hardware), unknown
         except PlanError as error:
-            if not error.unknown or not _AT_BEST.keys() >= {*error.unknown}:
+            if not error._unknown or not _AT_BEST.keys() >= {*error._unknown}:
                 raise
-            unknown += tuple(error.unknown)
+            unknown += tuple(error._unknown)
             hardware = copy.copy(hardware)
             vars(hardware).update(
-                {name: _AT_BEST[name] for name in error.unknown}
+                {name: _AT_BEST[name] for name in error._unknown}
             )  # infinite ones are refused
 
 

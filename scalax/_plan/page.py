@@ -21,6 +21,7 @@ from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
     SIGNS,
     because,
+    excess,
     held_heading,
     held_text,
     how_known,
@@ -97,7 +98,10 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
             yield Figure(value, label)
     if plan.flops:
         needs = plan.model_flops and f'the model needs {human_flops(plan.model_flops)}'
-        yield Figure(f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs or 'on all devices')
+        more = excess(plan) and f'; {excess(plan)}'
+        yield Figure(
+            f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', f'{needs or "on all devices"}{more}'
+        )
 
 
 def _callouts(plan: Plan) -> Iterator[str]:

@@ -52,7 +52,8 @@ def render(plan: Plan, width: int | None) -> str:
     width = terminal_width(width)
     caveat = wrapped(filter(None, [plan.not_compiled_for]), width)
     lines = [
-        *(head(plan), *caveat, _flops(plan), *memory_lines(plan), ''),
+        *(head(plan), *caveat, _flops(plan), *wrapped(filter(None, [excess(plan)]), width)),
+        *(*memory_lines(plan), ''),
         *_times(plan, width),
         *_parts(plan, width),
         *_scopes(plan, width),
@@ -93,6 +94,15 @@ def _flops(plan: Plan) -> str:
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
     return f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
+
+
+def excess(plan: Plan) -> str:
+    """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
+    exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY and not plan.work.kernels
+    times = plan.devices * plan.work.flops / plan.flops if exact and plan.flops else 0.0
+    return (
+        f'the devices compute {times:.3g} times that: halos, or what is not divided' if times >= 1.01 else ''
+    )
 
 
 def _times(plan: Plan, width: int) -> Iterable[str]:

@@ -41,6 +41,9 @@ def make_step(helper, size=64):
 def make_large(helper):
     return make_step(helper, 262144)
 
+def make_odd(helper):
+    return make_step(helper, 66)
+
 def make_nothing(helper):
     return None
 
@@ -480,12 +483,20 @@ def test_sizes_of_one_axis_are_given_once(job, capsys):
 
 @tpu_compiler.needed
 def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys):
-    done = here(capsys, 'search', f'{job}:make_trouble', '--topology', 'v5e:2x2', '--axes', 'fsdp')
-    assert done.stdout.splitlines()[-1].split() == ['1', 'fsdp=4', 'ValueError:', 'no', 'such', 'model']
+    on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1']
+    done = here(capsys, 'search', f'{job}:make_odd', *on)
+    said = ' '.join(done.stdout.split())
+    assert '1 fsdp=4, tp=1 w: ' in said and 'dimension 0 of size 66 does not divide by 4 (fsdp=4)' in said
     assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (
         *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
     )
+    # A mistake is none of the mesh.
+    with pytest.raises(ValueError, match='no such model'):
+        main(['search', f'{job}:make_trouble', *on])
+    assert main(['search', f'{job}:make_nothing', *on]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith('\nThis was raised by the candidate fsdp=4, tp=1.\n') and 'make_nothing' in said
 
 
 def test_topologies(capsys):

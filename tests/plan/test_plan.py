@@ -183,7 +183,9 @@ def test_text():
         HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
     )
     lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(90).splitlines()
-    assert lines[2].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
+    # Along tp nothing is divided.
+    assert lines[2] == 'the devices compute 2 times that: halos, or what is not divided'
+    assert lines[3].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
     first = lines.index('collectives in one call (bytes: the whole array of one group, each time):')
     assert lines[first + 1 :] == [
         'collective  axes  times    bytes    total  phase     because of',
@@ -289,6 +291,25 @@ def test_the_link_to_the_host_is_timed_if_it_is_used():
     )
     added = dataclasses.replace(HARDWARE['v3'], host_bytes_per_second=1e10)
     assert not offloads.roofline(added, torus=torus).unknown
+
+
+def test_what_devices_compute_more_than_the_function_needs_is_said():
+    """A convolution along a sharded dimension multiplies the zeros beyond the edges, too."""
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+    images, kernel = leaf(2, 16, 16, 8), leaf(3, 3, 8, 8)
+    step = HELPER.sjit(convolve, in_shardings=(P(None, ('fsdp', 'tp')), P()))
+    plan = HELPER.plan(step, images, kernel)
+    assert {row.cause for row in plan.collectives} == {'halo'}
+    # 46 pairs of a row and a row of the kernel, and 48 on the devices.
+    assert 8 * plan.work.flops / plan.flops == pytest.approx(48 / 46)
+    assert 'the devices compute 1.04 times that: halos, or what is not divided' in str(plan).splitlines()
+    assert '1.04 times' in plan._repr_html_()
+    one = MeshShardingHelper([2], ['tp'], devices=jax.devices()[:2])
+    rows = one.sjit(convolve, in_shardings=(P('tp'), P()))
+    assert 'the devices compute' not in str(one.plan(rows, images, kernel))
 
 
 @pytest.mark.parametrize(('axis', 'scattered'), [('a', True), ('b', False)])
