@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from scalax._plan.hlo import MAIN, Array, Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit
@@ -58,8 +58,8 @@ _FUSED_BEFORE = {
 }
 _FUSED_AFTER = {*_FUSED_BEFORE, 'reduce', 'slice'} - {'broadcast', 'iota'}
 
-Counts = Callable[[tuple[str, str]], bool]
-"""Whether an instruction counts, by the names of its computation and its own."""
+Names = Container[tuple[str, str]]
+"""Instructions: the names of their computation, and their own."""
 
 
 class Traffic:
@@ -178,7 +178,7 @@ class Traffic:
             for value in returned:
                 if of_root is not None or not _is_given(computation, value):
                     needed[value] = _size(computation, value) if of_root is None else of_root
-            for user in reversed(computation.instructions.values()):
+            for user in reversed([*computation.instructions.values()]):
                 if user.opcode == 'tuple' or not user.operands or user.opcode in ('constant', 'parameter'):
                     continue
                 leaves = user.name in returned and user.opcode not in _RENAMES
@@ -207,34 +207,34 @@ class Traffic:
             written = min(written, value.bytes)
         return read + written
 
-    def boundary(self, counts: Counts) -> int:
+    def boundary(self, some: Names) -> int:
         """The bytes that some instructions at least move: of arguments that they read, and results they make.
 
         Loops, branches and kernels are not looked into. What only these read or make does not count.
         """
         entry = self._module.computations[self._module.entry]
-        moved = sum(self._made(entry, entry.root, counts))
+        moved = sum(self._made(entry, entry.root, some))
         for name, instruction in entry.instructions.items():
             if instruction.opcode == 'parameter' and len(instruction.arrays) == 1:
                 [array] = instruction.arrays
-                moved += _part(array, min(math.prod(array.dims), self._read_by(entry, name, counts)))
+                moved += _part(array, min(math.prod(array.dims), self._read_by(entry, name, some)))
         return moved
 
-    def _read_by(self, computation: Computation, value: str, counts: Counts) -> int:
+    def _read_by(self, computation: Computation, value: str, some: Names) -> int:
         """The elements of a value that instructions read."""
         taken = 0
         for user in computation.users.get(value, ()):
             for place in (place for place, operand in enumerate(user.operands) if operand == value):
                 if user.opcode == 'call':
                     for inside in self._module.called(user, 'to_apply'):
-                        taken += self._read_by(inside, inside.parameters[place], counts)
+                        taken += self._read_by(inside, inside.parameters[place], some)
                 elif _is_mark(user) or (user.opcode in _FUSED_BEFORE and len(user.operands) == 1):
-                    taken += self._read_by(computation, user.name, counts)
-                elif user.opcode not in (*_LOOPS, 'tuple') and counts((computation.name, user.name)):
+                    taken += self._read_by(computation, user.name, some)
+                elif user.opcode not in (*_LOOPS, 'tuple') and (computation.name, user.name) in some:
                     taken += self._taken(computation, user, place, None)
         return taken
 
-    def _made(self, computation: Computation, value: str, counts: Counts) -> Iterator[int]:
+    def _made(self, computation: Computation, value: str, some: Names) -> Iterator[int]:
         """The bytes that instructions write for what a computation returns."""
         name, _, element = value.partition('#')
         made = computation.instructions[name]
@@ -245,11 +245,11 @@ class Traffic:
             made = computation.instructions[computation.root]
         if made.opcode == 'tuple':
             for each in [made.operands[int(element)]] if element else made.operands:
-                yield from self._made(computation, each, counts)
+                yield from self._made(computation, each, some)
         elif made.opcode == 'call' or _is_mark(made):
             inner = made.operands[0] if _is_mark(made) else made.name
-            yield from self._made(computation, f'{inner}#{element}' if element else inner, counts)
-        elif made.opcode not in (*_LOOPS, 'parameter') and counts((computation.name, made.name)):
+            yield from self._made(computation, f'{inner}#{element}' if element else inner, some)
+        elif made.opcode not in (*_LOOPS, 'parameter') and (computation.name, made.name) in some:
             yield sum(self._left(computation, made.name))
 
 

@@ -99,18 +99,18 @@ def _add_boundary(
     rows: dict[tuple[str, Part], list[int]], module: Module, traffic: Traffic, parts: StepParts
 ) -> None:
     """Adds the bytes that reading arguments and writing results takes beyond what products move."""
-    updates = {
-        (visit.computation.name, instruction.name)
-        for visit in visits(module)
-        for instruction in visit.computation.instructions.values()
-        if parts.of(visit, instruction) == 'update'
-    }
-    before: Part = 'forward' if any(part == 'backward' for _, part in rows) else 'other'
-    for part, own in ((before, False), ('update', True)):
-        known = sum(moved for (_, other), (_, moved) in rows.items() if (other == 'update') == own)
-        least = traffic.boundary(lambda names, own=own: (names in updates) == own)
-        if least > known:
-            rows['', part][1] += least - known
+    before, update = set[tuple[str, str]](), set[tuple[str, str]]()
+    for visit in visits(module):
+        for each in visit.computation.instructions.values():
+            names = update if parts.of(visit, each) == 'update' else before
+            names.add((visit.computation.name, each.name))
+    first: Part = 'forward' if any(part == 'backward' for _, part in rows) else 'other'
+    for part, names in ((first, before), ('update', update)):
+        known = sum(
+            moved for (_, other), (_, moved) in rows.items() if (other == 'update') == (names is update)
+        )
+        if (more := traffic.boundary(names) - known) > 0:
+            rows['', part][1] += more
 
 
 def _is_kernel(instruction: Instruction) -> bool:

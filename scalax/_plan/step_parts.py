@@ -70,7 +70,7 @@ class StepParts:
                     after.add(instruction.name)
                 elif visit.part_of(instruction) in ('backward', 'recomputed'):
                     gradients.add(instruction.name)
-            for instruction in reversed(computation.instructions.values()):
+            for instruction in reversed([*computation.instructions.values()]):
                 users = computation.users.get(instruction.name, ())
                 if users and all(user.name in after and visit.part_of(user) == 'other' for user in users):
                     after.add(instruction.name)
