@@ -1,8 +1,8 @@
 """``--only found``: the rule that `scalax.plan.find` finds for each model, beside the best one that is known.
 
-The known ones are those of the table of docs/unchanged.md, by hand and followed, with several sizes of tp;
-the best of them has the least mean of the roofline's seconds with overlap and without it. None of the steps
-is run: they are planned for TPUs that are not here.
+The known ones are those of the table of docs/unchanged.md, and of `updates`, by hand and followed, with
+several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
+it. None of the steps is run: they are planned for TPUs that are not here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks import updates
 from benchmarks.unchanged.measure import arguments, figures, plan, training_step
 from benchmarks.unchanged.model import STRATEGIES, Model, Strategy
 from benchmarks.unchanged.table import user_errors
@@ -29,7 +30,7 @@ NAMES = (
     *('LLaMA-3 8B', 'decoder, many heads', 'experts, one-hot dispatch', 'experts, over the batch axis'),
     *('encoder-decoder', 'vision transformer', 'UNet with attention', 'recommender', 'dual encoder'),
     *('low-rank adapters', 'BERT', 'diffusion transformer', 'state-space model', 'recurrent cell'),
-    *('flax.nnx modules', 'LLaMA-3 70B'),
+    *('flax.nnx modules', 'LLaMA-3 70B', 'wide and deep', 'Gemma-like 2.6B, float32'),
 )
 TITLES = (
     *('model', 'best known', 'its seconds', 'bound', 'estimate', 'peak'),
@@ -183,7 +184,7 @@ def chosen(name: str) -> list[list[Model]]:
     """The models of the table whose names hold *name*, each with all its tables."""
     from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
 
-    models = all_models('large')
+    models = [*all_models('large'), *updates.models()]
     return [
         [model for model in models if model.name == each or model.name.startswith(f'{each}, by ')]
         for each in NAMES

@@ -2,10 +2,15 @@
 
 import types
 
-from benchmarks import found
+import jax
+import pytest
+
+from benchmarks import found, updates
 from benchmarks.found import Result, Task
 from benchmarks.unchanged import decoders
+from benchmarks.unchanged.measure import arguments, training_step
 from scalax.errors import MissingDependencyError, PlanError
+from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
 from tests.support.benchmark_program import ended
 
@@ -76,6 +81,18 @@ def test_every_row_is_a_model_with_all_its_tables():
     assert [model.name for model in found.chosen('LLaMA-3 8B')[0]] == [
         *('LLaMA-3 8B', 'LLaMA-3 8B, by MaxText', 'LLaMA-3 8B, by MaxText, width over tp'),
     ]
+
+
+@pytest.mark.parametrize('model', updates.models(), ids=lambda model: model.name)
+def test_models_with_large_updates_have_steps_and_rules(model):
+    args = arguments(model, model.rows * 8)
+    assert jax.eval_shape(training_step(model, model.loss), *args)[1].shape == ()
+    params = args[0][0]
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {'float32'} and 0.9e9 < count < 2.7e9
+    specs = jax.tree.leaves(model.columns_and_rows.apply(params), is_leaf=lambda leaf: isinstance(leaf, P))
+    large = [spec for spec, leaf in zip(specs, jax.tree.leaves(params), strict=True) if leaf.size > 1e7]
+    assert all(any(spec) for spec in large)
 
 
 @tpu_compiler.needed
