@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType
 
+from scalax._follow.dependence import Dependence
+from scalax._follow.jaxprs import is_on_mesh, opened
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls import placement, placement_errors
@@ -169,7 +171,8 @@ class Dispatcher:
                 return self._inline(call)
             if self._retyped_at_once():
                 return self._inline_compiled(call.layout)(*flat_args)
-            meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
+            if not constraints.is_compiled():  # a jax.jit around it may lower for devices that are not here
+                meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
             placement_errors.reject_deleted(call)
             read = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -342,7 +345,24 @@ class Dispatcher:
             raise
         shardings = program.shardings.get(key)
         assert shardings is not None
-        return traced, program, dataclasses.replace(shardings, recording=Recording.of(traced, key))
+        shardings = dataclasses.replace(shardings, recording=Recording.of(traced, key))
+        if not self._knows_devices(traced.jaxpr, shardings):
+            # In another program: JAX would find this trace again.
+            shardings = dataclasses.replace(shardings, on_devices=True)
+            program = self._new_program(call.layout)
+        return traced, program, shardings
+
+    def _knows_devices(self, jaxpr: Any, shardings: TraceShardings) -> bool:
+        """Whether JAX knows the devices of a program, or its function says nothing of a mesh.
+
+        It learns them of arguments that an output depends on, and of outputs.
+        """
+        if self.rules.any_explicit or any(shardings.outputs or ()) or not is_on_mesh(jaxpr):
+            return True
+        sharded = [each is not None for slot in shardings.arguments.values() for each in slot]
+        others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
+        dependent = Dependence(jaxpr, [*[False] * others, *sharded])
+        return any(sharded) and any(map(dependent.__contains__, opened(jaxpr).outvars))
 
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
         constraints = self.rules.constraints(call)
@@ -360,13 +380,20 @@ class Dispatcher:
                 for slot in call.layout.dynamic
             ]
         )
-        checked = key.paths is not None
-        sharding_key = ShardingKey(call.layout, arguments, compress(out_tree, shardings.outputs), checked)
+        sharding_key = ShardingKey(
+            call.layout,
+            arguments,
+            compress(out_tree, shardings.outputs),
+            shardings.on_devices,
+            checked=key.paths is not None,
+        )
         program = self.programs.get(sharding_key)
         if program is None:
             kwargs = self.options.jit_kwargs
-            if self.rules.any_explicit and sharding_key.outputs is None:
-                # JAX drops arguments that outputs do not depend on, and with them the devices to run on.
+            if sharding_key.outputs is None and (
+                self.rules.any_explicit or (shardings.on_devices and not out_tree.num_leaves)
+            ):
+                # JAX drops what outputs do not depend on, and with it the devices to run on.
                 kwargs = {'keep_unused': True, **kwargs}
             new_program.make_jit(sharding_key, self.signature, self.mesh.size, kwargs)
             program = self.programs.add(sharding_key, new_program)
