@@ -212,9 +212,9 @@ def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether *ambient* has the axes of *mesh*, of other types."""
+    """Whether *ambient* has the axes of *mesh*, of other types or for another platform."""
     same = list(ambient.shape.items()) == list(mesh.shape.items())
-    return same and ambient.axis_types != mesh.axis_types
+    return same and ambient != abstract(mesh)
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:
@@ -270,7 +270,7 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     try:
-        dtypes = [getattr(jax.typeof(leaf), 'dtype', None) for leaf in leaves]
+        dtypes: list[Any] = [getattr(jax.typeof(leaf), 'dtype', None) for leaf in leaves]
     except TypeError:
         return tree  # JAX raises about an output that is not an array
     arrays = [i for i, dtype in enumerate(dtypes) if dtype is not None]
@@ -278,7 +278,7 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         leaves[i] = _on_devices(leaves[i], mesh)
     if not arrays:  # the program keeps what is unused
         _on_devices(jnp.zeros(()), mesh)
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _on_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:

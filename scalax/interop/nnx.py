@@ -152,7 +152,7 @@ class NnxFunction:
                 f'{self._name} has static arguments: in_shardings is one rule then, or a dict by name'
             )
         options = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
-        constraint = options.get('args_sharding_constraint')
+        constraint: Any = options.get('args_sharding_constraint')
         self._constrained = len(constraint) if isinstance(constraint, tuple | list) else None
         if self._constrained is not None:
             options['args_sharding_constraint'] = (None, *constraint)

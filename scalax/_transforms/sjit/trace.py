@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from scalax._follow.types import Arguments, Followed
 from scalax._trace import contexts
-from scalax._trace.constraints import abstract, apply_shardings, on_devices
+from scalax._trace.constraints import abstract, apply_shardings, is_compiled, on_devices
 from scalax._transforms.calls.argument_shardings import ArgumentShardings
 from scalax._transforms.calls.call_key import Call, CallKey, placement_kinds, type_of
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
@@ -120,7 +120,7 @@ class TracedFunction:
         """The outputs of a call, and its shardings with those of the outputs."""
         with self._mesh_entered(call):
             outputs, followed = self._outputs(call, shardings)
-            if shardings.on_devices:
+            if shardings.on_devices and is_compiled():
                 outputs = on_devices(outputs, self._rules.mesh)
             if followed is not None:
                 shardings = dataclasses.replace(shardings, followed=followed)

@@ -222,3 +222,23 @@ def test_device_put_knows_a_mesh_that_is_set_alone(helper):
         compiled(X)
     with jax.set_mesh(helper.mesh):
         np.testing.assert_array_equal(compiled(X), 2 * X)
+
+
+@pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
+def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
+    helper = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=types)
+    fields = {'device_kind': 'TPU v5e', 'num_cores': 1, 'platform': 'tpu'}
+    known = inspect.signature(jax.sharding.AbstractDevice).parameters
+    device = jax.sharding.AbstractDevice(**{name: fields[name] for name in known})
+    others = [AxisType.Auto if types is AxisType.Explicit else AxisType.Explicit] * 2
+    for rules in (None, P('dp')):
+        for mesh in (
+            helper.mesh.abstract_mesh.update(abstract_device=device),
+            helper.mesh.abstract_mesh.update(axis_types=tuple(others)),
+        ):
+            inner = helper.sjit(lambda x: jnp.sin(x), in_shardings=rules)
+            with jax.sharding.use_abstract_mesh(mesh):
+                around = jax.jit(lambda x, inner=inner: inner(x) + 1)
+                for fun in (around, inner):
+                    assert fun.trace(X).lower(lowering_platforms=('tpu',)).as_text()
+                    assert fun.eval_shape(X).shape == X.shape
