@@ -6,12 +6,16 @@ and counting FLOPs both read this here: it is what differs between versions of J
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from scalax._tree.specs import entries
 
 # Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
 CALLS = {
@@ -21,11 +25,54 @@ CALLS = {
 }
 LOOPS = frozenset({'scan', 'while', 'cond'})
 WITH_JAXPRS = LOOPS | CALLS.keys()
+_JAXPRS = jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr
 
 
 def opened(jaxpr: Any) -> Any:
     """The jaxpr without its constants."""
     return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What a parameter of an equation holds, also inside tuples, dicts and dataclasses."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from parts_of(part)
+    else:
+        yield value
+
+
+def jaxprs_in(value: Any) -> Iterator[Any]:
+    """The jaxprs that a parameter of an equation holds, without their constants."""
+    return (opened(part) for part in parts_of(value) if isinstance(part, _JAXPRS))
+
+
+def is_on_mesh(jaxpr: Any) -> bool:
+    """Whether an equation, also in a jaxpr inside, says something of a mesh without its devices.
+
+    Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
+    """
+    seen, found = set(), [opened(jaxpr)]
+    while found:
+        inner = found.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        for part in parts_of([equation.params for equation in inner.eqns]):
+            if isinstance(part, _JAXPRS):
+                found.append(opened(part))
+            elif isinstance(part, NamedSharding):
+                if isinstance(part.mesh, AbstractMesh) and (
+                    AxisType.Explicit in part.mesh.axis_types or any(entries(part.spec))
+                ):
+                    return True
+            elif isinstance(part, AbstractMesh) and not part.empty:
+                return True
+    return False
 
 
 def replaced(jaxpr: Any, **changes: Any) -> Any:

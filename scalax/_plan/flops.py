@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from scalax._follow.jaxprs import CALLS, scan_parts
+from scalax._follow.jaxprs import CALLS, jaxprs_in, scan_parts
 from scalax._follow.primitives import KERNEL, primitive_name
 from scalax._plan.formulas import (
     PARTS,
@@ -192,7 +192,7 @@ class _Counter:
 
     def _equation(self, equation: Any, live: Live, outside: Jaxpr) -> tuple[Flops, Live]:
         name, every = primitive_name(equation), (True,) * len(equation.invars)
-        inner = list(_jaxprs_in(equation.params))
+        inner = list(jaxprs_in(equation.params))
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
         if not inner:
@@ -228,7 +228,7 @@ class _Counter:
         if parameter:
             solvers = params.get('jaxprs')
             params = getattr(solvers, parameter, None) or params.get(parameter, params)
-        inner = next(_jaxprs_in(params))
+        inner = next(jaxprs_in(params))
         fits = len(inner.outvars) == len(live) and len(inner.invars) == len(equation.invars)
         flops, needed = self.jaxpr(inner, live if fits else (True,) * len(inner.outvars))
         if primitive_name(equation) == 'shard_map':
@@ -262,23 +262,6 @@ class _Counter:
         same = len({flops for flops, _ in branches}) == 1
         needed = (True, *map(any, zip(*(needs for _, needs in branches), strict=True)))
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
-
-
-def _jaxprs_in(value: Any) -> Iterator[Jaxpr]:
-    """The jaxprs anywhere in the parameters of an equation, also inside tuples, dicts and dataclasses."""
-    if isinstance(value, ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, Jaxpr):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _jaxprs_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _jaxprs_in(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _jaxprs_in(getattr(value, field.name, None))
 
 
 def flops_of_primitive(equation: Any) -> int:

@@ -212,9 +212,9 @@ def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether *ambient* has the axes of *mesh*, of other types."""
+    """Whether *ambient* has the axes of *mesh*, of other types or for another platform."""
     same = list(ambient.shape.items()) == list(mesh.shape.items())
-    return same and ambient.axis_types != mesh.axis_types
+    return same and ambient != abstract(mesh)
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:
@@ -261,6 +261,39 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     return leaf
 
 
+def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The outputs of a function, constrained to the devices of a mesh of Auto axes, and to no sharding there.
+
+    In a trace JAX knows a mesh in force without its devices: if nothing else says on which a program runs, it
+    is compiled for one, and specs of JAX's own functions are lost. Outputs are never dropped as unused, and
+    gradients come in through those that have any.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    try:
+        dtypes: list[Any] = [getattr(jax.typeof(leaf), 'dtype', None) for leaf in leaves]
+    except TypeError:
+        return tree  # JAX raises about an output that is not an array
+    arrays = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    for i in [i for i in arrays if jnp.issubdtype(dtypes[i], jnp.inexact)] or arrays[:1]:
+        leaves[i] = _on_devices(leaves[i], mesh)
+    if not arrays:  # the program keeps what is unused
+        _on_devices(jnp.zeros(()), mesh)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _on_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
+    if isinstance(mesh, Mesh):
+        return jax.lax.with_sharding_constraint(leaf, anyhow(leaf, mesh))
+    # Of constraints on a mesh without devices JAX does not learn how many there are, and of operands it does.
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]
+
+
+def anyhow(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
+    return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf)))
+
+
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
     """Whether a value of a trace has this type: a reshard would also close its dimensions on Auto axes."""
     now = jax.typeof(leaf).sharding
@@ -287,8 +320,7 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
         return constrained
     # JAX (0.12.0.1) fails to read the sharding of a padded output if 1 < gcd(size, shards) < shards, unless
     # the output is also constrained to UNCONSTRAINED.
-    anyhow = PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf))
-    return jax.lax.with_sharding_constraint(constrained, sharding.update(spec=anyhow))
+    return jax.lax.with_sharding_constraint(constrained, anyhow(leaf, sharding.mesh))
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax._mesh import meshes
 from scalax._trace.constraints import (
     abstract,
+    anyhow,
     apply_sharding,
     apply_shardings,
     has_other_types,
@@ -61,9 +62,10 @@ def at_the_call(
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         if switched.option not in kwargs:
+            renamed = f' (not {switched.option}s)' if f'{switched.option}s' in kwargs else ''
             raise ArgumentError(
-                f'{switched.api} of {getattr(fun, "__name__", fun)} needs {switched.option}: give it to '
-                f'{switched.api}, or as a keyword of the call'
+                f'{switched.api} of {getattr(fun, "__name__", fun)} needs {switched.option}{renamed}: '
+                f'give it to {switched.api}, or as a keyword of the call'
             )
         rules = kwargs.pop(switched.option)
         key = hashable(key_of(rules))
@@ -326,7 +328,7 @@ class ExplicitAxes(SwitchedFunction):
         if EXPLICIT in outer.axis_types:
             return results
         # As on the way in: a constraint that asks for nothing but the devices of the mesh.
-        return jax.tree.map(lambda leaf: apply_sharding(leaf, _anyhow(leaf, outer)), results)
+        return jax.tree.map(lambda leaf: apply_sharding(leaf, anyhow(leaf, outer)), results)
 
 
 _users_code = HidingOurs(SwitchedFunction._results.__code__)
@@ -363,10 +365,6 @@ def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any
     typed = [tuple(filter(explicit.__contains__, specs.entry_axes(entry))) for entry in specs.entries(asked)]
     sums = specs.with_sums(has, kept | (has.reduced & asked.reduced & explicit))
     return jax.sharding.reshard(leaf, NamedSharding(to, specs.replaced(sums, typed)))
-
-
-def _anyhow(leaf: Any, mesh: AnyMesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * len(jax.typeof(leaf).shape)))
 
 
 def _stays_on(leaf: Any, mesh: Mesh) -> bool:

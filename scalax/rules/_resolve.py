@@ -196,6 +196,9 @@ class _Task:
             wrong.append(_REORDERED)
         if specs.UNCONSTRAINED in specs.entries(spec) and self.mode not in _VALUE_MODES:
             wrong.append(_NOT_CONSTRAINED)
+        default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
+        if self.mode in _VALUE_MODES and answer.memory_kind not in default:
+            wrong.append(_stays_in_memory(answer.memory_kind))
         if wrong:
             self._add(tree, index, answer, *wrong)
             return None
@@ -214,9 +217,11 @@ class _Task:
         """Whether a NamedSharding's mesh is the one in force, in which its axes may have other types."""
         if given is None or given == self.mesh:
             return True
-        if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):
-            return False
         other = MeshAxes.of(given)
+        if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):
+            # A constraint is one on axes of any type, as JAX takes it without a mesh in force.
+            same = [*other.sizes.items()] == [*self.axes.sizes.items()] and self.mode in _VALUE_MODES
+            return same and [*given.devices.flat] == [*self.mesh.devices.flat]
         manual, ambient = AxisType.Manual, jax.sharding.get_abstract_mesh()
         return list(other.sizes.items()) == list(self.axes.sizes.items()) and all(
             kind is other.types[name] or manual in (kind, other.types[name]) or self.mesh == ambient
@@ -309,6 +314,14 @@ def _no_such_memory(kind: str, error: ValueError) -> specs.Fault:
         'memory-kind',
         f'the devices have no memory {kind!r}; JAX says: {error}',
         "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
+    )
+
+
+def _stays_in_memory(kind: str | None) -> specs.Fault:
+    return specs.Fault(
+        'memory-kind',
+        f'a constraint moves no value to {kind!r}: JAX drops the memory kind of one',
+        'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',
     )
 
 

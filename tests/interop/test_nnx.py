@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx as flax_nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ArgumentError, ShardingError
@@ -294,3 +295,19 @@ def test_a_module_that_is_no_argument_cannot_be_changed():
 
     with pytest.raises(ArgumentError, match='inside changes a module, which is not one of its arguments'):
         nnx.sjit(helper(), inside)(flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0)), rows())
+
+
+def test_constraints_by_position_are_those_of_the_functions_own_arguments():
+    explicit = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+    model, types = flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0)), []
+
+    def step(model, x, y=None):
+        types.append([jax.typeof(array).sharding.spec for array in (model.kernel[...], x)])
+        return x.sum()
+
+    for constraint in ((P(), P('fsdp'), None), {'x': P('fsdp')}):
+        nnx.sjit(explicit, step, args_sharding_constraint=constraint)(model, rows())
+        assert types.pop() == [P(None, None), P('fsdp', None)]
+    message = '^step was called with 2 arguments, and args_sharding_constraint is for 1$'
+    with pytest.raises(ArgumentError, match=message):
+        nnx.sjit(explicit, step, args_sharding_constraint=(P(),))(model, rows())

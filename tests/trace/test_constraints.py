@@ -479,3 +479,50 @@ def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
 
     with jax.set_mesh(MESHES['another shape']), snapshot.raises(MeshError):
         jax.jit(constrained)(np.zeros((8, 8), np.float32))
+
+
+# --- What a constraint cannot do, and what it takes -----------------------------------------------
+
+
+@every_helper
+def test_a_memory_kind_is_an_error(helper):
+    x = np.ones((8, 8), np.float32)
+    host = NamedSharding(helper.mesh, P('a'), memory_kind='pinned_host')
+    rule = FSDPShardingRule(min_fsdp_size=1, fsdp_axis_name='a').with_memory_kind('pinned_host')
+
+    def eagerly():
+        with helper.get_context():
+            with_sharding_constraint(helper.shard(x, P()), host)
+
+    for call in (
+        lambda: helper.sjit(lambda x: with_sharding_constraint(x, host))(x),
+        lambda: helper.sjit(lambda x: with_sharding_constraint(x, rule))(x),
+        lambda: helper.sjit(lambda x: with_sharding_annotation(x, 'n'), annotation_shardings={'n': host})(x),
+        lambda: helper.sjit(lambda x: x, args_sharding_constraint=host)(x),
+        lambda: jax.jit(lambda x: with_sharding_constraint(x, host))(helper.shard(x, P())),
+        eagerly,
+    ):
+        with pytest.raises(ShardingError) as error:
+            call()
+        [problem] = error.value.problems
+        assert (problem.kind, problem.detail, problem.hint) == (
+            'memory-kind',
+            "a constraint moves no value to 'pinned_host': JAX drops the memory kind of one",
+            'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',
+        )
+    here = host.with_memory_kind('device')
+    assert_lies(helper.sjit(lambda x: with_sharding_constraint(x, here))(x), helper, P('a'), x)
+
+
+@every_helper
+def test_a_named_sharding_of_axes_of_other_types_is_one_on_the_own(helper):
+    x = np.ones((8, 8), np.float32)
+    for other in HELPERS.values():
+        given = NamedSharding(other.mesh, P('b', 'a'))
+        out = helper.sjit(lambda x, given=given: with_sharding_constraint(2 * x, given))(x)
+        assert out.sharding == NamedSharding(helper.mesh, P('b', 'a'))
+        with helper.get_context():
+            assert_lies(with_sharding_constraint(helper.shard(x, P('a')), given), helper, P('b', 'a'), x)
+    turned = Mesh(helper.mesh.devices[::-1], ('a', 'b'), axis_types=other.mesh.axis_types)
+    with pytest.raises(ShardingError, match='in another order'):
+        helper.sjit(lambda x: with_sharding_constraint(x, NamedSharding(turned, P('a'))))(x)

@@ -594,6 +594,10 @@ def test_the_rules_may_come_with_the_call(helper, mode):
         assert str(error.value) == (
             f'{mode} of fun needs {option}: give it to {mode}, or as a keyword of the call'
         )
+        with pytest.raises(
+            errors.ArgumentError, match=rf'^{mode} of fun needs {option} \(not {option}s\): give'
+        ):
+            switched(X, **{f'{option}s': P('a')})
 
 
 def test_the_rules_of_a_call_may_be_a_tree():

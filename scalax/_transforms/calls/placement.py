@@ -57,7 +57,9 @@ class Moves:
             return self.unplaced and leaf.sharding is None
         if isinstance(leaf, jax.core.Tracer) and self.unplaced and not _has_type(leaf, sharding):
             return True
-        if isinstance(sharding.mesh, AbstractMesh) or not sharding.is_fully_addressable:
+        if isinstance(sharding.mesh, AbstractMesh):
+            return self.unplaced and not isinstance(leaf, jax.core.Tracer)
+        if not sharding.is_fully_addressable:
             return False  # other processes hold a part: JAX decides what may be moved, and how
         if isinstance(leaf, jax.core.Tracer):
             return self.mismatched and not is_compiled()  # an array under jax.grad or jax.vmap
@@ -110,7 +112,9 @@ def with_moved(tree: Any, targets: Mapping[int, NamedSharding], move: Move) -> A
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """The leaves with these shardings: arrays are moved, values of an outer trace resharded in it."""
     arrays = [
-        i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+        i
+        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+        if not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) and isinstance(sharding.mesh, Mesh)
     ]
     put = resharding.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
     arrived = dict(zip(arrays, put, strict=True))

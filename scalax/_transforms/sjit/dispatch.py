@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType
 
+from scalax._follow.dependence import Dependence
+from scalax._follow.jaxprs import is_on_mesh, opened
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls import placement, placement_errors
@@ -117,6 +119,8 @@ class Dispatcher:
 
     Attributes:
         fast_call: what calls try first: the only program, or a `ProgramTable`; None before the first call.
+        args_placed: entered where a program is traced or run whose arguments are placed, or typed as placed.
+            Then only JAX can place a leaf without a sharding in its type, such as data of other processes.
     """
 
     fast_call: Callable[..., Any] | None
@@ -136,10 +140,7 @@ class Dispatcher:
         self._refuses_foreign = (
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
         )
-        # Set in a thread that traces or runs a program whose arguments are placed, or are typed as placed. A
-        # leaf without a sharding in its type is then one that only JAX can place, such as data of other
-        # processes.
-        self._args_placed = _ThreadFlag()
+        self.args_placed = _ThreadFlag()
         # Programs refer to this weakly, so that there is no cycle: a function that is no longer referenced is
         # freed at once, with the arrays that it closes over.
         self._weak: Dispatcher = weakref.proxy(self)
@@ -169,7 +170,7 @@ class Dispatcher:
                 return self._inline(call)
             if self._retyped_at_once():
                 return self._inline_compiled(call.layout)(*flat_args)
-            meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
+            self._require_devices()
             placement_errors.reject_deleted(call)
             read = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
@@ -189,6 +190,10 @@ class Dispatcher:
                 self.fast_call = self._table if len(self.programs.items()) > 1 else entry.program.call
                 return self._run(read, entry, placed_args)
 
+    def _require_devices(self) -> None:
+        if not constraints.is_compiled():  # a jax.jit around it may lower for devices that are not here
+            meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
+
     def _said_if_slow(self, read: ReadCall) -> contextlib.AbstractContextManager[Any]:
         """Says what takes long where a call has to be traced and compiled."""
         if read.state.entry is not None and read.state.entry.outputs_checked:
@@ -207,6 +212,7 @@ class Dispatcher:
             return False
         if self._runs_inline():
             return True
+        self._require_devices()
         read = self._read(Call.of(self.signature, flat_args))
         program = fast_call.find(flat_args) if isinstance(fast_call, ProgramTable) else None
         used, right = program.call if program else fast_call, read.state.entry
@@ -301,7 +307,7 @@ class Dispatcher:
         if read.state.entry is not None:
             return read.state.entry
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
-        with self._args_placed:
+        with self.args_placed:
             return self._trace_and_build(read.typed, read.key, read.state)
 
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
@@ -342,7 +348,24 @@ class Dispatcher:
             raise
         shardings = program.shardings.get(key)
         assert shardings is not None
-        return traced, program, dataclasses.replace(shardings, recording=Recording.of(traced, key))
+        shardings = dataclasses.replace(shardings, recording=Recording.of(traced, key))
+        if not self._knows_devices(traced.jaxpr, shardings):
+            # In another program: JAX would find this trace again.
+            shardings = dataclasses.replace(shardings, on_devices=True)
+            program = self._new_program(call.layout)
+        return traced, program, shardings
+
+    def _knows_devices(self, jaxpr: Any, shardings: TraceShardings) -> bool:
+        """Whether JAX knows the devices of a program, or its function says nothing of a mesh.
+
+        It learns them of arguments that an output depends on, and of outputs.
+        """
+        if self.rules.any_explicit or any(shardings.outputs or ()) or not is_on_mesh(jaxpr):
+            return True
+        sharded = [each is not None for slot in shardings.arguments.values() for each in slot]
+        others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
+        dependent = Dependence(jaxpr, [*[False] * others, *sharded])
+        return any(sharded) and any(map(dependent.__contains__, opened(jaxpr).outvars))
 
     def _shardings_in(self, call: Call, state: KeyState) -> TraceShardings:
         constraints = self.rules.constraints(call)
@@ -360,13 +383,20 @@ class Dispatcher:
                 for slot in call.layout.dynamic
             ]
         )
-        checked = key.paths is not None
-        sharding_key = ShardingKey(call.layout, arguments, compress(out_tree, shardings.outputs), checked)
+        sharding_key = ShardingKey(
+            call.layout,
+            arguments,
+            compress(out_tree, shardings.outputs),
+            shardings.on_devices,
+            checked=key.paths is not None,
+        )
         program = self.programs.get(sharding_key)
         if program is None:
             kwargs = self.options.jit_kwargs
-            if self.rules.any_explicit and sharding_key.outputs is None:
-                # JAX drops arguments that outputs do not depend on, and with them the devices to run on.
+            if sharding_key.outputs is None and (
+                self.rules.any_explicit or (shardings.on_devices and not out_tree.num_leaves)
+            ):
+                # JAX drops what outputs do not depend on, and with it the devices to run on.
                 kwargs = {'keep_unused': True, **kwargs}
             new_program.make_jit(sharding_key, self.signature, self.mesh.size, kwargs)
             program = self.programs.add(sharding_key, new_program)
@@ -388,7 +418,7 @@ class Dispatcher:
     def _run(self, read: ReadCall, entry: ProgramEntry, placed_args: Sequence[Any]) -> Any:
         call = entry.program.call
         assert call is not None  # the entry is of a program that is built
-        with self._args_placed:
+        with self.args_placed:
             try:
                 outputs = call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -470,16 +500,16 @@ class Dispatcher:
         """
         if len(flat_args) != len(layout.slots):  # another number of extra positional arguments
             raise self._wrong_program()
-        if self._runs_inline() and (not self._args_placed or _inside_manual_region()):
+        if self._runs_inline() and (not self.args_placed or _inside_manual_region()):
             raise self._wrong_program()
         call = Call(self.signature, layout, flat_args)
-        unchecked = self._refuses_foreign and not self._args_placed
+        unchecked = self._refuses_foreign and not self.args_placed
         if unchecked and placement_errors.any_foreign(call, self.mesh):
             raise self._wrong_program()
         key = call_key(call)
         shardings = mine.get(key)
         if shardings is None:
-            if key.paths is not None and not self._args_placed:
+            if key.paths is not None and not self.args_placed:
                 raise self._wrong_program()  # later calls have to pass `Program.check_paths`
             entry = None if jax.config.jax_disable_jit else self._join(call, key)
             if entry is None or entry.program.shardings is not mine:
@@ -495,7 +525,7 @@ class Dispatcher:
         state = self._state(key, call)
         if state.entry is not None:
             return state.entry
-        unplaced = self.rules.any_explicit and not self._args_placed
+        unplaced = self.rules.any_explicit and not self.args_placed
         if unplaced and not placement.all_typed(call.flat_args, state.arguments):
             return None
         return self._trace_and_build(call, key, state)

@@ -124,14 +124,16 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
         entry, placed = self._dispatcher.prepare(flat_args)
-        if not kwargs and len(flat_args) == len(args):
-            return entry.program.jitted.trace(*placed)
-        return _trace_as_called(self._dispatcher.signature, entry, placed, len(args), list(kwargs))
+        with self._dispatcher.args_placed:
+            if not kwargs and len(flat_args) == len(args):
+                return entry.program.jitted.trace(*placed)
+            return _trace_as_called(self._dispatcher.signature, entry, placed, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
         entry, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
-        return entry.program.jitted.eval_shape(*placed)
+        with self._dispatcher.args_placed:
+            return entry.program.jitted.eval_shape(*placed)
 
     def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
         """Which values of a call stay where the rows of its batch are, and where these were lost.

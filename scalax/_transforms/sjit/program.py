@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._transforms.calls.call_key import Call, CallKey
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
@@ -66,12 +66,14 @@ class ShardingKey:
         arguments: the ``in_shardings`` of jax.jit: for each dynamic slot one sharding, a
             (structure, shardings) pair, or None.
         outputs: the same for all outputs together.
+        on_devices: whether outputs are constrained to the devices of the mesh.
         checked: whether calls compare leaf paths.
     """
 
     layout: CallLayout
     arguments: tuple[Any, ...]
     outputs: Any
+    on_devices: bool
     checked: bool
 
 
@@ -122,7 +124,9 @@ def per_leaf(form: Any, tree: Any) -> Shardings:
 
 def _takes_host_data(form: Any) -> bool:
     """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
-    return isinstance(form, NamedSharding) and form.is_fully_addressable and not form.spec.unreduced
+    if not isinstance(form, NamedSharding) or isinstance(form.mesh, AbstractMesh):
+        return False
+    return form.is_fully_addressable and not form.spec.unreduced
 
 
 @dataclasses.dataclass(eq=False)

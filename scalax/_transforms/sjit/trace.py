@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from scalax._follow.types import Arguments, Followed
 from scalax._trace import contexts
-from scalax._trace.constraints import abstract, apply_shardings
+from scalax._trace.constraints import abstract, apply_shardings, is_compiled, on_devices
 from scalax._transforms.calls.argument_shardings import ArgumentShardings
 from scalax._transforms.calls.call_key import Call, CallKey, placement_kinds, type_of
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
@@ -91,6 +91,8 @@ class TraceShardings:
         outputs: the shardings of the outputs, leaf by leaf; None until the function was traced.
         recording: the first trace, which later ones replay, if it can be kept.
         followed: the values that are kept where they are in it.
+        on_devices: whether the outputs are constrained to the devices of the mesh, which JAX does not know
+            otherwise.
     """
 
     arguments: Mapping[int, Shardings]
@@ -99,6 +101,7 @@ class TraceShardings:
     outputs: Sequence[NamedSharding | None] | None = None
     recording: Recording | None = None
     followed: Followed | None = None
+    on_devices: bool = False
 
 
 class TracedFunction:
@@ -117,6 +120,8 @@ class TracedFunction:
         """The outputs of a call, and its shardings with those of the outputs."""
         with self._mesh_entered(call):
             outputs, followed = self._outputs(call, shardings)
+            if shardings.on_devices and is_compiled():
+                outputs = on_devices(outputs, self._rules.mesh)
             if followed is not None:
                 shardings = dataclasses.replace(shardings, followed=followed)
             if shardings.outputs is None:

@@ -194,6 +194,11 @@ def callable_with_slots(jit):
     return jit(Slotted())(X)
 
 
+@case(meant={'error': 'takes-more'}, raises=True)
+def a_staticmethod(jit):
+    return jit(staticmethod(lambda x: x + 1))(X)
+
+
 @case
 def a_class(jit):
     class Pair(tuple):
