@@ -163,9 +163,9 @@ def initialize(
         if not given.nothing:
             raise ArgumentError(_half(given)) from None
         if method is not None:
-            raise ArgumentError(_not_detected(method)) from None
+            raise ArgumentError(_alone(f'cluster_detection_method={method!r}')) from None
         if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
-            raise ArgumentError(_not_a_step(launcher)) from None
+            raise ArgumentError(_alone(f'{launcher.count}={os.environ[launcher.count]}')) from None
         _choose(local_device_ids)
     except RuntimeError as error:
         # Too late to join, but there is nobody to join. A TPU may be part of a pod without any variable that
@@ -270,17 +270,6 @@ def _half(given: _Given) -> str:
     )
 
 
-def _not_detected(method: str) -> str:
-    """What is wrong if a way to detect a cluster was asked for, and JAX detects none by it."""
-    return (
-        f'cluster_detection_method={method!r}, and JAX detects no cluster by that name: this process would '
-        'run alone.\n'
-        "What to do: install what it needs (mpi4py for 'mpi4py'), and start the program with its launcher; "
-        'leave the argument out, and JAX looks for the clusters that it knows; or give num_processes=1, if '
-        'it is meant to be alone.'
-    )
-
-
 def _choose(local_device_ids: int | Sequence[int] | None) -> None:
     """Chooses the GPUs of a process that is alone, as JAX does where it joins several."""
     if local_device_ids is not None:
@@ -289,11 +278,10 @@ def _choose(local_device_ids: int | Sequence[int] | None) -> None:
             jax.config.update(f'jax_{kind}_visible_devices', ','.join(map(str, ids)))
 
 
-def _not_a_step(launcher: _Launcher) -> str:
-    """What is wrong if a launcher has started several processes and JAX does not detect them."""
+def _alone(said: str) -> str:
+    """What is wrong if something says that there are several processes, and JAX does not detect them."""
     return (
-        f'{launcher.count}={os.environ[launcher.count]}, and JAX detects no cluster: each of these processes '
-        'would run alone.\n'
+        f'{said}, and JAX detects no cluster: each of these processes would run alone.\n'
         'What to do: start the program with srun, or mpirun with mpi4py installed; or give '
         'coordinator_address, num_processes and process_id; or num_processes=1, if it is meant to be alone.'
     )

@@ -23,7 +23,7 @@ already catch for the same kind of mistake:
     ├── FollowingWarning                     a batch is not followed, because scalax has a mistake
     └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
 
-This module imports nothing of JAX, and of scalax only what knows nothing of sharding: every room may use it.
+This module imports nothing of JAX, and of scalax only what folds numbered names: every room can raise them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -197,18 +197,38 @@ def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
     assert not list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
 
 
-@pytest.mark.one_jax
-def test_no_file_imports_itself_by_way_of_others() -> None:
-    """At run time; a type hint may name what is above."""
+def imports_of_files(*, shown: Container[str] = ()) -> dict[str, set[str]]:
+    """What each file imports, type hints too, but for hints that name one of the *shown*."""
     needs = {}
     for module, path in MODULES.items():
+        if path.name == '__init__.py':  # packages only hand on what is in them
+            continue
         hints = type_only_lines(TREES[path])
-        imported = imported_modules(TREES[path], package_of(path))
-        needs[module] = {name for line, name in imported if name in MODULES and line not in hints} - {module}
-    files = {  # packages only hand on what is in them
-        module: names for module, names in needs.items() if MODULES[module].name != '__init__.py'
-    }
-    assert list(graphlib.TopologicalSorter(files).static_order())
+        needs[module] = {
+            name
+            for line, name in imported_modules(TREES[path], package_of(path))
+            if name in MODULES and not (line in hints and name in shown)
+        } - {module}
+    return needs
+
+
+# Whose methods call what names them in type hints.
+SHOWN = {
+    f'scalax.{name.replace("/", ".")}' for name in re.findall(r'`(_\w+/\w+)`', SECTION.partition('\n|')[0])
+}
+
+
+@pytest.mark.one_jax
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert MODULES.keys() >= SHOWN
+    assert list(graphlib.TopologicalSorter(imports_of_files(shown=SHOWN)).static_order())
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize('name', sorted(SHOWN))
+def test_each_exception_is_one(name: str) -> None:
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(imports_of_files(shown=SHOWN - {name})).prepare()
 
 
 # --- Whose names they use ------------------------------------------------------------------------

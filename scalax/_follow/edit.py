@@ -11,10 +11,10 @@ from jax.extend.core import DropVar, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._follow.jaxprs import opened, shape_of
-from scalax._follow.primitives import placed_by_user
+from scalax._follow.primitives import PLACES, placed_by_user, primitive_name
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, Trail
-from scalax._follow.types import NOTHING_PLACED, Followed, Kept, Lost, Placed
+from scalax._follow.types import ONCE, Followed, Kept, Lost, Use
 from scalax._follow.weights import Weights
 
 
@@ -28,7 +28,7 @@ class Edit:
         follow: follows a jaxpr inside it.
         jaxpr: the jaxpr.
         on_trail: the trails of its arguments.
-        placed: which of its arguments and results the user of the jaxpr places.
+        use: how the jaxpr is used.
 
     Attributes:
         equations: the new equations.
@@ -52,9 +52,10 @@ class Edit:
         follow: Callable[..., Followed],
         jaxpr: Any,
         on_trail: dict[int, Trail],
-        placed: Placed,
+        use: Use,
     ) -> None:
         self.shared, self.follow, self.jaxpr, self.on_trail = shared, follow, jaxpr, on_trail
+        self.use = use
         self.equations: list[Any] = []
         self.constrained: dict[int, Any] = {}
         self.kept: list[Kept] = []
@@ -70,9 +71,9 @@ class Edit:
         self.moved: dict[tuple[int, Trail], Any] = {}
         self.parts: dict[int, tuple[Any, Trail]] = {}
         inner = opened(jaxpr)
-        self.users_given = {id(inner.invars[i]) for i in placed[0]}
-        self.users_own = {id(inner.outvars[i]) for i in placed[1]}
-        for equation in inner.eqns:
+        self.users_given = {id(inner.invars[i]) for i in use.taken}
+        self.users_own = {id(inner.outvars[i]) for i in use.given}
+        for equation in [each for each in inner.eqns if primitive_name(each) in PLACES]:
             taken, given = placed_by_user(equation)
             self.users_own.update([id(equation.invars[i]) for i in taken])
             self.users_given.update([id(equation.outvars[i]) for i in given])
@@ -122,17 +123,9 @@ class Edit:
         if largest is not None and shape_of(largest):
             self.lost.append(Lost(equation, largest.aval))
 
-    def inside(
-        self,
-        equation: Any,
-        jaxpr: Any,
-        trails: Sequence[Trail],
-        *,
-        before: int | None = None,
-        placed: Placed = NOTHING_PLACED,
-    ) -> Followed:
+    def inside(self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
-        found = self.follow(jaxpr, trails, before=before, placed=placed)
+        found = self.follow(jaxpr, trails, use)
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         return found

@@ -41,7 +41,7 @@ from scalax._follow.primitives import (
 )
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, merged
-from scalax._follow.types import NOTHING_PLACED, Arguments, FewRows, Followed, Kept, Placed
+from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -75,48 +75,37 @@ class _Follower:
         # The jaxprs are kept as well, so that no other object gets their ids.
         self._known: dict[Any, tuple[Any, Followed]] = {}
 
-    def jaxpr(
-        self,
-        jaxpr: Any,
-        trails: Sequence[Trail],
-        *,
-        before: int | None = None,
-        placed: Placed = NOTHING_PLACED,
-    ) -> Followed:
+    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """The jaxpr with constraints.
 
         Args:
             jaxpr: the jaxpr.
             trails: those of its arguments.
-            before: if it is a round of a loop, how many of these are no elements of stacks. They come first,
-                and are constrained as well, and so are its results.
-            placed: which of its arguments and results the user places.
+            use: how it is used.
         """
-        key = id(jaxpr), tuple(trails), before, placed
+        key = id(jaxpr), tuple(trails), use
         if key not in self._known:
             arguments = opened(jaxpr).invars
             on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
             if (on_trail or self._shared.resumes) and opened(jaxpr).eqns:
-                edit = self._pass(jaxpr, on_trail, placed)
-                found = edit.made(before)
+                edit = self._pass(jaxpr, on_trail, use)
+                found = edit.made()
                 if edit.columns.better_whole:
-                    found = self._pass(jaxpr, on_trail, placed, edit.columns.better_whole).made(before)
+                    found = self._pass(jaxpr, on_trail, use, edit.columns.better_whole).made()
             else:
-                found = self._pass(jaxpr, on_trail, placed).unchanged()
+                found = self._pass(jaxpr, on_trail, use).unchanged()
             self._known[key] = jaxpr, found
         return self._known[key][1]
 
-    def _pass(
-        self, jaxpr: Any, on_trail: dict[int, Trail], placed: Placed, whole: Container[int] = ()
-    ) -> _Pass:
-        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), placed, whole=whole)
+    def _pass(self, jaxpr: Any, on_trail: dict[int, Trail], use: Use, whole: Container[int] = ()) -> _Pass:
+        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), use, whole=whole)
 
 
 class _Pass(Edit):
     """The pass over one jaxpr.
 
     Args:
-        shared, follow, jaxpr, on_trail, placed: as for `Edit`.
+        shared, follow, jaxpr, on_trail, use: as for `Edit`.
         whole: the results of products whose columns are whole, as `Columns` found before.
 
     Attributes:
@@ -135,9 +124,9 @@ class _Pass(Edit):
         passed = self.weights.passed(jaxpr.outvars)
         return Followed(self.jaxpr, tuple(map(self.trail, jaxpr.outvars)), passed=passed)
 
-    def made(self, before: int | None) -> Followed:
+    def made(self) -> Followed:
         """The jaxpr with constraints."""
-        jaxpr = opened(self.jaxpr)
+        jaxpr, before = opened(self.jaxpr), self.use.before
         first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
         if before is not None:
             # Stacks are constrained before the loop. A constraint of their elements as well can cost a copy
@@ -273,7 +262,8 @@ class _Pass(Edit):
         if name in CALLS:
             taken, given = placed_by_user(equation)
             operands = self._placed(taken, operands, equation.invars)
-            inside = self.inside(equation, params[CALLS[name]], operands, placed=(tuple(taken), tuple(given)))
+            use = Use(taken=tuple(taken), given=tuple(given))
+            inside = self.inside(equation, params[CALLS[name]], operands, use)
             self.weights.note_call(equation.invars, inside.multiplied)
             if inside.multiplied:
                 self.columns.note_use(equation.invars)
@@ -296,17 +286,16 @@ class _Pass(Edit):
         return params, ()
 
     def _placed(
-        self, shardings: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
+        self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
     ) -> list[Trail]:
         """The trails of operands or results of a `jit` whose user places these."""
         found = list(trails)
-        for i, sharding in shardings.items():
+        for i, sharding in places.items():
             found[i] = self.shared.said(placed_at(sharding, found[i], atoms[i]), atoms[i])
         return found
 
     def _may_matter(self, equation: Any) -> bool:
         """Whether an equation with jaxprs has rows inside, or gives weights that others multiply."""
-        called = primitive_name(equation) in CALLS
-        if called and (any(map(self.weights.is_weight, equation.invars)) or any(placed_by_user(equation))):
+        if self.shared.resumes or any(placed_by_user(equation)):
             return True
-        return self.shared.resumes
+        return primitive_name(equation) in CALLS and any(map(self.weights.is_weight, equation.invars))

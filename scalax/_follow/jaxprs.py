@@ -128,7 +128,5 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
     for equation in opened(jaxpr).eqns:
         yield equation
-        for value in equation.params.values():
-            for inside in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(opened(inside), 'eqns'):
-                    yield from equations(inside)
+        for inside in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inside)

@@ -12,7 +12,7 @@ from scalax._follow.edit import Edit
 from scalax._follow.jaxprs import opened, scan_parts, shape_of
 from scalax._follow.primitives import redealt
 from scalax._follow.trail import LOST, Trail, common, merged
-from scalax._follow.types import Followed
+from scalax._follow.types import Followed, Use
 from scalax._follow.weights import FEW_ROWS
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
@@ -30,7 +30,7 @@ def follow_scan(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
         return [*before, *state, *behind]
 
     state = _settled(edit, body, operands[constants : constants + carried], arguments)
-    inside = edit.inside(equation, body, arguments(state), before=constants + carried)
+    inside = edit.inside(equation, body, arguments(state), Use(constants + carried))
     _gather_before(edit, equation, range(constants), inside)
     _sum_behind(edit, equation, carried, inside)
     edit.weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
@@ -63,7 +63,7 @@ def follow_while(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[
 
     state = _settled(edit, params['body_jaxpr'], operands[constants[1] :], arguments)
     given = arguments(state)
-    inside = edit.inside(equation, params['body_jaxpr'], given, before=len(given))
+    inside = edit.inside(equation, params['body_jaxpr'], given, Use(len(given)))
     _gather_before(edit, equation, range(*constants), inside)
     of_rounds = equation.invars[constants[0] :]
     edit.weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)

@@ -297,22 +297,19 @@ def placed_at(sharding: Any, trail: Trail, var: Any) -> Trail:
     return of_dims(dims, len(shape_of(var)))
 
 
-def placed_by_user(eqn: Any) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+# The parameters that say where the operands and the results are.
+PLACES = {
+    'sharding_constraint': ('sharding', 'sharding'),
+    'device_put': ('devices', 'devices'),
+    'jit': ('in_shardings', 'out_shardings'),
+}
+
+
+def placed_by_user(eqn: Any) -> Sequence[Mapping[int, Any]]:
     """The operands and the results of an equation that the user places, by number, with their shardings."""
-    name, params = primitive_name(eqn), eqn.params
-    if name == 'sharding_constraint':
-        said = [params['sharding']], [params['sharding']]
-    elif name == 'device_put':
-        said = params['devices'], params['devices']
-    elif name == 'jit':
-        said = params['in_shardings'], params['out_shardings']
-    else:
-        return {}, {}
-    inputs, results = [
-        {i: each for i, each in enumerate(shardings) if isinstance(each, jax.sharding.Sharding)}
-        for shardings in said
-    ]
-    return inputs, results
+    said = [eqn.params[name] for name in PLACES.get(primitive_name(eqn), ())] or [(), ()]
+    each = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in said]
+    return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
 
 
 def _shard_map(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
@@ -353,64 +350,46 @@ _ELEMENTWISE = """
     tanh threefry2x32 xor zeta random_fold_in
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(('optimization_barrier', 'copy_p', 'pvary'), _each),
-    **dict.fromkeys(('concatenate', 'pad', 'slice', 'dynamic_slice', 'split'), _elementwise),
-    **dict.fromkeys(
-        [f'reduce_{name}' for name in ('sum', 'max', 'min', 'prod', 'and', 'or', 'xor')], _reduce
-    ),
-    **dict.fromkeys(('reduce', 'argmax', 'argmin'), _reduce),
-    **dict.fromkeys(('top_k', 'approx_top_k'), _top_k),
-    **dict.fromkeys(('scatter', 'scatter-add', 'scatter-mul', 'scatter-min', 'scatter-max'), _scatter),
-    **dict.fromkeys(('scatter_add', 'scatter_mul', 'scatter_min', 'scatter_max', 'scatter_sub'), _scatter),
-    **dict.fromkeys(
-        (
-            *('reduce_window', 'reduce_window_sum', 'reduce_window_max', 'reduce_window_min'),
-            *('select_and_scatter_add', 'select_and_gather_add', 'select_and_scatter', 'tile'),
-        ),
-        _window,
-    ),
-    **dict.fromkeys(
-        (
-            *('cholesky', 'eig', 'eigh', 'householder_product', 'lu', 'qr', 'schur', 'svd'),
-            *('triangular_solve', 'tridiagonal', 'tridiagonal_solve', 'hessenberg'),
-        ),
-        _leading,
-    ),
-    **dict.fromkeys(('random_bits', 'random_split', 'random_unwrap', 'random_seed'), _longer),
-    **dict.fromkeys(('bitcast_convert_type', 'random_wrap'), _bitcast),
-    'sort': _sort,
-    'stack': _stack,
-    'unstack': _unstack,
-    'broadcast_in_dim': _broadcast,
-    'reshape': _reshape,
-    'transpose': _transpose,
-    'squeeze': _squeeze,
-    'dot_general': _dot,
-    'ragged_dot_general': _ragged_dot,
-    'conv_general_dilated': _conv,
-    'gather': _gather,
-    'dynamic_update_slice': _update_slice,
-    'fft': _fft,
-    **dict.fromkeys(('sharding_constraint', 'device_put'), _placed),
-    'shard_map': _shard_map,
-}
+_RULES: tuple[tuple[str, Rule], ...] = (
+    (_ELEMENTWISE, _elementwise),
+    ('concatenate pad slice dynamic_slice split', _elementwise),
+    ('optimization_barrier copy_p pvary', _each),
+    ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
+    ('argmax argmin', _reduce),
+    ('top_k approx_top_k', _top_k),
+    ('scatter scatter-add scatter-mul scatter-min scatter-max', _scatter),
+    ('scatter_add scatter_mul scatter_min scatter_max scatter_sub', _scatter),
+    ('reduce_window reduce_window_sum reduce_window_max reduce_window_min tile', _window),
+    ('select_and_scatter_add select_and_gather_add select_and_scatter', _window),
+    ('cholesky eig eigh householder_product lu qr schur svd', _leading),
+    ('triangular_solve tridiagonal tridiagonal_solve hessenberg', _leading),
+    ('random_bits random_split random_unwrap random_seed', _longer),
+    ('bitcast_convert_type random_wrap', _bitcast),
+    ('sort', _sort),
+    ('stack', _stack),
+    ('unstack', _unstack),
+    ('broadcast_in_dim', _broadcast),
+    ('reshape', _reshape),
+    ('transpose', _transpose),
+    ('squeeze', _squeeze),
+    ('dot_general', _dot),
+    ('ragged_dot_general', _ragged_dot),
+    ('conv_general_dilated', _conv),
+    ('gather', _gather),
+    ('dynamic_update_slice', _update_slice),
+    ('fft', _fft),
+    ('sharding_constraint device_put', _placed),
+    ('shard_map', _shard_map),
+)
+RULES = {name: rule for names, rule in _RULES for name in names.split()}
 
 # The user says where their results are, whatever is known of their operands.
 SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
 # Operands of different layouts meet in these, and the compiler chooses where their results are.
 CHOICES = frozenset(
     {
-        *('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather', 'scatter', 'scatter-add'),
-        *(
-            'scatter_add',
-            'select_and_scatter_add',
-            'reduce_window_max',
-            'reduce_window_sum',
-            'sort',
-            'cumsum',
-        ),
+        *('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather', 'sort', 'scatter'),
+        *('scatter-add', 'scatter_add', 'select_and_scatter_add', 'reduce_window_max', 'reduce_window_sum'),
     }
 )
 
@@ -424,7 +403,11 @@ def primitive_name(equation: Any) -> str:
     Other libraries name primitives as they like, and tables here say what JAX's do and which parameters they
     have.
     """
-    primitive = equation.primitive
+    return _name(equation.primitive)
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(primitive: Any) -> str:
     same = _of_jax(_PALLAS in sys.modules).get(primitive.name, primitive) is primitive
     return primitive.name if same else ''
 

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from scalax._follow.trail import Trail
 from scalax._follow.weights import Products
 
-Placed = tuple[tuple[int, ...], tuple[int, ...]]
-"""The arguments and the results of a jaxpr that its user places, by number."""
-NOTHING_PLACED: Placed = (), ()
+
+class Use(NamedTuple):
+    """How an equation uses a jaxpr.
+
+    Attributes:
+        before: of a round of a loop, how many arguments are no elements of stacks. They come first, and are
+            constrained as well, and so are its results.
+        taken: the arguments that the user places, by number.
+        given: the results that the user places, likewise.
+    """
+
+    before: int | None = None
+    taken: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+
+
+ONCE = Use()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

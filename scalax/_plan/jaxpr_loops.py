@@ -13,13 +13,8 @@ from scalax._plan.formulas import Counted
 from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 
 _FORWARDING = (
-    'broadcast_in_dim',
-    'convert_element_type',
-    'copy',
-    'optimization_barrier',
-    'reshape',
-    'sharding_constraint',
-    'squeeze',
+    *('broadcast_in_dim', 'convert_element_type', 'copy', 'optimization_barrier', 'reshape'),
+    *('sharding_constraint', 'squeeze'),
 )
 _DEEP = 30  # operations from the test of a loop to its state
 

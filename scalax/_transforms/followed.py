@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.choices import follow_choices
 from scalax._follow.jaxprs import opened, with_inputs
-from scalax._follow.types import Arguments, Followed
+from scalax._follow.types import Arguments, Followed, Lost
 from scalax.errors import FollowingWarning, warn
 
 
@@ -44,7 +44,13 @@ def run_followed(
         found = follow_choices(jaxpr, arguments, mesh)
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
-        warn(_advice(fun.__name__, found.failure), FollowingWarning)
+        warn(
+            f'{fun.__name__} runs without following its batch: {found.failure}. Its results are right; the '
+            'compiler decides alone where values are, which may take more memory and communication.\n'
+            'What to do: please report this as a bug of scalax, with this message and the line that it '
+            'names. batch_argnums=() follows nothing, and does not warn.',
+            FollowingWarning,
+        )
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)
     leaves += captured
@@ -63,17 +69,9 @@ def _failure(error: Exception) -> str:
 
     at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
     equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]
-    where = f' at {equations[0].primitive.name} ({line_of(*equations)})' if equations else ''
+    place = [Lost(each, None, tuple(equations[1:])) for each in equations[:1]]
+    where = ''.join(f' at {each.equation.primitive.name} ({line_of(each)})' for each in place)
     return f'following failed{where} with {type(error).__name__}: {error}'
-
-
-def _advice(name: str, failure: str) -> str:
-    return (
-        f'{name} runs without following its batch: {failure}. Its results are right; the compiler decides '
-        'alone where values are, which may take more memory and more communication.\n'
-        'What to do: please report this as a bug of scalax, with this message and the line that it names. '
-        'batch_argnums=() follows nothing, and does not warn.'
-    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.types import Arguments, FewRows, Followed
+from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._transforms.calls.call_key import Call
 from scalax._tree.paths import bits_of
@@ -173,18 +173,11 @@ def _few(rows: FewRows) -> str:
 def _followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
     """What the pass found in the jaxpr of a function, with the lines of the user's code."""
     kept = Counter(
-        KeptValue(
-            _array(each.aval), each.spec, each.equation.primitive.name, line_of(each.equation, *each.calls)
-        )
+        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
         for each in followed.kept
     )
     lost = {
-        LostRows(
-            each.equation.primitive.name,
-            line_of(each.equation, *each.calls),
-            _array(each.aval),
-            _bytes(each.aval),
-        )
+        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
         for each in followed.lost
     }
     return FollowedBatch(
@@ -203,9 +196,9 @@ def _bytes(aval: Any) -> int:
     return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
-def line_of(*equations: Any) -> str:
-    """The line of the user's code; of what JAX derived, that of the first call around it that has one."""
-    for equation in equations:
+def line_of(found: Kept | Lost) -> str:
+    """The line of the user's code; of what JAX derived, that of the call around it."""
+    for equation in (found.equation, *found.calls):
         stack = equation.source_info.traceback
         if stack is not None:
             frames = traceback.extract_tb(stack.as_python_traceback())
@@ -213,4 +206,4 @@ def line_of(*equations: Any) -> str:
             frame = users_own(written, lambda each: each.filename)
             if frame is not None:
                 return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-    return str(equations[0].source_info.name_stack)
+    return str(found.equation.source_info.name_stack)

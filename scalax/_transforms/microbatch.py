@@ -44,7 +44,8 @@ def microbatch(
     with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
 
     Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled, as by
-    ``jax.jit``, once for all calls of the same shapes. Arguments that are no arrays are part of the program.
+    ``jax.jit``, once for all calls of the same shapes. Floats and complex numbers are traced as arrays are;
+    what else is no array, such as integers and strings, is part of the program.
 
     Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
     to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
@@ -185,7 +186,12 @@ class _Call:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'biufc')
+    """Whether a leaf is traced. A float is, such as a learning rate that each step changes."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
+    if isinstance(leaf, np.generic):
+        return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return isinstance(leaf, jax.Array | float | complex)
 
 
 def _is_float(dtype: Any) -> bool:

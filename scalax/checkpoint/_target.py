@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,13 +102,12 @@ def is_function(like: Any) -> bool:
 
 def require_distinct(paths: Sequence[str], what: str) -> None:
     """Raises CheckpointError if two leaves have the same path: a checkpoint could not tell them apart."""
-    if len(set(paths)) == len(paths):
-        return
-    twice = [path for path in dict.fromkeys(paths) if list(paths).count(path) > 1]
-    raise CheckpointError(
-        f'{what} has several leaves with one path: {", ".join(map(repr, twice[:10]))}. Rename some of their '
-        'keys: a checkpoint finds leaves by their paths'
-    )
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise CheckpointError(
+            f'{what} has several leaves with one path: {", ".join(map(repr, twice[:10]))}. Rename some of '
+            'their keys: a checkpoint finds leaves by their paths'
+        )
 
 
 def renamed_paths(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str) -> dict[str, str]:

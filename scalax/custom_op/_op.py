@@ -294,8 +294,8 @@ def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str,
 
 
 def _key(static: dict[str, Any]) -> tuple[Any, ...]:
-    """Static arguments as a key."""
-    return tuple((name, type_key(value), value) for name, value in static.items())
+    """Static arguments as a key, whatever their order."""
+    return tuple((name, type_key(value), value) for name, value in sorted(static.items()))
 
 
 def _static_names(fun: Callable[..., Any]) -> list[str] | None:

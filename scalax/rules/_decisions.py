@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,10 +13,9 @@ from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import OnIndivisible
 from scalax.errors import Problem
 
-if TYPE_CHECKING:
-    from scalax.rules._base import ShardingRule
-
 AxisSizes = Mapping[str, int]
+Clause = tuple[Any, int]
+"""A rule, and the number of one of its clauses."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -34,6 +33,7 @@ class Decision:
             reports find unused clauses by them.
         mesh: the mesh of the NamedSharding given, to be checked; None for a PartitionSpec.
         notes: what was asked for and not given, each with the reason.
+        passed: dimensions that do not divide, which the rule has left whole and warns about.
         stack: the dimensions that are stacks of layers, which ``&`` never shards.
         reordered: whether the NamedSharding that was given has an order of devices of its own.
     """
@@ -43,10 +43,11 @@ class Decision:
     reason: str = ''
     policies: tuple[OnIndivisible | None, ...] = (None,)
     memory_kind: str | None = None
-    clauses: tuple[tuple[ShardingRule, int], ...] = ()
+    clauses: tuple[Clause, ...] = ()
     mesh: Mesh | AbstractMesh | None = None
     stack: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     reordered: bool = False
 
     @classmethod
@@ -56,7 +57,7 @@ class Decision:
         origin: str,
         reason: str,
         on_indivisible: OnIndivisible | None,
-        clauses: tuple[tuple[ShardingRule, int], ...] = (),
+        clauses: tuple[Clause, ...] = (),
     ) -> Decision:
         """The decision for a value: a PartitionSpec, a NamedSharding, or None."""
         policies = (on_indivisible,)

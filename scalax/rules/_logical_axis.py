@@ -13,15 +13,12 @@ from jax.sharding import PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import Fault, OnIndivisible, checked_policy, entries, entry_axes, spec_axes
 from scalax.errors import (
-    IndivisibleWarning,
     Problem,
     RuleError,
     checked_flag,
     did_you_mean,
     near_names,
     plural,
-    shown_leaves,
-    warn,
 )
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
@@ -143,8 +140,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         # Boxes with names can be found in the whole tree only.
         whole, indices = tree.root()
         own_names = names_by_leaf(whole.tree)
-        decided: dict[Any, tuple[Decision | Fault, list[str]]] = {}
-        passed: list[str] = []
+        decided: dict[Any, Decision | Fault] = {}
         answers: list[Answer] = []
         for i, shape in enumerate(tree.shapes):
             if math.prod(shape) == 1:
@@ -158,15 +154,12 @@ class LogicalAxisShardingRule(BuiltinRule):
             key = (named, shape, stacked, tree.occupied[i])
             if key not in decided:
                 decided[key] = NamedLeaf(self, *key, axis_sizes).decide()
-            found, dropped = decided[key]
-            passed.extend(f'{tree.describe(i)}, {named.source}: {text}' for text in dropped)
+            found = decided[key]
             if isinstance(found, Fault):
                 source, hint = named.source, found.hint
                 answers.append(Problem(found.kind, tree.describe(i), found.detail, rule=source, hint=hint))
             else:
                 answers.append(found)
-        if passed and self.on_indivisible == 'warn':
-            warn(f'dimensions that do not divide:\n{shown_leaves(passed)}', IndivisibleWarning)
         return answers
 
     def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
@@ -302,12 +295,12 @@ class NamedLeaf:
     occupied: PartitionSpec
     axis_sizes: AxisSizes | None
 
-    def decide(self) -> tuple[Decision | Fault, list[str]]:
-        """The decision, or what is wrong; and which axes were dropped, where the policy allows that."""
+    def decide(self) -> Decision | Fault:
+        """The decision, or what is wrong."""
         dimensions = self.named.pattern.of_rank(len(self.shape))
         fault = self._rank_fault() if dimensions is None else self._name_fault(dimensions)
         if fault is not None:
-            return fault, []
+            return fault
         assert dimensions is not None
         used, occupied = list(spec_axes(self.occupied)), entries(self.occupied)
         chosen: list[tuple[str, ...]] = []
@@ -317,7 +310,7 @@ class NamedLeaf:
         for dim, parts in enumerate(dimensions):
             sizes = self._part_sizes(parts, self.shape[dim])
             if sizes is None:
-                return self._grouping_fault(dim, parts), []
+                return self._grouping_fault(dim, parts)
             chosen.append(())
             if dim < len(occupied) and occupied[dim] is not None:
                 asked = [axis for part in parts for axis in self._choose(part, used)[0]]
@@ -333,22 +326,22 @@ class NamedLeaf:
                 if kept != axes:
                     text = self._uneven(dim, parts, part, size, axes)
                     if self.rule.on_indivisible == 'error':
-                        return Fault('indivisible', text, _DIVIDE), []
+                        return Fault('indivisible', text, _DIVIDE)
                     dropped.append(f'{text}; {"x".join(kept) or "no axis"} is used')
                     why = dropped[-1]
                 used.extend(kept)
                 chosen[-1] += kept
                 reasons.extend([why] if why else [])
         number = self.named.number
-        decision = Decision(
+        return Decision(
             PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen)),
             self.named.source,
             '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here'),
             (self.rule.on_indivisible,),
             clauses=() if number is None else ((self.rule, number),),
             notes=tuple(dict.fromkeys(notes)),
+            passed=tuple(dropped) if self.rule.on_indivisible == 'warn' else (),
         )
-        return decision, dropped
 
     def _refused(self, axes: Sequence[str], dim: int, why: str) -> str:
         return f'{self.named.source} asked for {", ".join(dict.fromkeys(axes))} on dimension {dim}: {why}'

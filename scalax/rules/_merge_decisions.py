@@ -74,6 +74,7 @@ def merged(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes
         reordered=first.reordered or second.reordered,
         stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
         notes=(*first.notes, *second.notes, *_lost(second, filled, first.spec)),
+        passed=first.passed + second.passed,
     )
     if is_same:
         return both

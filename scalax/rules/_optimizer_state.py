@@ -371,6 +371,7 @@ def _derived(
         return dataclasses.replace(answer, origin=origin, reason=reason)
     if _is_small(shape):
         return _SMALL
+    answer = dataclasses.replace(answer, passed=tuple(f'its parameter: {text}' for text in answer.passed))
     choices = kept_dimensions(own, shape, role, inside)
     if not choices:
         return None

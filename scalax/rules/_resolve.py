@@ -183,6 +183,7 @@ class _Task:
             if self.mode is ResolveMode.CONCRETE:
                 self._add(tree, index, answer, _NO_SHARDING)
             return None
+        self.passed += [f'{tree.describe(index)}, {answer.origin}: {text}' for text in answer.passed]
         if AxisType.Manual in self.axes.types.values():
             spec = specs.without_manual(spec, self.axes)
         is_own = self._is_own(answer.mesh)

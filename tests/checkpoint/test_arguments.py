@@ -1,6 +1,7 @@
 """Checkpoints: arguments that make no sense are errors, before anything is written or read."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import Checkpointer, load_safetensors
+from scalax.checkpoint._target import require_distinct
 from scalax.errors import ArgumentError, CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -258,3 +260,19 @@ def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None
         '  e: Python int: it has more than 64 bits'
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_paths_that_are_the_same_are_found_in_one_pass() -> None:
+    passes = []
+
+    class Paths(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            passes.append(1)
+            return super().__iter__()
+
+    names = [f'layers/{i}' for i in range(100)]
+    require_distinct(Paths(names), 'like')
+    two = r"like has several leaves with one path: 'layers/3', 'layers/50'\. "
+    with pytest.raises(CheckpointError, match=two):
+        require_distinct(Paths([*names, 'layers/50', 'layers/3']), 'like')
+    assert len(passes) <= 4

@@ -279,6 +279,23 @@ def test_it_is_compiled_once_for_each_static_argument() -> None:
     assert largest(x, k=2)[0].shape == (4, 2)
 
 
+def test_static_arguments_come_in_any_order() -> None:
+    traces = []
+
+    @sharded_op('b -> b')
+    def scaled(ctx: FactorContext, x: Array, *, by: float, plus: float) -> Array:
+        traces.append((by, plus))
+        return x * by + plus
+
+    ones = np.ones(2, np.float32)
+    scaled(ones, by=2.0, plus=1.0)
+    count = len(traces)
+    assert scaled(ones, plus=1.0, by=2.0)[0] == 3
+    assert len(traces) == count
+    assert scaled(ones, plus=2.0, by=1.0)[0] == 3
+    assert len(traces) > count
+
+
 def test_a_refused_call_keeps_nothing() -> None:
     class Value:
         pass

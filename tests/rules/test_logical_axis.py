@@ -20,6 +20,7 @@ from scalax.sharding import (
     FSDPShardingRule,
     LogicalAxisShardingRule,
     MeshShardingHelper,
+    OptimizerStateShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
 )
@@ -213,7 +214,7 @@ def test_heads_are_not_split(sizes, snapshot):
     with pytest.warns(IndivisibleWarning) as caught:
         assert specs(rule('warn'), leaf(16, 24), mesh) == P('fsdp')
     assert [str(w.message) for w in caught] == [
-        'dimensions that do not divide:\n'
+        'dimensions that do not divide (mesh: fsdp=2, tp=4):\n'
         "  (the leaf itself): float32[16, 24], regex '': 'embed (heads head_dim)': 'heads' of size 6 in "
         'dimension 1, (heads head_dim), does not divide by 4 (tp=4); no axis is used'
     ]
@@ -261,13 +262,36 @@ def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape
     assert [warning.category for warning in caught] == [IndivisibleWarning] * (policy == 'warn')
 
 
+def test_the_leaves_that_warnings_name_are_those_of_the_tree():
+    """Also where the rule is asked about others: parameters, layers of a stack."""
+    rule = LogicalAxisShardingRule({'a': 'x', 'b': 'y'}, [('w', 'a b')], on_indivisible='warn')
+    state = {'mu': {'w': leaf(3, 8)}, 'nu': {'w': leaf(3, 8)}, 'row': {'w': leaf(8)}}
+    of_state = OptimizerStateShardingRule(rule, {'w': leaf(3, 8)})
+    text = "'a' of size 3 in dimension 0, a, does not divide by 2 (x=2); no axis is used"
+    with pytest.warns(IndivisibleWarning) as caught:
+        found = specs(of_state, state, {'x': 2, 'y': 2})
+        assert found == {'mu': {'w': P(None, 'y')}, 'nu': {'w': P(None, 'y')}, 'row': {'w': P('y')}}
+        assert specs(rule.stacked(), {'w': leaf(5, 3, 8)}, {'x': 2, 'y': 2}) == {'w': P(None, None, 'y')}
+        assert specs(rule & P(None, 'x'), {'w': leaf(3, 8)}, {'x': 2, 'y': 2}) == {'w': P(None, 'y')}
+    origin = "OptimizerStateShardingRule -> regex 'w': 'a b'"
+    assert [str(warning.message).splitlines()[1:] for warning in caught] == [
+        [
+            f'  mu/w: float32[3, 8], {origin}: {text}',
+            f'  nu/w: float32[3, 8], {origin}: {text}',
+            f'  row/w: float32[8], {origin}: its parameter: {text}',
+        ],
+        [f"  w: float32[5, 3, 8], regex 'w': 'a b': {text}"],
+        [f"  w: float32[3, 8], regex 'w': 'a b': {text}"],
+    ]
+
+
 def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
     pairs = [('a', 'y'), ('a', 'x'), ('b', 'x')]
     rule = LogicalAxisShardingRule(pairs, [('w', 'a b')], on_indivisible='warn')
     with pytest.warns(IndivisibleWarning) as caught:
         assert specs(rule, {'w': leaf(3, 8)}, {'x': 3, 'y': 2}) == {'w': P()}
     assert [str(warning.message) for warning in caught] == [
-        'dimensions that do not divide:\n'
+        'dimensions that do not divide (mesh: x=3, y=2):\n'
         "  w: float32[3, 8], regex 'w': 'a b': 'a' of size 3 in dimension 0, a, does not divide by 2 (y=2); "
         'no axis is used\n'
         "  w: float32[3, 8], regex 'w': 'a b': 'b' of size 8 in dimension 1, b, does not divide by 3 (x=3); "

@@ -235,6 +235,37 @@ def test_outside_of_compiled_functions_it_is_compiled_once(params, batch):
     assert traces == [2, 1, True, 2]
 
 
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e4m3fn', 'int4', 'float16', 'int8', 'bool'])
+def test_data_of_all_dtypes_is_no_part_of_the_program(dtype):
+    traces = []
+
+    def total(rows):
+        traces.append(rows.dtype)
+        return rows.astype(np.float32).sum()
+
+    by_parts = microbatch(total, 2, batch=0, reduce='sum')
+    for number in (0, 1):
+        assert float(by_parts(np.full(6, number, jnp.dtype(dtype)))) == 6 * number
+    assert traces == [dtype]
+
+
+def test_floats_are_no_part_of_the_program(batch):
+    traces = []
+
+    def scaled(batch, by):
+        traces.append(1)
+        return (batch['x'] * by).sum()
+
+    by_parts = microbatch(scaled, 2, batch=0, reduce='sum')
+    whole = np.sum(batch['x'])
+    for kinds in ((0.5, 2.0, -0.0), (0.5j, 2j), (np.float32(0.5), np.float32(3))):
+        traces.clear()
+        for by in kinds:
+            np.testing.assert_allclose(by_parts(batch, by), whole * by, rtol=1e-4)
+            assert by_parts(batch, by).dtype == (np.complex64 if isinstance(by, complex) else np.float32)
+        assert len(traces) == 1
+
+
 def test_truth_is_counted():
     assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
 
