@@ -80,7 +80,11 @@ def collective_seconds(
         ici = times * join(kind, inside, route, hardware)
     elif route.devices > 1:
         [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=COMMUNICATION)
-        chip = times * inside / hbm_rate
+        if hardware.chip_bytes_per_second is None:
+            chip = times * inside / hbm_rate
+        else:
+            lacking = _lacking(kind, inside, route.devices, route.size)
+            chip = times * lacking / hardware.chip_bytes_per_second
     if route.slices > 1:
         rate, chips = numbers_of(
             hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{COMMUNICATION} between slices'

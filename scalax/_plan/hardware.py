@@ -48,6 +48,7 @@ class Hardware:
         hop_seconds: the least time from one chip to the next, however few the bytes.
         device_kinds: what JAX calls such devices (``device.device_kind``).
         sources: field -> the source of its number.
+        chip_bytes_per_second: one way, between two devices of a chip; that of its memory if it is None.
         direct_links: for a torus of 0 dimensions: whether there is no switch, and each two chips have a link
             of their own, of `ici_bytes_per_second`.
 
@@ -80,6 +81,7 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
     device_kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     direct_links: bool = False
+    chip_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
@@ -215,7 +217,7 @@ _V5E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 1.5e10}
 _V5P: dict[str, Any] = {**_CUBE, 'devices_per_chip': 1, 'host_bytes_per_second': 1.5e10}
 _V6E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 3.2e10}
 _V3: dict[str, Any] = {'torus_axes': 2, 'ring_multiple': 32, 'devices_per_chip': 2, 'chips_per_host': 8}
-_7X: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2}
+_7X: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2, 'chip_bytes_per_second': 5.4e11}
 _V3_SOURCES = {'ring_multiple': f'{_SPECS}: a pod is 32x32; smaller ones are assumed not to close'}
 _V4_SOURCES = {
     'hbm_bytes': 'the TPU compiler (libtpu 0.0.50.1), where the two cores of a chip are one device',
@@ -231,6 +233,7 @@ _7X_SOURCES = {
     **dict.fromkeys(('ring_multiple', 'ring_needs_all'), _MAXTEXT_7X),
     'dcn_bytes_per_second': f'{_GOOGLE_7X}: 100 Gb/s of a chip, four chips a host',
     'chips_per_host': f'{_GOOGLE_7X}: a VM has four chips',
+    'chip_bytes_per_second': f'{_GOOGLE_7X}: chiplets are joined six times as fast as by a link of the torus',
 }
 _CHIPS = (
     _tpu('v3', 1.4e14, 9e11, None, 1e11, None, ('TPU v3',), _V3_SOURCES, **_V3),

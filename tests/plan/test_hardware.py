@@ -26,6 +26,8 @@ def test_every_number_has_a_source(entry):
     }
     if entry.torus_axes == 0:
         known |= {'direct_links'}
+    if entry.chip_bytes_per_second:
+        known |= {'chip_bytes_per_second'}
     assert set(entry.sources) == known
     assert all(entry.sources.values())
 

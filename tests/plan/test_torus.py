@@ -323,6 +323,9 @@ def test_times_inside_a_chip():
     v4 = HARDWARE['v4']
     times = collective_seconds('all-reduce', V, Route(1, 2, 1, ()), v4, 2)
     assert times == (0, 0, 2 * V / 1.2e12)
+    # Two devices of a chip of tpu7x have a link of their own: half of the array comes from the other one.
+    times = collective_seconds('all-reduce', V, Route(1, 2, 1, ()), HARDWARE['tpu7x'], 2)
+    assert times == (0, 0, pytest.approx(2 * V / 2 / 5.4e11))
 
 
 def test_times_between_slices():
