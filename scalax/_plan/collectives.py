@@ -135,7 +135,7 @@ def collectives(
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices, parts = _Devices(mesh, places, device_ids, switched), StepParts()
+    devices, parts = _Devices(mesh, places, device_ids, switched), StepParts(module)
     rows_of = RowsOfProgram(module if partitioned is None else partitioned, batch or {})
     before = (
         None

@@ -75,7 +75,7 @@ def work_of(module: Module) -> Work:
     Args:
         module: the program after partitioning; optimized, if it is to count what runs.
     """
-    scopes, parts, traffic = Scopes(module), StepParts(), Traffic(module)
+    scopes, parts, traffic = Scopes(module), StepParts(module), Traffic(module)
     counted = Counted.EXACTLY
     rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
     for place, measure in enumerate((flops_of, traffic.bytes_of)):

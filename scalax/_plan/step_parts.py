@@ -7,46 +7,63 @@ such as copies, belongs to what uses it.
 
 from __future__ import annotations
 
-from scalax._plan.formulas import Part
-from scalax._plan.hlo import Instruction
+import collections
+
+from scalax._plan.formulas import PARTS, Part
+from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit
 
 _MOST_STEPS = 8  # from what the compiler added to what uses it
 
 
 class StepParts:
-    """The parts of a step, for the instructions of one program."""
+    """The parts of a step, for the instructions of one program.
 
-    def __init__(self) -> None:
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
         self._known: dict[tuple[str, str], frozenset[str]] = {}
 
     def of(self, visit: Visit, instruction: Instruction) -> Part:
         """The part of an instruction."""
-        part = visit.part_of(instruction)
+        part = self._own(visit, instruction)
         if part != 'other':
             return part
         if visit.caller is not None and visit.caller.opcode in ('async-start', 'fusion') and visit.parent:
             return self.of(visit.parent, visit.caller)
         if self._is_update(visit):
             return 'update'
-        computation, after = visit.computation, self._after_gradients(visit)
+        after = self._after_gradients(visit)
         for _ in range(_MOST_STEPS):
             if instruction.name in after:
                 return 'update'
-            users = computation.users.get(instruction.name)
-            if '/' in visit.op_name(instruction) or not users:
+            if '/' in visit.op_name(instruction):
+                return 'other'
+            users = visit.computation.users.get(instruction.name)
+            if not users:
                 break
             instruction = users[0]
-            if (part := visit.part_of(instruction)) != 'other':
+            if (part := self._own(visit, instruction)) != 'other':
                 return part
-        return 'other'
+        return 'other' if visit.caller is None else _most(visit, visit.computation)
+
+    def _own(self, visit: Visit, instruction: Instruction) -> Part:
+        """The part that the name of an instruction says; of a loop without one what most is in it."""
+        part = visit.part_of(instruction)
+        if part == 'other' and instruction.opcode == 'while' and '/' not in visit.op_name(instruction):
+            [body] = self._module.called(instruction, 'body')
+            return _most(visit, body)
+        return part
 
     def _is_update(self, visit: Visit) -> bool:
         """Whether all of a computation that is called is part of the update."""
         if visit.parent is None or visit.caller is None:
             return False
         return self._is_update(visit.parent) or (
-            visit.parent.part_of(visit.caller) == 'other'
+            self._own(visit.parent, visit.caller) == 'other'
             and visit.caller.name in self._after_gradients(visit.parent)
         )
 
@@ -63,16 +80,23 @@ class StepParts:
         key = visit.computation.name, visit.scope
         if key not in self._known:
             computation = visit.computation
+            instructions = [*computation.instructions.values()]
+            own = {each.name: self._own(visit, each) for each in instructions}
             gradients, after = set[str](), set[str]()
-            for instruction in computation.instructions.values():
-                if any(each.partition('#')[0] in gradients for each in instruction.operands):
-                    gradients.add(instruction.name)
-                    after.add(instruction.name)
-                elif visit.part_of(instruction) in ('backward', 'recomputed'):
-                    gradients.add(instruction.name)
-            for instruction in reversed([*computation.instructions.values()]):
-                users = computation.users.get(instruction.name, ())
-                if users and all(user.name in after and visit.part_of(user) == 'other' for user in users):
-                    after.add(instruction.name)
+            for each in instructions:
+                uses = any(operand.partition('#')[0] in gradients for operand in each.operands)
+                if uses or own[each.name] in ('backward', 'recomputed'):
+                    gradients.add(each.name)
+            for each in reversed(instructions):
+                users = computation.users.get(each.name, ())
+                last = all(user.name in after for user in users) if users else each.name in gradients
+                if last and own[each.name] == 'other':
+                    after.add(each.name)
             self._known[key] = frozenset(after)
         return self._known[key]
+
+
+def _most(visit: Visit, computation: Computation) -> Part:
+    """The part to which most instructions of a computation with a part belong."""
+    parts = collections.Counter(map(visit.part_of, computation.instructions.values()))
+    return max(PARTS, key=lambda part: parts[part] if part != 'other' else 0.5)
