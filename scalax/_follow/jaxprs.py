@@ -57,18 +57,13 @@ def is_on_mesh(jaxpr: Any) -> bool:
     Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
     """
     seen, found = set(), [opened(jaxpr)]
-    while found:
-        inner = found.pop()
-        if id(inner) in seen:
-            continue
-        seen.add(id(inner))
+    for inner in found:  # which grows meanwhile
         for part in parts_of([equation.params for equation in inner.eqns]):
-            if isinstance(part, _JAXPRS):
+            if isinstance(part, _JAXPRS) and id(opened(part)) not in seen:
+                seen.add(id(opened(part)))
                 found.append(opened(part))
-            elif isinstance(part, NamedSharding):
-                if isinstance(part.mesh, AbstractMesh) and (
-                    AxisType.Explicit in part.mesh.axis_types or any(entries(part.spec))
-                ):
+            elif isinstance(part, NamedSharding) and isinstance(part.mesh, AbstractMesh):
+                if any(entries(part.spec)) or AxisType.Explicit in part.mesh.axis_types:
                     return True
             elif isinstance(part, AbstractMesh) and not part.empty:
                 return True

@@ -269,14 +269,12 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     gradients come in through those that have any.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    try:
-        dtypes: list[Any] = [getattr(jax.typeof(leaf), 'dtype', None) for leaf in leaves]
-    except TypeError:
-        return tree  # JAX raises about an output that is not an array
-    arrays = [i for i, dtype in enumerate(dtypes) if dtype is not None]
-    for i in [i for i in arrays if jnp.issubdtype(dtypes[i], jnp.inexact)] or arrays[:1]:
+    dtypes = {
+        i: jax.typeof(leaf).dtype for i, leaf in enumerate(leaves) if hasattr(jax.typeof(leaf), 'dtype')
+    }
+    for i in [i for i in dtypes if jnp.issubdtype(dtypes[i], jnp.inexact)] or [*dtypes][:1]:
         leaves[i] = _on_devices(leaves[i], mesh)
-    if not arrays:  # the program keeps what is unused
+    if not dtypes:  # the program keeps what is unused
         _on_devices(jnp.zeros(()), mesh)
     return jax.tree.unflatten(treedef, leaves)
 

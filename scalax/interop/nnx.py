@@ -153,9 +153,9 @@ class NnxFunction:
             )
         options = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
         constraint: Any = options.get('args_sharding_constraint')
-        self._constrained = len(constraint) if isinstance(constraint, tuple | list) else None
+        self._constrained = constraint if isinstance(constraint, tuple | list) else None
         if self._constrained is not None:
-            options['args_sharding_constraint'] = (None, *constraint)
+            options['args_sharding_constraint'] = (None, *self._constrained)
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
                 options[option] = _behind_the_graph(option, options[option], self._name, own)
@@ -212,10 +212,10 @@ class NnxFunction:
                 f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
                 f'{self._count}'
             )
-        if self._constrained is not None and self._constrained < len(args):
+        if self._constrained is not None and len(self._constrained) < len(args):
             raise ArgumentError(
                 f'{self._name} was called with {plural(len(args), "argument")}, and args_sharding_constraint '
-                f'is for {self._constrained}'
+                f'is for {len(self._constrained)}'
             )
 
     def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:

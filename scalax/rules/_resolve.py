@@ -219,12 +219,13 @@ class _Task:
         if given is None or given == self.mesh:
             return True
         other = MeshAxes.of(given)
+        if [*other.sizes.items()] != [*self.axes.sizes.items()]:
+            return False
         if isinstance(given, Mesh) and isinstance(self.mesh, Mesh):
             # A constraint is one on axes of any type, as JAX takes it without a mesh in force.
-            same = [*other.sizes.items()] == [*self.axes.sizes.items()] and self.mode in _VALUE_MODES
-            return same and [*given.devices.flat] == [*self.mesh.devices.flat]
+            return self.mode in _VALUE_MODES and [*given.devices.flat] == [*self.mesh.devices.flat]
         manual, ambient = AxisType.Manual, jax.sharding.get_abstract_mesh()
-        return list(other.sizes.items()) == list(self.axes.sizes.items()) and all(
+        return all(
             kind is other.types[name] or manual in (kind, other.types[name]) or self.mesh == ambient
             for name, kind in self.axes.types.items()
         )

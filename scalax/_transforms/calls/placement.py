@@ -111,11 +111,9 @@ def with_moved(tree: Any, targets: Mapping[int, NamedSharding], move: Move) -> A
 
 def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
     """The leaves with these shardings: arrays are moved, values of an outer trace resharded in it."""
-    arrays = [
-        i
-        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) and isinstance(sharding.mesh, Mesh)
-    ]
+    types = jax.core.Tracer | jax.ShapeDtypeStruct
+    here = [isinstance(sharding.mesh, Mesh) for sharding in shardings]
+    arrays = [i for i, leaf in enumerate(leaves) if here[i] and not isinstance(leaf, types)]
     put = resharding.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
     arrived = dict(zip(arrays, put, strict=True))
     return [

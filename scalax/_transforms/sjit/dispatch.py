@@ -377,25 +377,15 @@ class Dispatcher:
     ) -> Program:
         """The program that has these shardings: one that is there, or *new_program*, with its ``jax.jit``."""
         assert shardings.outputs is not None
-        arguments = tuple(
-            [
-                compress(jax.tree.structure(call.flat_args[slot]), shardings.arguments[slot])
-                for slot in call.layout.dynamic
-            ]
-        )
-        sharding_key = ShardingKey(
-            call.layout,
-            arguments,
-            compress(out_tree, shardings.outputs),
-            shardings.on_devices,
-            checked=key.paths is not None,
-        )
+        trees = [(jax.tree.structure(call.flat_args[slot]), slot) for slot in call.layout.dynamic]
+        arguments = tuple([compress(treedef, shardings.arguments[slot]) for treedef, slot in trees])
+        outputs, checked = compress(out_tree, shardings.outputs), key.paths is not None
+        sharding_key = ShardingKey(call.layout, arguments, outputs, shardings.on_devices, checked)
         program = self.programs.get(sharding_key)
         if program is None:
             kwargs = self.options.jit_kwargs
-            if sharding_key.outputs is None and (
-                self.rules.any_explicit or (shardings.on_devices and not out_tree.num_leaves)
-            ):
+            no_outputs = shardings.on_devices and not out_tree.num_leaves
+            if outputs is None and (self.rules.any_explicit or no_outputs):
                 # JAX drops what outputs do not depend on, and with it the devices to run on.
                 kwargs = {'keep_unused': True, **kwargs}
             new_program.make_jit(sharding_key, self.signature, self.mesh.size, kwargs)

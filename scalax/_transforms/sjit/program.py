@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from scalax._transforms.calls.call_key import Call, CallKey
 from scalax._transforms.calls.call_signature import CallLayout, CallSignature
@@ -124,9 +124,8 @@ def per_leaf(form: Any, tree: Any) -> Shardings:
 
 def _takes_host_data(form: Any) -> bool:
     """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
-    if not isinstance(form, NamedSharding) or isinstance(form.mesh, AbstractMesh):
-        return False
-    return form.is_fully_addressable and not form.spec.unreduced
+    has_devices = isinstance(form, NamedSharding) and isinstance(form.mesh, Mesh)
+    return has_devices and form.is_fully_addressable and not form.spec.unreduced
 
 
 @dataclasses.dataclass(eq=False)
