@@ -117,7 +117,7 @@ def constrain(
     where: str = 'a sharding constraint',
 ) -> Any:
     """Resolves *rules* on *mesh* and applies the shardings to *pytree*."""
-    mesh = mesh_in_force(mesh)
+    mesh = retyped_mesh(mesh)
     resolution = resolve(
         rules,
         pytree,
@@ -157,7 +157,7 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
     return sharding.update(spec=PartitionSpec(*open_))
 
 
-def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with the axis types that shard_map, auto_axes or explicit_axes gives it here.
 
     Outside of these it is *mesh* itself.

@@ -27,8 +27,8 @@ from scalax._trace.constraints import (
     has_other_types,
     is_compiled,
     mesh_entered,
-    mesh_in_force,
     reshard,
+    retyped_mesh,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
 from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
@@ -142,7 +142,7 @@ class SwitchedFunction(abc.ABC):
 
     def _run(self, flat_args: Sequence[Any]) -> Any:
         """The function, traced with the other axis types."""
-        outer = mesh_in_force(self._active.mesh_helper.mesh)
+        outer = retyped_mesh(self._active.mesh_helper.mesh)
         inner = self._inner(outer)
         leaves, treedef = jax.tree.flatten(flat_args)
         with self._mesh_entered(outer), self._active:

@@ -23,7 +23,7 @@ from scalax._trace.constraints import (
     is_compiled,
     is_traced,
     mesh_entered,
-    mesh_in_force,
+    retyped_mesh,
 )
 from scalax._trace.contexts import ActiveHelper
 from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
@@ -86,7 +86,7 @@ class _Mapped:
         self, active: ActiveHelper, signature: CallSignature, chosen: frozenset[str], check_vma: bool
     ) -> None:
         self._active, self._signature, self._check_vma = active, signature, check_vma
-        self.mesh = mesh_in_force(active.mesh_helper.mesh)
+        self.mesh = retyped_mesh(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
         with self.entered():

@@ -433,7 +433,7 @@ class Dispatcher:
         ambient = jax.sharding.get_abstract_mesh()
         if ambient.empty:
             return False
-        return bool(ambient.manual_axes) or constraints.mesh_in_force(self.mesh) is not self.mesh
+        return bool(ambient.manual_axes) or constraints.retyped_mesh(self.mesh) is not self.mesh
 
     def _retyped_at_once(self) -> bool:
         """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
@@ -461,7 +461,7 @@ class Dispatcher:
         call_key(call)  # raises about leaves that are not arrays
         if _inside_manual_region():
             return self._function.run_inline(call)
-        mesh = constraints.mesh_in_force(self.mesh)
+        mesh = constraints.retyped_mesh(self.mesh)
         rules = ArgumentShardings(self.helper, self.signature, self.options, mesh)
         arguments, sharded = rules.arguments(call), list(call.flat_args)
         for asked in (arguments, rules.constraints(call)):
