@@ -30,7 +30,7 @@ from scalax._transforms.calls.argument_shardings import reject_faults, resolve_a
 from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_typed_by
-from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
+from scalax._transforms.calls.placement_errors import on_other_devices, reject_deleted
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
@@ -288,7 +288,7 @@ class _Mapped:
         if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
             return leaf
         sums = sharding.spec.unreduced or resharding.unreduced_axes(leaf)
-        if not sums and not lies_elsewhere(leaf, mesh) and is_typed_by(leaf, mesh):
+        if not sums and not on_other_devices(leaf, mesh) and is_typed_by(leaf, mesh):
             return leaf
         return resharding.device_put([leaf], [sharding])[0]
 
