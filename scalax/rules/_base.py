@@ -37,7 +37,14 @@ from scalax._tree.paths import NamedTree
 from scalax._tree.structures import shown_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
-from scalax.rules._merge_decisions import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
+from scalax.rules._merge_decisions import (
+    merged,
+    occupied_by,
+    occupied_spec,
+    two_meshes,
+    unanswered,
+    unoccupied,
+)
 
 
 class ShardingRule(abc.ABC):
@@ -399,7 +406,7 @@ class Overlay(BuiltinRule):
         part = tree.select(open_leaves)
         occupied_outside, ranks = part.occupied, list(map(len, part.shapes))
         first_answers = unoccupied(occupied_outside, [answers[i] for i in open_leaves], ranks)
-        keys = list(zip(occupied_outside, map(claim, first_answers), ranks, strict=True))
+        keys = list(zip(occupied_outside, map(occupied_spec, first_answers), ranks, strict=True))
         known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
         occupied = [known[key] for key in keys]
         part = part.with_occupied(occupied)
