@@ -303,7 +303,7 @@ def _is_part(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 
 def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
-    return lambda leaf, sharding: '{}, asked: {}'.format(*told_apart(sharding_of(leaf), sharding))
+    return lambda leaf, sharding: '{}, asked: {}'.format(*describe_difference(sharding_of(leaf), sharding))
 
 
 # What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
@@ -376,7 +376,7 @@ def _on_several(leaf: Any, sharding: NamedSharding | None) -> bool:
     )
 
 
-def told_apart(first: Any, second: Any) -> tuple[str, str]:
+def describe_difference(first: Any, second: Any) -> tuple[str, str]:
     """Two shardings that differ, in as few words as show it."""
     texts = _short(first), _short(second)
     if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):
