@@ -244,7 +244,7 @@ class SwitchedFunction(abc.ABC):
 
 
 class AutoAxes(SwitchedFunction):
-    """See `MeshShardingHelper.auto_axes`, which is documented for users."""
+    """A function that runs with mesh axes of type Auto, and what its results are outside."""
 
     api, option, inside = 'auto_axes', 'out_sharding', AxisType.Auto
 
@@ -282,7 +282,7 @@ class AutoAxes(SwitchedFunction):
 
 
 class ExplicitAxes(SwitchedFunction):
-    """See `MeshShardingHelper.explicit_axes`, which is documented for users."""
+    """A function that runs with mesh axes of type Explicit, and what its arguments are inside."""
 
     api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
 

@@ -48,7 +48,7 @@ def shard_map(
     axis_names: Iterable[str] | None,
     check_vma: bool,
 ) -> Callable[..., Any]:
-    """See `MeshShardingHelper.shard_map`, which is documented for users; *active* enters the helper."""
+    """Maps a function over blocks of its arguments, as rules cut them; *active* enters the helper."""
     if not callable(fun):
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
     signature = CallSignature(fun)

@@ -222,12 +222,10 @@ class BuiltinRule(ShardingRule):
         return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], decided)])
 
     @abc.abstractmethod
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]: ...
 
     @property
     def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
         # A warning has to be given each time.
         return getattr(self, 'on_indivisible', 'error') != 'warn' and all(map(is_pure, self.parts))
 
@@ -312,7 +310,6 @@ class ConstantRule(BuiltinRule):
         return repr(self.value)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
         return [Decision.of(self.value, origin, '', None)] * len(tree)
@@ -356,11 +353,9 @@ class FirstAnswer(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return self.rules
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers: list[Answer] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
@@ -391,11 +386,9 @@ class Overlay(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return self.first, self.second
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers = answers_of(self.first, tree, axis_sizes)
         for i, answer in enumerate(answers):
             if answer is None:
@@ -455,11 +448,9 @@ class _Wrapper(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return (self.rule,)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
         memo: dict[tuple[int, int], Answer] = {}
         changed: list[Answer] = []

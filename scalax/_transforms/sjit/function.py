@@ -191,7 +191,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
-    """See `MeshShardingHelper.sjit`, which is documented for users; *given* are the fields of `Options`."""
+    """Compiles a function with shardings that rules give; *given* are the fields of `Options`."""
     options = Options(**given)
     if not callable(fun):
         raise ArgumentError(
