@@ -1,8 +1,8 @@
 """How far a reader has to follow one call: the functions of scalax on its way, files, and changes of file.
 
 `LIMITS` has the numbers of today. They may only go down: a change that shortens the way lowers them, and none
-raises them. The aim of a first call is 200 calls, 15 files and 70 changes of file, and 160, 13 and 55 where no
-batch is followed.
+raises them. The aim of a first call is 200 calls, 15 files and 70 changes of file, and 160, 13 and 55 where
+no batch is followed.
 
 A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
 of file is a call into another file than the call before. What follows the batch (`scalax._follow`) is left
