@@ -29,7 +29,7 @@ PLAN = (
 )
 FOUND = (
     *(sys.executable, '-m', 'scalax', 'find', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
-    *('--batch', '1', '--donate', '0'),
+    *('--batch', '1', '--donate', '0', '--memory', '8GiB'),
 )
 SEARCH = (
     *(sys.executable, '-m', 'scalax', 'search', 'examples/plan_llama.py:make_8b', '--topology', 'v5p:4x4x4'),

@@ -56,8 +56,8 @@ class FoundMesh:
     Attributes:
         mesh: mesh axis -> size.
         batch: where the rows of the batch are.
-        bound: the seconds of the steps if all overlaps; None if there is no program.
-        estimate: the seconds if nothing does; None likewise.
+        bound: the seconds that the steps take at least; None if there is no program.
+        estimate: the seconds if nothing overlaps; None likewise.
         memory: the bytes on a device.
         lost: why it is not the best; empty for the best.
     """
@@ -91,8 +91,8 @@ class Found:
         fits: whether it fits in the memory that may be used; None if that is unknown.
         lower_bound: seconds that no layout is faster than: all operations of the steps, divided evenly, at
             the peak for bfloat16; None if the speed of the devices is unknown.
-        bound: the seconds of the steps if all overlaps.
-        estimate: the seconds if nothing does.
+        bound: the seconds that the steps take at least.
+        estimate: the seconds if nothing overlaps.
         memory: the bytes on a device, of the step that needs most.
         tried: how many layouts were tried.
         seconds: how long the search took.

@@ -1,43 +1,28 @@
-"""Rules by leaf path as a person would write them, made from the spec of each leaf.
+r"""Rules by leaf path as a person would write them, made from the spec of each leaf.
 
-For each spec, a greedy cover finds the shortest runs of keys (`key_runs`) that its leaves have and those of
-other specs lack; they become the alternatives of one regex. Rows are found from the simplest to the most
-complex, and later ones may rely on earlier ones. A last check over all leaves puts the exact path of any leaf
-that would still resolve wrongly in front.
+Each row names the ends of paths, in whole keys, and rows with longer ends stand above those that they are
+exceptions from. These ends are found in the tree of all paths, read from their last keys. Bottom up, each end
+gets the spec that most of the longer ends need, so that there are as few rows as can be; top down, those that
+need another spec than the next shorter end become alternatives of a regex.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
-import heapq
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax._find.key_runs import (
-    Alternative,
-    Mark,
-    Numbered,
-    Run,
-    anchored,
-    any_numbers,
-    escaped,
-    groups_of,
-    is_name,
-    key_text,
-    numbers_of,
-    regex_of,
-    runs_of,
-)
 from scalax._tree import specs as spec_forms
 from scalax.rules import TreePathShardingRule
 
 REPLICATED = PartitionSpec()
+_BEGIN = '^'
+
+Keys = tuple[str, ...]
+Row = tuple[str, PartitionSpec]
 
 
 def readable_rule(
@@ -46,7 +31,8 @@ def readable_rule(
     """The short `TreePathShardingRule` that gives every leaf its spec.
 
     Specs are equal if they differ in trailing None only. Arrays of one element are left out: the rule
-    replicates them whatever their path.
+    replicates them whatever their path. The last row is for any leaf: it replicates, if some leaves are
+    replicated and those that no row before it takes are not all of one other spec.
 
     Args:
         leaves: leaf path -> (shape, spec), in the order in which the rows should read.
@@ -55,278 +41,141 @@ def readable_rule(
         >>> P = PartitionSpec
         >>> readable_rule(
         ...     {
-        ...         '0/layers/0/attn/query/kernel': ((8, 8), P('fsdp', 'tp')),
-        ...         '0/layers/0/mlp/up/kernel': ((8, 32), P('fsdp', 'tp')),
-        ...         '0/layers/0/mlp/down/kernel': ((32, 8), P('tp', 'fsdp')),
+        ...         '0/layers/0/attn/query/kernel': ((8, 8), P('fsdp')),
+        ...         '0/layers/0/mlp/up/kernel': ((8, 32), P('fsdp')),
+        ...         '0/layers/0/mlp/down/kernel': ((32, 8), P('tp')),
         ...         '0/layers/0/norm/scale': ((8,), P()),
         ...     }
         ... )
-        TreePathShardingRule(('down/kernel', P('tp', 'fsdp')), ('kernel', P('fsdp', 'tp')), ('.*', P()))
+        TreePathShardingRule(('(^|/)down/kernel$', P('tp',)), ('(^|/)kernel$', P('fsdp',)), ('.*', P()))
     """
     asked = {
         path: spec_forms.canonical(spec)
         for path, (shape, spec) in leaves.items()
         if any(size != 1 for size in shape)
     }
-    rows = _Table(asked).rows() if asked else [('.*', REPLICATED)]
+    by_keys = {tuple(map(_escaped, path.split('/'))): spec for path, spec in asked.items()}
+    counts = collections.Counter(asked.values())
+    default = REPLICATED if REPLICATED in counts or not counts else counts.most_common(1)[0][0]
+    options = _rows(by_keys, default), _rows_after_a_part(by_keys, default)
+    rows = min(options, key=lambda rows: len(str(rows)))
     return TreePathShardingRule(*_exact_rows(asked, rows), *rows)
 
 
-def _exact_rows(
-    asked: Mapping[str, PartitionSpec], rows: Sequence[tuple[str, PartitionSpec]]
-) -> Iterator[tuple[str, PartitionSpec]]:
-    """Whole paths, for the leaves that *rows* give another spec; keys may be anything, newlines included."""
+def _escaped(text: str) -> str:
+    """`re.escape` for what means something in a regex; spaces and dashes stay as they are."""
+    return re.sub(r'([\\.^$*+?{}\[\]|()])', r'\\\1', text)
+
+
+def _exact_rows(asked: Mapping[str, PartitionSpec], rows: Sequence[Row]) -> Iterator[Row]:
+    """Whole paths, for the leaves that *rows* give another spec: ``$`` also stands before a last newline."""
     searches = [(re.compile(regex).search, spec) for regex, spec in rows]
-    wrong: dict[PartitionSpec, list[str]] = {}
     for path, spec in asked.items():
-        if next((value for search, value in searches if search(path)), None) != spec:
-            wrong.setdefault(spec, []).append(path)
-    for spec, paths in wrong.items():
-        yield rf'\A({"|".join(map(escaped, paths))})\Z', spec
+        if next(value for search, value in searches if search(path)) != spec:
+            yield rf'\A{_escaped(path)}\Z', spec
 
 
-# --- Rows ----------------------------------------------------------------------------------------
+def _rows_after_a_part(leaves: Mapping[Keys, PartitionSpec], default: PartitionSpec) -> list[Row]:
+    """The same, below a row for the largest part of the tree that has one spec, such as params of ZeRO-1."""
+    parts: dict[Keys, list[PartitionSpec]] = {}
+    for keys, spec in leaves.items():
+        for last in range(1, len(keys)):
+            parts.setdefault(keys[:last], []).append(spec)
+    alike = [part for part, specs in parts.items() if len(set(specs)) == 1]
+    if not alike:
+        return _rows(leaves, default)
+    part = max(alike, key=lambda part: len(parts[part]))
+    others = {keys: spec for keys, spec in leaves.items() if keys[:-1][: len(part)] != part}
+    return [(f'^{"/".join(part)}/', parts[part][0]), *_rows(others, default)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """A run, and the groups that have it, as bits.
-
-    Attributes:
-        behind: how many names come behind it.
-        touched: those with a leaf that has the run.
-        covered: those of which every leaf has it.
-    """
-
-    run: Run
-    behind: int
-    touched: int
-    covered: int
-
-    @functools.cached_property
-    def cost(self) -> float:
-        """About how many keys there are to read."""
-        nameless = self.run[0] is Mark.BEGIN and not is_name(self.run[1])
-        cost = 6.0 if nameless else 0  # `mu|nu` says more than `^1`
-        for key in self.run:
-            if isinstance(key, str):
-                cost += 1
-            elif isinstance(key, Numbered):
-                several = key.numbers is not None and len(key.numbers) > 1
-                cost += 0.6 + 0.6 * bool(key.stem) + 0.3 * several * len(key_text(key))
-            else:
-                cost += _GAP_COST if key is Mark.GAP else 0.2
-        return cost
-
-    @property
-    def weight(self) -> float:
-        """The cost, and more for what is far from the end of the path: it says less about a leaf."""
-        return self.cost + 3.5 * self.behind
-
-    @functools.cached_property
-    def head(self) -> Run:
-        """The keys before a gap, if there is one."""
-        return self.run[: self.run.index(Mark.GAP)] if Mark.GAP in self.run else ()
-
-    def price(self, left: int, heads: set[Run]) -> float:
-        """The weight for each of the groups that are *left*, where the *heads* are in the regex already."""
-        count = (self.covered & left).bit_count()
-        return (self.weight - _GAP_COST * (self.head in heads)) / count if count else math.inf
+def _rows(leaves: Mapping[Keys, PartitionSpec], default: PartitionSpec) -> list[Row]:
+    """Regexes and specs, of which the first match wins; the last row is for all other leaves."""
+    root = _tree({(*keys[::-1], _BEGIN): spec for keys, spec in leaves.items()})
+    ends: list[tuple[PartitionSpec, list[Keys]]] = []
+    for key, child in root.children.items():
+        _add_ends((key,), child, default, ends)
+    last = default if root.children else next(iter(root.votes), default)
+    return [*((_regex(suffixes), spec) for spec, suffixes in ends), ('.*', last)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Cover:
-    """Alternatives of a regex, which together match some groups.
+class _Node(NamedTuple):
+    """An end of paths.
 
     Attributes:
-        chosen: runs, and each as a regex.
-        missing: how many of the groups no run can tell from others. Their leaves get exact rows.
+        votes: spec -> how many of the ends that are a key longer need no row if this one has it.
+        children: these longer ends.
+        before: the key before it, where all of its paths have the same.
     """
 
-    chosen: list[tuple[_Found, Alternative]]
-    missing: int
+    votes: Mapping[PartitionSpec, int]
+    children: Mapping[str, _Node]
+    before: Keys
 
     @property
-    def cost(self) -> float:
-        return sum(found.cost for found, _ in self.chosen) + 10 * self.missing
-
-    @property
-    def weight(self) -> float:
-        return sum(found.weight for found, _ in self.chosen) + 10 * self.missing
-
-    @property
-    def touched(self) -> int:
-        return _union(found.touched for found, _ in self.chosen)
-
-    @property
-    def regex(self) -> str:
-        return regex_of([alternative for _, alternative in self.chosen])
+    def specs(self) -> list[PartitionSpec]:
+        """The specs with which it needs the fewest rows."""
+        return [spec for spec, count in self.votes.items() if count == max(self.votes.values())]
 
 
-class _Row(NamedTuple):
-    """A row, and as bits the groups that it decides about."""
-
-    regex: str
-    spec: PartitionSpec
-    groups: int
-
-
-def _length(rows: Iterable[_Row]) -> int:
-    return sum(len(row.regex) + 10 for row in rows)
-
-
-class _Table:
-    """The search of the rows for some leaves."""
-
-    def __init__(self, asked: Mapping[str, PartitionSpec]) -> None:
-        self._groups = groups_of(asked)
-        self._of_spec: dict[PartitionSpec, int] = {}
-        for bit, group in enumerate(self._groups):
-            self._of_spec[group.spec] = self._of_spec.get(group.spec, 0) | 1 << bit
-        self._all = (1 << len(self._groups)) - 1
-        self._found = self._find_runs()
-
-    def rows(self) -> list[tuple[str, PartitionSpec]]:
-        """Regexes and specs, of which the first match wins; the last row is for all other leaves."""
-        rows = self._search(_Cover([], 0))
-        # A part of the tree that is replicated, as the params of ZeRO-1, may be best said first.
-        default = self._of_spec.get(REPLICATED, 0)
-        parts = [found for found in self._found if found.covered and not found.touched & ~default]
-        part = max(parts, key=lambda found: found.covered.bit_count(), default=None)
-        if part is not None and len(rows) > 1:
-            others = self._search(self._cover(part.covered, self._all & ~default))
-            if _length(others) < _length(rows):
-                rows = others
-        ordered = self._ordered(rows)
-        return [*ordered, ('.*', REPLICATED)] if default else ordered
-
-    def _search(self, replicated: _Cover) -> list[_Row]:
-        """The rows of all specs but the replicated one, the simplest spec first.
-
-        Args:
-            replicated: what has a row before them, if anything.
-        """
-        rows = [_Row(replicated.regex, REPLICATED, replicated.touched)]
-        left = self._all & ~replicated.touched
-        pending = dict(self._of_spec)
-        default = pending.pop(REPLICATED, 0)
-        alone = {spec: self._cover(mine, left & ~mine) for spec, mine in pending.items()}
-        while pending:
-            best = {spec: self._best(mine, left, default, alone[spec]) for spec, mine in pending.items()}
-            spec = min(best, key=lambda spec: best[spec][1].cost)
-            exceptions, cover = best[spec]
-            rows.append(_Row(exceptions.regex, REPLICATED, exceptions.touched & left))
-            left &= ~exceptions.touched
-            mine = pending.pop(spec)
-            several = mine == self._all or max(len(cover.chosen), len(alone[spec].chosen)) > 1
-            last = left == mine and not default
-            rows.append(_Row('.*' if last and several else cover.regex, spec, mine))
-            left &= ~mine
-        return [row for row in rows if row.regex]
-
-    def _best(self, mine: int, left: int, default: int, alone: _Cover) -> tuple[_Cover, _Cover]:
-        """The exceptions to be replicated by a row before, mostly none, and the cover of the groups *mine*.
-
-        Rows that rely on those before them are harder to read: only if that saves much.
-        """
-        cover = self._cover(mine, left & ~mine)
-        if cover.weight > _CLEARLY * alone.weight:
-            cover = alone
-        loose = self._cover(mine, left & ~mine & ~default)
-        excepted = loose.touched & left & default
-        if excepted:
-            exceptions = self._cover(excepted, left & ~default)
-            loose = self._cover(mine, left & ~mine & ~excepted)
-            if loose.weight + exceptions.weight + _ROW_COST < _CLEARLY * cover.weight:
-                return exceptions, loose
-        return _Cover([], 0), cover
-
-    def _ordered(self, rows: Sequence[_Row]) -> list[tuple[str, PartitionSpec]]:
-        """The rows in the order of the leaves, but each behind those whose leaves it matches too."""
-        samples = [self._samples(row.groups) for row in rows]
-        before: list[set[int]] = []
-        for index, row in enumerate(rows):
-            search = re.compile(row.regex).search
-            before.append({i for i in range(index) if any(map(search, samples[i]))})
-        ordered: list[int] = []
-        while len(ordered) < len(rows):
-            ready = [i for i in range(len(rows)) if i not in ordered and before[i].issubset(ordered)]
-            ordered.append(min(ready, key=lambda i: _lowest(rows[i].groups)))
-        return [(rows[i].regex, rows[i].spec) for i in ordered]
-
-    def _samples(self, bits: int) -> list[str]:
-        return [path for bit, group in enumerate(self._groups) if bits >> bit & 1 for path in group.samples]
-
-    def _find_runs(self) -> list[_Found]:
-        paths = [group.keys for group in self._groups]
-        idle = len(paths) > 1 and min(map(len, paths)) > 3 and len({keys[-2] for keys in paths}) == 1
-        places: dict[Run, list[tuple[int, list[frozenset[int] | None]]]] = collections.defaultdict(list)
-        least: dict[Run, int] = {}
-        for bit, keys in enumerate(paths):
-            for run, behind in runs_of(keys, idle):
-                free = any_numbers(run)
-                places[free].append((1 << bit, numbers_of(run)))
-                for candidate in (run, free) if any(map(is_name, free)) else (run,):
-                    least[candidate] = min(least.get(candidate, behind), behind)
-        return [_found(run, behind, places[any_numbers(run)]) for run, behind in least.items()]
-
-    def _cover(self, mine: int, others: int) -> _Cover:
-        """Runs that the groups *mine* have and *others* lack, chosen greedily by cost per group."""
-        usable = [found for found in self._found if found.covered & mine and not found.touched & others]
-        theirs = self._samples(others)
-        chosen: list[tuple[_Found, Alternative]] = []
-        left = mine
-        heads: set[Run] = set()
-        queue = [(found.price(mine, heads), place) for place, found in enumerate(usable)]
-        heapq.heapify(queue)
-        while left and queue:
-            price, place = heapq.heappop(queue)
-            best = usable[place]
-            now = best.price(left, heads)
-            if now > price:  # some of its groups are covered by now
-                if now < math.inf:
-                    heapq.heappush(queue, (now, place))
-                continue
-            # Nor in keys that only hold it, such as `ed` in `embed`, even where these have the same spec.
-            own, without = (self._samples(bits) for bits in (best.covered & mine, self._all & ~best.touched))
-            alternative = anchored(best.run, own, without) or anchored(best.run, own, theirs)
-            if alternative is None:
-                continue
-            chosen.append((best, alternative))
-            left &= ~best.covered
-            if best.head and best.head not in heads:
-                heads.add(best.head)
-                for place, found in enumerate(usable):
-                    if found.head == best.head:
-                        heapq.heappush(queue, (found.price(left, heads), place))
-        for item in chosen[::-1]:
-            rest = [other for other in chosen if other is not item]
-            if not mine & item[0].covered & ~_union(found.covered for found, _ in rest):
-                chosen = rest
-        chosen.sort(key=lambda item: _lowest(item[0].covered & mine))
-        return _Cover(chosen, left.bit_count())
+def _tree(leaves: Mapping[Keys, PartitionSpec]) -> _Node:
+    """The node of some leaves, whose keys that are left come last key first."""
+    before = {keys[:1] for keys in leaves}
+    only = before.pop() if len(before) == 1 else ()
+    if len(set(leaves.values())) < 2:
+        return _Node(dict.fromkeys(leaves.values(), 1), {}, only)
+    families: dict[str, dict[str, dict[Keys, PartitionSpec]]] = {}
+    for (key, *rest), spec in leaves.items():
+        family = families.setdefault(re.sub(r'\d+', r'\\d+', key), {})
+        family.setdefault(key, {})[tuple(rest)] = spec
+    children: dict[str, _Node] = {}
+    for name, members in families.items():
+        # Numbers that tell no spec from another are all one key.
+        merged: dict[Keys, PartitionSpec] = {}
+        pairs = [pair for member in members.values() for pair in member.items()]
+        alike = len(members) > 1 and all(merged.setdefault(rest, spec) == spec for rest, spec in pairs)
+        children |= {key: _tree(each) for key, each in ({name: merged} if alike else members).items()}
+    votes = collections.Counter(spec for child in children.values() for spec in child.specs)
+    return _Node(votes, children, only)
 
 
-_GAP_COST = 2.5  # in keys
-_ROW_COST = 3
-_CLEARLY = 0.7  # of the cost, to be clearly shorter
+def _add_ends(
+    suffix: Keys, node: _Node, given: PartitionSpec, ends: list[tuple[PartitionSpec, list[Keys]]]
+) -> int:
+    """Adds a suffix and longer ones to the rows where they need other specs than *given* by rows below.
+
+    Returns:
+        How many rows at least must stay above those of shorter suffixes.
+    """
+    # A row that is an exception from this one is as hard to read as two ends more.
+    keeps = node.children and 2 * node.votes.get(given, 0) + 1 >= max(node.votes.values())
+    spec = given if keeps or given in node.specs else node.specs[0]
+    above = 0
+    for key, child in node.children.items():
+        above = max(above, _add_ends((key, *suffix), child, spec, ends))
+    if spec == given:
+        return above
+    row = next((i for i in range(above, len(ends)) if ends[i][0] == spec), len(ends))
+    if row == len(ends):
+        ends.append((spec, []))
+    nameless = re.fullmatch(r'\d+|\\d\+', suffix[0])
+    ends[row][1].append(node.before + suffix if nameless else suffix)
+    return row + 1
 
 
-def _union(bits: Iterable[int]) -> int:
-    return functools.reduce(int.__or__, bits, 0)
+def _regex(suffixes: Sequence[Keys]) -> str:
+    """One regex, in which suffixes that differ in one key are one."""
+    paths = [(_BEGIN + keys[1], *keys[2:]) if keys[0] == _BEGIN else keys for keys in suffixes]
+    for place in range(max(map(len, paths))):
+        alike: dict[tuple[int, Keys, Keys], list[str]] = {}
+        for keys in paths:
+            others = len(keys), keys[:place], keys[place + 1 :]
+            alike.setdefault(others, []).extend(keys[place : place + 1])
+        paths = [(*before, *_one_of(here), *after) for (_, before, after), here in alike.items()]
+    (text,) = _one_of(['/'.join(keys) for keys in paths])
+    return text + '$' if text.startswith(_BEGIN) else f'(^|/){text}$'
 
 
-def _lowest(bits: int) -> int:
-    return bits & -bits
-
-
-def _found(run: Run, behind: int, places: Iterable[tuple[int, list[frozenset[int] | None]]]) -> _Found:
-    touched = covered = 0
-    wanted = numbers_of(run)
-    for bit, numbers in places:
-        pairs = list(zip(wanted, numbers, strict=True))
-        if all(ours is None or theirs is None or ours & theirs for ours, theirs in pairs):
-            touched |= bit
-        if all(ours is None or (theirs is not None and theirs <= ours) for ours, theirs in pairs):
-            covered |= bit
-    return _Found(run, behind, touched, covered)
+def _one_of(texts: Sequence[str]) -> Sequence[str]:
+    """``(query|key)``, ``a`` if it is one, and none if there is none."""
+    return [f'({"|".join(texts)})'] if len(texts) > 1 else texts

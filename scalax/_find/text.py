@@ -40,15 +40,15 @@ def head(found: Found) -> list[str]:
     peak = human_bytes(found.memory)
     lines = [
         f'{axis_sizes_text(found.mesh)} on {where}, batch {spec_code(found.batch)}: {fits} '
-        f'({peak} a device), {milliseconds(found.bound)} if all overlaps, '
-        f'{milliseconds(found.estimate)} if nothing does',
+        f'({peak} a device), at least {milliseconds(found.bound)}, '
+        f'{milliseconds(found.estimate)} if nothing overlaps',
     ]
     lines += filter(None, [found.plan.not_compiled_for])
     if found.lower_bound is not None:
         lines.append(
             f'all operations take {milliseconds(found.lower_bound)} if they are divided evenly: no layout '
-            f'is faster; this one takes {found.bound / found.lower_bound:.2f} times that if all overlaps, '
-            f'{found.estimate / found.lower_bound:.2f} times if nothing does'
+            f'is faster; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
+            f'{found.estimate / found.lower_bound:.2f} times if nothing overlaps'
         )
     if not found.fits and found.plan.buffers:
         first = found.plan.buffers[0]

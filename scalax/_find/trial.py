@@ -33,8 +33,8 @@ class Trial:
 
     Attributes:
         layout: the layout.
-        bound: the seconds of the steps if all overlaps.
-        estimate: the seconds if nothing does.
+        bound: the seconds that the steps take at least.
+        estimate: the seconds if nothing overlaps.
         memory: the bytes on a device.
         limit: those that it may use; None if unknown.
         moved: the bytes that each device exchanges, mesh axes -> bytes.

@@ -56,7 +56,10 @@ _FUSED_BEFORE = {
     *('add', 'bitcast', 'bitcast-convert', 'broadcast', 'convert', 'copy', 'divide', 'iota', 'multiply'),
     *('negate', 'reshape', 'select', 'subtract', 'transpose'),
 }
-_FUSED_AFTER = {*_FUSED_BEFORE, 'reduce', 'slice'} - {'broadcast', 'iota'}
+_FUSED_AFTER = {
+    *(_FUSED_BEFORE - {'broadcast', 'iota'}),
+    *('abs', 'exponential', 'logistic', 'maximum', 'minimum', 'reduce', 'slice', 'tanh'),
+}
 
 Names = Container[tuple[str, str]]
 """Instructions: the names of their computation, and their own."""
@@ -97,9 +100,12 @@ class Traffic:
     def _read(self, computation: Computation, instruction: Instruction) -> int:
         if instruction.opcode == 'custom-call' and not _LIBRARY.search(instruction.attributes):
             return 0
+        taken = collections.Counter[str]()  # what is an operand twice is read once
+        for place, operand in enumerate(instruction.operands):
+            taken[operand] += self._taken(computation, instruction, place, None)
         return sum(
-            _part(array, self._taken(computation, instruction, place, None))
-            for place, operand in enumerate(instruction.operands)
+            _part(array, min(many, math.prod(array.dims)))
+            for operand, many in taken.items()
             if (array := _array(computation, operand)) is not None and array.space == MAIN
         )
 
@@ -139,6 +145,8 @@ class Traffic:
     def _updates_in_place(self, computation: Computation, instruction: Instruction) -> bool:
         if instruction.opcode not in _UPDATES or len(instruction.arrays) > 1:
             return False
+        if not self._module.scheduled and not self._module.donates:
+            return False  # the compiler has to copy what is updated
         return computation.name not in self._fused or _is_given(computation, instruction.operands[0])
 
     def _taken(self, computation: Computation, user: Instruction, place: int, of_result: int | None) -> int:
@@ -200,7 +208,8 @@ class Traffic:
     def _of_product(self, computation: Computation, product: Instruction) -> int:
         if computation.name not in self._smallest:
             self._smallest[computation.name] = _smallest(computation)
-        read = sum(self._smallest[computation.name][operand] for operand in product.operands)
+        smallest = self._smallest[computation.name]
+        read = sum({_source(computation, each): smallest[each] for each in product.operands}.values())
         written, value = product.bytes, product
         while len(users := computation.users.get(value.name, [])) == 1 and users[0].opcode in _FUSED_AFTER:
             [value] = users
@@ -220,18 +229,22 @@ class Traffic:
                 moved += _part(array, min(math.prod(array.dims), self._read_by(entry, name, some)))
         return moved
 
-    def _read_by(self, computation: Computation, value: str, some: Names) -> int:
-        """The elements of a value that instructions read."""
-        taken = 0
-        for user in computation.users.get(value, ()):
-            for place in (place for place, operand in enumerate(user.operands) if operand == value):
+    def _read_by(self, entry: Computation, value: str, some: Names) -> int:
+        """The elements of an argument that instructions read."""
+        taken, names = 0, [(entry, value)]
+        for inside, name in names:  # which grows
+            for user, place in inside.uses(name):
+                counts = (inside.name, user.name) in some
                 if user.opcode == 'call':
-                    for inside in self._module.called(user, 'to_apply'):
-                        taken += self._read_by(inside, inside.parameters[place], some)
+                    called = self._module.called(user, 'to_apply')
+                    names += [(each, each.parameters[place]) for each in called]
                 elif _is_mark(user) or (user.opcode in _FUSED_BEFORE and len(user.operands) == 1):
-                    taken += self._read_by(computation, user.name, some)
-                elif user.opcode not in (*_LOOPS, 'tuple') and (computation.name, user.name) in some:
-                    taken += self._taken(computation, user, place, None)
+                    names.append((inside, user.name))
+                    is_result = all(each.opcode == 'tuple' for each in inside.users.get(user.name, ()))
+                    if is_result and counts and inside is entry and not _is_given(entry, user.name):
+                        taken += _size(entry, name)
+                elif user.opcode not in (*_LOOPS, 'tuple') and counts:
+                    taken += self._taken(inside, user, place, None)
         return taken
 
     def _made(self, computation: Computation, value: str, some: Names) -> Iterator[int]:
@@ -249,13 +262,28 @@ class Traffic:
         elif made.opcode == 'call' or _is_mark(made):
             inner = made.operands[0] if _is_mark(made) else made.name
             yield from self._made(computation, f'{inner}#{element}' if element else inner, some)
-        elif made.opcode not in (*_LOOPS, 'parameter') and (computation.name, made.name) in some:
-            yield sum(self._left(computation, made.name))
+        elif (
+            made.opcode not in _LOOPS
+            and (computation.name, made.name) in some
+            and not _is_given(computation, made.name)
+        ):
+            left = self._left(computation, made.name)
+            yield left[int(element)] if element else sum(left)
 
 
 def _is_mark(instruction: Instruction) -> bool:
     """Whether an instruction does nothing but say how a value is sharded."""
     return instruction.opcode == 'custom-call' and bool(_MARKS.search(instruction.attributes))
+
+
+def _source(computation: Computation, operand: str) -> str:
+    """The array that an operand is, or is made of elementwise, if that is one."""
+    name = operand.partition('#')[0]
+    made = computation.instructions[name]
+    while made.opcode in _FUSED_BEFORE and len(made.operands) == 1:
+        operand = made.operands[0]
+        made = computation.instructions[operand.partition('#')[0]]
+    return operand
 
 
 def _smallest(computation: Computation) -> dict[str, int]:
@@ -293,6 +321,6 @@ def _part(array: Array, elements: int) -> int:
 def _is_given(computation: Computation, operand: str) -> bool:
     """Whether a value is a parameter of its computation, or a part of one, under another name."""
     instruction = computation.instructions[operand.partition('#')[0]]
-    while instruction.opcode in _RENAMES:
+    while instruction.opcode in _RENAMES or _is_mark(instruction):
         instruction = computation.instructions[instruction.operands[0].partition('#')[0]]
     return instruction.opcode == 'parameter'

@@ -141,6 +141,11 @@ class Computation:
                 users.setdefault(operand.partition('#')[0], []).append(instruction)
         return users
 
+    def uses(self, name: str) -> Iterator[tuple[Instruction, int]]:
+        """Each instruction that has a value as an operand, and the place of that."""
+        for user in {each.name: each for each in self.users.get(name, ())}.values():
+            yield from ((user, place) for place, operand in enumerate(user.operands) if operand == name)
+
     def makers_of(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that make the operands of one."""
         names = (operand.partition('#')[0] for operand in instruction.operands)
@@ -180,6 +185,7 @@ class Module:
         scheduled: whether its instructions are in the order in which they run: it is the last program, after
             all optimizations.
         frames: stack frame number -> the frame, and the number of its parent.
+        donates: whether results may take the memory of arguments.
     """
 
     computations: Mapping[str, Computation]
@@ -187,6 +193,7 @@ class Module:
     partitions: int
     scheduled: bool
     frames: Mapping[int, tuple[Frame, int]]
+    donates: bool = False
 
     def called(self, instruction: Instruction, *attributes: str) -> Iterator[Computation]:
         """The computations that attributes of an instruction name.
@@ -233,7 +240,8 @@ def parse(text: str) -> Module:
             table.append(line)
     if not entry:
         raise PlanError('the HLO module has no entry computation')
-    return Module(computations, entry, devices_of(head), 'is_scheduled=true' in head, _frames(tables))
+    scheduled, donates = 'is_scheduled=true' in head, 'input_output_alias=' in head
+    return Module(computations, entry, devices_of(head), scheduled, _frames(tables), donates)
 
 
 def devices_of(text: str) -> int:

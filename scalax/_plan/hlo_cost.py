@@ -99,18 +99,17 @@ def _add_boundary(
     rows: dict[tuple[str, Part], list[int]], module: Module, traffic: Traffic, parts: StepParts
 ) -> None:
     """Adds the bytes that reading arguments and writing results takes beyond what products move."""
-    before, update = set[tuple[str, str]](), set[tuple[str, str]]()
+    names: dict[Part, set[tuple[str, str]]] = collections.defaultdict(set)
     for visit in visits(module):
         for each in visit.computation.instructions.values():
-            names = update if parts.of(visit, each) == 'update' else before
-            names.add((visit.computation.name, each.name))
-    first: Part = 'forward' if any(part == 'backward' for _, part in rows) else 'other'
-    for part, names in ((first, before), ('update', update)):
-        known = sum(
-            moved for (_, other), (_, moved) in rows.items() if (other == 'update') == (names is update)
-        )
-        if (more := traffic.boundary(names) - known) > 0:
-            rows['', part][1] += more
+            names[parts.of(visit, each)].add((visit.computation.name, each.name))
+    first: Part = 'forward' if 'backward' in names else 'other'
+    # What the update reads too may be read once.
+    of_update, of_all = traffic.boundary(names['update']), traffic.boundary(set().union(*names.values()))
+    for part, moved in ((first, of_all - of_update), ('update', of_update)):
+        known = sum(amounts[1] for (_, of), amounts in rows.items() if (of == 'update') == (part == 'update'))
+        if moved > known:
+            rows['', part][1] += moved - known
 
 
 def _is_kernel(instruction: Instruction) -> bool:

@@ -1,7 +1,7 @@
 """The objective of `find` and `search`: which of several plans is best, and which errors are an outcome.
 
-The mean of the seconds of a step if all of it overlaps and if nothing does is made small, because a part of
-it does. Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is better,
+The mean of the least seconds of a step and of those if nothing overlaps is made small, because a part of it
+overlaps. Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is better,
 in steps of one per cent; of those that are equal in both, the one that was there first.
 """
 

@@ -260,7 +260,7 @@ def phases_of(work: Work, compute: float, hbm: float) -> tuple[Phase, ...]:
         )
         for amounts in (work.by_part, work.bytes_by_part)
     ]
-    if not shares[0][1] and not shares[1][1]:
+    if not any(any(of_parts[1:]) for of_parts in shares):
         return ()
     return tuple(
         Phase(name, compute * of_flops, hbm * of_bytes)

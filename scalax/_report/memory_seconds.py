@@ -11,7 +11,7 @@ from scalax._report.tables import human_bytes, milliseconds, three_figures
 
 _GIB = 2**30
 _TITLE = 'Memory against seconds'
-ABOUT = 'Each: from the time if all overlaps up to that if nothing does. Green is the best.'
+ABOUT = 'Each: from the least time up to that if nothing overlaps. Green is the best.'
 _NEAR = 1 / 3  # of the limit: below that, a line at the limit would leave the points no room
 
 
@@ -21,8 +21,8 @@ class Alternative(NamedTuple):
     Attributes:
         name: its name.
         memory: the bytes of a device.
-        bound: the seconds if all overlaps.
-        estimate: the seconds if nothing does.
+        bound: the seconds at least.
+        estimate: the seconds if nothing overlaps.
         fits: whether it fits; None if the limit is unknown.
         is_best: whether it is the best.
         target: the part of the page that its point is a link to; empty for none.

@@ -123,7 +123,7 @@ def _section_of_meshes(search: Search, shown: Container[int], note: str = '') ->
     ]
     rows = [_row(place, each, axes, place in shown) for place, each in enumerate(search.candidates, 1)]
     about = (
-        'Seconds: the mean of those if all of a step overlaps (at least) and if nothing does. Bytes: those '
+        'Seconds: the mean of the least ones (at least) and of those if nothing overlaps. Bytes: those '
         f'of the whole array of one group, of all collectives along these axes. {note}'
     )
     return blocks.section('Meshes', blocks.table(columns, rows, 0 if search.fits else None), about.strip())

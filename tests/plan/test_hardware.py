@@ -156,7 +156,7 @@ OF_A_TORUS = {'ring_multiple', 'ring_needs_all'}
 @pytest.mark.parametrize(
     ('first', 'kinds', 'fields'),
     [
-        ('v3', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all'}),
+        ('v3', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
         ('h100', set(GPUS_OF_NODE), {*NUMBERS, 'direct_links'} - OF_A_TORUS),
     ],
     ids=['TPUs', 'GPUs'],

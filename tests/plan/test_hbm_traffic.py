@@ -131,6 +131,52 @@ BY_HAND = {
 }
 
 
+def of_one(function, moved, rows=2048, width=256, donated=()):
+    return function, (leaf(rows, width),), donated, rows * width * moved
+
+
+def fused(x, w):
+    return jnp.tanh(jnp.dot(x, w, preferred_element_type=jnp.float32)).astype(jnp.bfloat16)
+
+
+def elementwise(p, momentum, x):
+    """A step whose gradient is elementwise: it reads parameters where the update does."""
+    momentum = 0.9 * momentum + jax.grad(lambda p: jnp.square(p * x).sum())(p)
+    return p - 0.1 * momentum, momentum
+
+
+def repeated(x):
+    for _ in range(1500):
+        x = -x
+    return x
+
+
+# Of arrays of four bytes; a copy of a product's operand that is narrower, or another view of it, is not read.
+OF_CPUS = {
+    'a product with itself': of_one(lambda x: x.T @ x, 4 + 4 / 8, 2048, 256),
+    'what is done to a product': (
+        fused,
+        (leaf(2048, 64, dtype=jnp.bfloat16), leaf(64, 64, dtype=jnp.bfloat16)),
+        (),
+        2 * (2 * 2048 * 64 + 64**2),
+    ),
+    'a gradient that is elementwise': (elementwise, (leaf(256, 256),) * 3, (0, 1), 5 * 256**2 * F32),
+    'one of two results of a sort': of_one(jnp.argsort, 8),
+    'two results of a sort': of_one(lambda x: jax.lax.top_k(x, 128), 4 + 8 / 2),
+    'a cast': of_one(lambda x: x.astype(jnp.bfloat16), 4 + 2),
+    'another shape': of_one(lambda x: x.reshape(-1), 0, donated=(0,)),
+    'operations in a row': of_one(repeated, 8),
+    'an update of what is not donated': of_one(lambda x: x.at[3].set(0.0), 8),
+}
+
+
+@pytest.mark.parametrize('name', OF_CPUS)
+def test_bytes_of_cpu_programs(name):
+    function, arguments, donated, moved = OF_CPUS[name]
+    found = planned(GPU, function, arguments, donated).work.bytes
+    assert moved * 0.999 <= found <= moved * 1.001 + 1024
+
+
 def planned(helper, function, arguments, donated):
     step = helper.sjit(function, in_shardings=P(), out_shardings=P(), donate_argnums=donated)
     return helper.plan(step, *arguments)
@@ -206,7 +252,8 @@ def counted(entry, *computations):
 
 CASES = {
     # f32[256,256] is 256 KiB, a row of it 1 KiB.
-    'an elementwise operation': ('ROOT %a = f32[256,256] add(%p, %p)', 3 * 256),
+    'an elementwise operation': ('ROOT %a = f32[256,256] negate(%p)', 2 * 256),
+    'an operand that is there twice': ('ROOT %a = f32[256,256] add(%p, %p)', 2 * 256),
     'in the vector memory': ('ROOT %a = f32[256,256]{1,0:S(1)} negate(%p)', 256),
     'a copy into the vector memory': (
         """
@@ -234,8 +281,8 @@ CASES = {
         0,
     ),
     'a library': (
-        'ROOT %a = (f32[256,256], s8[4194304]) custom-call(%p, %p), custom_call_target="__cublas$gemm"',
-        3 * 256,
+        'ROOT %a = (f32[256,256], s8[4194304]) custom-call(%p), custom_call_target="__cublas$gemm"',
+        2 * 256,
     ),
     'a collective': (
         """

@@ -67,6 +67,38 @@ def test_phases_follow_one_another():
     assert forward.compute + backward.compute == pytest.approx(roofline.compute)
 
 
+def test_gradients_of_a_loop():
+    """Gradients are added up over micro-batches in a loop; the update comes after it."""
+
+    def sums(loss):
+        def take(params, x):
+            def add(total, rows):
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(params, rows)), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            return jax.lax.scan(add, zeros, x.reshape(4, -1, SIZE))[0]
+
+        return take
+
+    work = planned(optax.adamw(1e-3), take=sums).work
+    assert work.bytes_by_part['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
+    assert work.by_part.keys() == {'forward', 'backward'}
+
+
+def test_gradients_without_products():
+    """The phases are there, too, if nothing but rows of a table are taken."""
+
+    def step(table, ids):
+        return table - 0.1 * jax.grad(lambda table: jnp.square(table[ids]).sum())(table)
+
+    fun = HELPER.sjit(step, in_shardings=(P('fsdp'), P()), out_shardings=P('fsdp'), donate_argnums=0)
+    plan = HELPER.plan(fun, leaf(SIZE, SIZE), leaf(8, dtype=jnp.int32))
+    assert plan.work.bytes_by_part['update'] == 2 * 4 * SIZE**2 / 8
+    phases = plan.roofline('h100').phases
+    assert [phase.name for phase in phases] == ['forward', 'backward', 'update']
+    assert phases[2].hbm > 0.99 * sum(phase.hbm for phase in phases)
+
+
 def test_they_are_shown():
     plan = planned(optax.adamw(1e-3))
     [row] = [line.split() for line in str(plan).splitlines() if line.startswith('update')]
