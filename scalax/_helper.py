@@ -176,13 +176,13 @@ class MeshShardingHelper:
             num_slices: the number of slices, joined by the data-center network; of GPUs that of nodes, if
                 *topology* does not have it.
             axis_dims: over all slices together; this and the others as in the constructor.
-            axis_names: see above.
-            mesh_axis_splitting: see above.
-            dcn_axis_dims: see above; needed with several slices of TPUs. Of nodes, mesh axes are over them
-                in the order of the mesh by default.
-            axis_types: see above.
-            on_indivisible: see above.
-            follow_batch: see above.
+            axis_names: as in the constructor.
+            mesh_axis_splitting: as in the constructor.
+            dcn_axis_dims: as in the constructor; needed with several slices of TPUs. Of nodes, mesh axes are
+                over them in the order of the mesh by default.
+            axis_types: as in the constructor.
+            on_indivisible: as in the constructor.
+            follow_batch: as in the constructor.
 
         Raises:
             MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.

@@ -14,7 +14,7 @@ from scalax._plan.collective_runs import KINDS
 from scalax._plan.formulas import Counted
 from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import name_of, owner_of, told_apart
+from scalax._transforms.sjit import describe_difference, name_of, owner_of
 from scalax._tree.paths import NamedTree
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
@@ -191,5 +191,7 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
 
 def _difference(mine: Any, theirs: Any) -> str:
     if mine is None:
-        return f'has no sharding: it is not an array on devices; expected {told_apart(mine, theirs)[1]}'
-    return 'is sharded as {}, expected {}'.format(*told_apart(mine, theirs))
+        return (
+            f'has no sharding: it is not an array on devices; expected {describe_difference(mine, theirs)[1]}'
+        )
+    return 'is sharded as {}, expected {}'.format(*describe_difference(mine, theirs))

@@ -85,7 +85,7 @@ def _layout(mesh: Mesh, axes: tuple[str, ...]) -> Layout:
 
 
 def process_rows(mesh: Mesh, global_batch: int, layout: Layout) -> slice | np.ndarray:
-    """See `MeshShardingHelper.process_rows`, which is documented for users."""
+    """The rows of a batch that the devices of this process need: a slice, or their numbers in order."""
     if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
         raise DataError(f'global_batch is the number of rows of the whole batch, got {global_batch!r}')
     if global_batch % layout.count:

@@ -20,7 +20,7 @@ _CHUNK = 2**26  # bytes in device memory at a time
 
 
 def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
-    """See `MeshShardingHelper.broadcast_from`, which is documented for users."""
+    """Gives every process the values of a tree that one of them has."""
     processes = collectives.processes_of(mesh)
     here = processes.here
 

@@ -87,7 +87,7 @@ Finish = Callable[[], Any]
 
 
 def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
-    """See `MeshShardingHelper.local_data_to_global_array`, which is documented for users."""
+    """Makes global arrays of the data that each process holds."""
     collectives.require_this_process(options.mesh)
     several = collectives.processes_of(options.mesh).several
     if not several:

@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def global_array_to_local_data(pytree: Any, batch_axis: int, rows: Literal['all', 'needed']) -> Any:
-    """See `MeshShardingHelper.global_array_to_local_data`, which is documented for users."""
+    """The rows of global arrays that this process has, as NumPy arrays."""
     axis = checked_axis(batch_axis)
     if rows not in ('all', 'needed'):
         raise DataError(f"rows is 'all' or 'needed', got {rows!r}")

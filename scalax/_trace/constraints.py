@@ -117,7 +117,7 @@ def constrain(
     where: str = 'a sharding constraint',
 ) -> Any:
     """Resolves *rules* on *mesh* and applies the shardings to *pytree*."""
-    mesh = mesh_in_force(mesh)
+    mesh = retyped_mesh(mesh)
     resolution = resolve(
         rules,
         pytree,
@@ -157,7 +157,7 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
     return sharding.update(spec=PartitionSpec(*open_))
 
 
-def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with the axis types that shard_map, auto_axes or explicit_axes gives it here.
 
     Outside of these it is *mesh* itself.
@@ -281,13 +281,13 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def _on_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
     if isinstance(mesh, Mesh):
-        return jax.lax.with_sharding_constraint(leaf, anyhow(leaf, mesh))
+        return jax.lax.with_sharding_constraint(leaf, unconstrained(leaf, mesh))
     # Of constraints on a mesh without devices JAX does not learn how many there are, and of operands it does.
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]
 
 
-def anyhow(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of a constraint that asks for nothing but the devices of the mesh."""
     return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf)))
 
@@ -318,7 +318,7 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
         return constrained
     # JAX (0.12.0.1) fails to read the sharding of a padded output if 1 < gcd(size, shards) < shards, unless
     # the output is also constrained to UNCONSTRAINED.
-    return jax.lax.with_sharding_constraint(constrained, anyhow(leaf, sharding.mesh))
+    return jax.lax.with_sharding_constraint(constrained, unconstrained(leaf, sharding.mesh))
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:

@@ -21,14 +21,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax._mesh import meshes
 from scalax._trace.constraints import (
     abstract,
-    anyhow,
     apply_sharding,
     apply_shardings,
     has_other_types,
     is_compiled,
     mesh_entered,
-    mesh_in_force,
     reshard,
+    retyped_mesh,
+    unconstrained,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
 from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
@@ -142,7 +142,7 @@ class SwitchedFunction(abc.ABC):
 
     def _run(self, flat_args: Sequence[Any]) -> Any:
         """The function, traced with the other axis types."""
-        outer = mesh_in_force(self._active.mesh_helper.mesh)
+        outer = retyped_mesh(self._active.mesh_helper.mesh)
         inner = self._inner(outer)
         leaves, treedef = jax.tree.flatten(flat_args)
         with self._mesh_entered(outer), self._active:
@@ -244,7 +244,7 @@ class SwitchedFunction(abc.ABC):
 
 
 class AutoAxes(SwitchedFunction):
-    """See `MeshShardingHelper.auto_axes`, which is documented for users."""
+    """A function that runs with mesh axes of type Auto, and what its results are outside."""
 
     api, option, inside = 'auto_axes', 'out_sharding', AxisType.Auto
 
@@ -254,7 +254,7 @@ class AutoAxes(SwitchedFunction):
         self._resolved(None, flat_args, outer, '')  # raises about leaves that are not arrays
         if abstract(outer) == inner:
             return list(leaves)
-        return [_crossed(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
+        return [_retype(leaf, outer, inner, _type_of(leaf)) for leaf in leaves]
 
     def _wanted(self, flat_args: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
         self._resolved(None, flat_args, mesh, '')  # as above, before JAX sees them
@@ -275,14 +275,14 @@ class AutoAxes(SwitchedFunction):
         self._reject(resolution.tree.descriptions, shardings, outer, changes)
         if changes:
             leaves = [
-                _crossed(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
+                _retype(leaf, inner, outer, sharding.spec if sharding else PartitionSpec())
                 for leaf, sharding in zip(leaves, shardings, strict=True)
             ]
         return apply_shardings(jax.tree.unflatten(resolution.treedef, leaves), shardings)
 
 
 class ExplicitAxes(SwitchedFunction):
-    """See `MeshShardingHelper.explicit_axes`, which is documented for users."""
+    """A function that runs with mesh axes of type Explicit, and what its arguments are inside."""
 
     api, option, inside = 'explicit_axes', 'in_sharding', EXPLICIT
 
@@ -297,7 +297,7 @@ class ExplicitAxes(SwitchedFunction):
                     # On the mesh with its devices: of host data alone JAX would compute on one.
                     with _entered(outer):
                         leaf = apply_sharding(leaf, named_sharding(outer, _whole(sharding.spec)))
-                leaf = apply_sharding(_crossed(leaf, outer, inner, sharding.spec), sharding)
+                leaf = apply_sharding(_retype(leaf, outer, inner, sharding.spec), sharding)
             entered.append(leaf)
         return entered
 
@@ -324,11 +324,11 @@ class ExplicitAxes(SwitchedFunction):
         resolve(None, results, outer, mode=ResolveMode.BOUNDARY, where=f'the outputs of {self.name!r}')
         if abstract(outer) == inner:
             return results
-        results = jax.tree.map(lambda leaf: _crossed(leaf, inner, outer, _type_of(leaf)), results)
+        results = jax.tree.map(lambda leaf: _retype(leaf, inner, outer, _type_of(leaf)), results)
         if EXPLICIT in outer.axis_types:
             return results
         # As on the way in: a constraint that asks for nothing but the devices of the mesh.
-        return jax.tree.map(lambda leaf: apply_sharding(leaf, anyhow(leaf, outer)), results)
+        return jax.tree.map(lambda leaf: apply_sharding(leaf, unconstrained(leaf, outer)), results)
 
 
 _users_code = HidingOurs(SwitchedFunction._results.__code__)
@@ -347,24 +347,24 @@ def _type_of(leaf: Any) -> PartitionSpec:
     return jax.typeof(leaf).sharding.spec
 
 
-def _crossed(leaf: Any, came: AnyMesh, to: AnyMesh, asked: PartitionSpec) -> Any:
-    """A value with its type on the mesh *to*: along axes that are Explicit there as asked, else open.
+def _retype(leaf: Any, from_mesh: AnyMesh, to_mesh: AnyMesh, spec: PartitionSpec) -> Any:
+    """A value with its type on *to_mesh*: along axes that are Explicit there as *spec* says, else open.
 
     Parts of sums cross only where both sides have them and no axis is Auto. JAX would take a whole value for
     parts of a sum, leave to XLA when parts are added up, and beside Auto axes take parts for values.
     """
-    explicit = frozenset(MeshAxes.of(to).of_type(EXPLICIT))
+    explicit = frozenset(MeshAxes.of(to_mesh).of_type(EXPLICIT))
     has = _type_of(leaf)
-    kept = has.unreduced & asked.unreduced & explicit
-    if AxisType.Auto in to.axis_types:
+    kept = has.unreduced & spec.unreduced & explicit
+    if AxisType.Auto in to_mesh.axis_types:
         kept = frozenset()
     if kept != has.unreduced:
-        with _entered(came):
+        with _entered(from_mesh):
             summed = specs.replaced(specs.with_sums(has, kept | has.reduced), specs.entries(has))
-            leaf = reshard(leaf, NamedSharding(came, summed))
-    typed = [tuple(filter(explicit.__contains__, specs.entry_axes(entry))) for entry in specs.entries(asked)]
-    sums = specs.with_sums(has, kept | (has.reduced & asked.reduced & explicit))
-    return jax.sharding.reshard(leaf, NamedSharding(to, specs.replaced(sums, typed)))
+            leaf = reshard(leaf, NamedSharding(from_mesh, summed))
+    typed = [tuple(filter(explicit.__contains__, specs.entry_axes(entry))) for entry in specs.entries(spec)]
+    sums = specs.with_sums(has, kept | (has.reduced & spec.reduced & explicit))
+    return jax.sharding.reshard(leaf, NamedSharding(to_mesh, specs.replaced(sums, typed)))
 
 
 def _stays_on(leaf: Any, mesh: Mesh) -> bool:

@@ -23,14 +23,14 @@ from scalax._trace.constraints import (
     is_compiled,
     is_traced,
     mesh_entered,
-    mesh_in_force,
+    retyped_mesh,
 )
 from scalax._trace.contexts import ActiveHelper
 from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
 from scalax._transforms.calls.call_key import Call
 from scalax._transforms.calls.call_signature import CallSignature
 from scalax._transforms.calls.placement import is_typed_by
-from scalax._transforms.calls.placement_errors import lies_elsewhere, reject_deleted
+from scalax._transforms.calls.placement_errors import on_other_devices, reject_deleted
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
@@ -48,12 +48,12 @@ def shard_map(
     axis_names: Iterable[str] | None,
     check_vma: bool,
 ) -> Callable[..., Any]:
-    """See `MeshShardingHelper.shard_map`, which is documented for users; *active* enters the helper."""
+    """Maps a function over blocks of its arguments, as rules cut them; *active* enters the helper."""
     if not callable(fun):
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
     signature = CallSignature(fun)
     signature.check_names(in_specs, 'in_specs')
-    _reject_needy(signature.name, out_specs)
+    _reject_shape_dependent(signature.name, out_specs)
     axes = MeshAxes.of(active.mesh_helper.mesh)
     names = () if axis_names is None else axis_names
     chosen = frozenset(specs.chosen_axes('axis_names of shard_map', names, axes))
@@ -86,7 +86,7 @@ class _Mapped:
         self, active: ActiveHelper, signature: CallSignature, chosen: frozenset[str], check_vma: bool
     ) -> None:
         self._active, self._signature, self._check_vma = active, signature, check_vma
-        self.mesh = mesh_in_force(active.mesh_helper.mesh)
+        self.mesh = retyped_mesh(active.mesh_helper.mesh)
         self._axes = MeshAxes.of(self.mesh)
         free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
         with self.entered():
@@ -122,7 +122,10 @@ class _Mapped:
         """Runs *fun* on blocks of the arguments."""
         leaves, treedef = jax.tree.flatten(flat_args)
         shardings = self._inputs(flat_args, leaves, in_specs)
-        cuts, leaves = [self._cut(sharding.spec) for sharding in shardings], self._laid(leaves, shardings)
+        cuts, leaves = (
+            [self._cut(sharding.spec) for sharding in shardings],
+            self._reshard_all(leaves, shardings),
+        )
         run = functools.partial(
             jax.shard_map,
             mesh=self.mesh,
@@ -157,7 +160,7 @@ class _Mapped:
 
         leaves_of.__name__ = leaves_of.__qualname__ = self._signature.name  # as JAX's messages call it
         results = run(leaves_of, out_specs=tuple(self._cut(sharding.spec) for sharding in shardings))(*leaves)
-        return out_treedef.unflatten(self._laid(results, shardings))
+        return out_treedef.unflatten(self._reshard_all(results, shardings))
 
     def on_blocks(self, fun: Callable[..., Any], flat_args: Sequence[Any]) -> Any:
         """The results of *fun* for the blocks of a call."""
@@ -288,16 +291,18 @@ class _Mapped:
         if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
             return leaf
         sums = sharding.spec.unreduced or resharding.unreduced_axes(leaf)
-        if not sums and not lies_elsewhere(leaf, mesh) and is_typed_by(leaf, mesh):
+        if not sums and not on_other_devices(leaf, mesh) and is_typed_by(leaf, mesh):
             return leaf
         return resharding.device_put([leaf], [sharding])[0]
 
-    def _laid(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    def _reshard_all(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """The arrays, with the requested shardings along every axis that JAX does not handle itself."""
-        wanted = [self._asked(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+        wanted = [
+            self._wanted_sharding(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
         return apply_shardings(list(leaves), wanted)
 
-    def _asked(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
+    def _wanted_sharding(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
         """The sharding to apply: the type over Explicit axes, and the axes that are not manual."""
         spec = sharding.spec
         own = {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - self._manual
@@ -341,7 +346,7 @@ def is_mapped(mesh: Any, axis: str) -> bool:
     return False
 
 
-def _reject_needy(name: str, out_specs: RuleLike) -> None:
+def _reject_shape_dependent(name: str, out_specs: RuleLike) -> None:
     """Raises RuleError about rules for outputs whose answers depend on more than paths."""
     for rule in jax.tree.leaves(out_specs, is_leaf=is_rule):
         if isinstance(rule, ShardingRule) and not looks_at_paths_only(rule):

@@ -36,7 +36,7 @@ class Gradient:
 
     def attach(self, operation: Operation, static: dict[str, Any]) -> Callable[..., Results]:
         """The operation as a function that JAX can differentiate."""
-        results = len(operation.fit.results)
+        results = len(operation.factor_map.results)
 
         def call(*operands: Any) -> Results:
             return run(operation, *operands)
@@ -136,7 +136,7 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
             axes=tuple(MeshAxes.of(mesh).of_type(AxisType.Explicit)),
             out_sharding=tuple(
                 NamedSharding(mesh, layout.spec(factors))
-                for operand, factors in zip(operands, operation.fit.operands, strict=True)
+                for operand, factors in zip(operands, operation.factor_map.operands, strict=True)
                 if is_real(operand)
             ),
         )(operands, cotangents)

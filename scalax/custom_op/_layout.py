@@ -24,42 +24,46 @@ class Layout:
     """The mesh axes of the factors in one call.
 
     Attributes:
-        fit: the factors of the operands and the results.
+        factor_map: the factors of the operands and the results.
         axes: the mesh axes of each factor that is sharded, the outermost first.
         sizes: the sizes of the mesh axes.
     """
 
-    fit: FactorMap
+    factor_map: FactorMap
     axes: Axes
     sizes: Mapping[str, int]
 
     @classmethod
-    def of_specs(cls, fit: FactorMap, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]) -> Layout:
+    def of_specs(
+        cls, factor_map: FactorMap, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]
+    ) -> Layout:
         """The layout that moves least.
 
         Args:
-            fit: the factors.
+            factor_map: the factors.
             specs: the specs of the operands, and then those wanted for the results.
             sizes: the sizes of the mesh axes that count; others are left alone.
 
         Where arrays disagree the largest operand counts, then the next; results come last.
         """
-        arrays = [*fit.operands, *fit.results]
-        order = sorted(range(len(fit.operands)), key=lambda i: -_elements(fit, fit.operands[i]))
-        order += range(len(fit.operands), len(specs))
+        arrays = [*factor_map.operands, *factor_map.results]
+        order = sorted(
+            range(len(factor_map.operands)), key=lambda i: -_elements(factor_map, factor_map.operands[i])
+        )
+        order += range(len(factor_map.operands), len(specs))
         axes: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for i in order:
             for factor, entry in zip(arrays[i], entries(specs[i]), strict=False):
-                if factor is None or factor in fit.replicated or factor in axes:
+                if factor is None or factor in factor_map.replicated or factor in axes:
                     continue
                 names = [axis for axis in entry_axes(entry) if axis in sizes and axis not in used]
-                while names and fit.sizes[factor] % math.prod(sizes[axis] for axis in names):
+                while names and factor_map.sizes[factor] % math.prod(sizes[axis] for axis in names):
                     names.pop()
                 if names:
                     axes[factor] = tuple(names)
                     used.update(names)
-        return cls(fit, axes, sizes)
+        return cls(factor_map, axes, sizes)
 
     def spec(self, factors: Factors) -> PartitionSpec:
         """The spec of an array with these factors."""
@@ -73,8 +77,8 @@ class Layout:
         )
 
 
-def _elements(fit: FactorMap, factors: Factors) -> int:
-    return math.prod(fit.sizes[factor] for factor in factors if factor is not None)
+def _elements(factor_map: FactorMap, factors: Factors) -> int:
+    return math.prod(factor_map.sizes[factor] for factor in factors if factor is not None)
 
 
 class FactorContext:

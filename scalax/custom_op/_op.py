@@ -241,7 +241,7 @@ class ShardedOp(Generic[Given, Result]):
             static = {name: value for name, _, value in key}
             operation = self._operation(operands, static)
             results = self._gradient.attach(operation, static)(*operands)
-            return results if len(operation.fit.results) > 1 else results[0]
+            return results if len(operation.factor_map.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
         self._jitted = jax.jit(call, static_argnums=0)
@@ -253,8 +253,8 @@ class ShardedOp(Generic[Given, Result]):
         def local(*args: Any) -> Results:
             return as_tuple(self._fun(*args, **static))
 
-        fit = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
-        return Operation(self._rule.factors, fit, local, self._check_vma)
+        factor_map = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
+        return Operation(self._rule.factors, factor_map, local, self._check_vma)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):

@@ -186,7 +186,7 @@ class FactorMap:
         return rule, {kind: tuple(factors) for kind, factors in special.items()}
 
 
-def fit(
+def match_rule(
     rule: Rule, name: str, operands: Mapping[str, Any], results: Mapping[str, Any] | None = None
 ) -> FactorMap:
     """Fits a rule to a call.

@@ -36,13 +36,13 @@ class Operation:
 
     Attributes:
         factors: the factors that the function knows by name.
-        fit: the factors of operands and results.
+        factor_map: the factors of operands and results.
         local: the function: a context and one block of each operand, to one block of each result.
         check_vma: whether JAX can track which values differ between devices.
     """
 
     factors: tuple[str, ...]
-    fit: FactorMap
+    factor_map: FactorMap
     local: Callable[..., Results]
     check_vma: bool = True
 
@@ -62,7 +62,7 @@ class Operation:
             mapped: Results = jax.vmap(functools.partial(self.local, ctx), axes)(*blocks)
             return mapped
 
-        return dataclasses.replace(self, fit=self.fit.batched(batched, size), local=local)
+        return dataclasses.replace(self, factor_map=self.factor_map.batched(batched, size), local=local)
 
 
 def run(operation: Operation, *operands: Any) -> Results:
@@ -97,10 +97,10 @@ def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, 
     data = [jax.random.key_data(operand) if is_key(operand) else operand for operand in operands]
     factors = [
         (*factors, *[None] * (len(numbers.shape) - len(factors)))
-        for factors, numbers in zip(operation.fit.operands, data, strict=True)
+        for factors, numbers in zip(operation.factor_map.operands, data, strict=True)
     ]
-    fit = dataclasses.replace(operation.fit, operands=tuple(factors))
-    return dataclasses.replace(operation, fit=fit, local=local), *data
+    factor_map = dataclasses.replace(operation.factor_map, operands=tuple(factors))
+    return dataclasses.replace(operation, factor_map=factor_map, local=local), *data
 
 
 def mesh_of(operands: Sequence[Any]) -> Any:
@@ -123,12 +123,12 @@ def _placed(operation: Operation, *operands: Any) -> Results:
 
 def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Results:
     layout = explicit_layout(operation, mesh, operands)
-    fit = operation.fit
+    factor_map = operation.factor_map
     results: Results = jax.shard_map(
         operation.on_blocks(layout, typed=operation.check_vma),
         mesh=mesh,
-        in_specs=tuple(layout.spec(factors) for factors in fit.operands),
-        out_specs=tuple(layout.spec(factors) for factors in fit.results),
+        in_specs=tuple(layout.spec(factors) for factors in factor_map.operands),
+        out_specs=tuple(layout.spec(factors) for factors in factor_map.results),
         axis_names=set(layout.sizes),
         check_vma=operation.check_vma,
     )(*as_laid_out(layout, mesh, operands))
@@ -139,14 +139,16 @@ def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) ->
     """The layout along the Explicit axes of a mesh, from the types of the operands."""
     explicit = MeshAxes.of(mesh).of_type(AxisType.Explicit)
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
-    return Layout.of_specs(operation.fit, [jax.typeof(operand).sharding.spec for operand in operands], sizes)
+    return Layout.of_specs(
+        operation.factor_map, [jax.typeof(operand).sharding.spec for operand in operands], sizes
+    )
 
 
 def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The operands, resharded to a layout."""
     return tuple(
         resharded(operand, NamedSharding(mesh, layout.spec(factors)))
-        for operand, factors in zip(operands, layout.fit.operands, strict=True)
+        for operand, factors in zip(operands, layout.factor_map.operands, strict=True)
     )
 
 
@@ -159,19 +161,19 @@ def resharded(operand: Any, wanted: NamedSharding) -> Any:
 
 def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
     constants = Constants.of(operation.plain, operands)
-    fit = operation.fit.with_more([jax.typeof(value).shape for value in constants.values])
+    factor_map = operation.factor_map.with_more([jax.typeof(value).shape for value in constants.values])
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = [*operands, *results]
-        layout = Layout.of_specs(fit, [array.sharding.spec for array in arrays], dict(mesh.shape))
+        layout = Layout.of_specs(factor_map, [array.sharding.spec for array in arrays], dict(mesh.shape))
         result_shardings, operand_shardings = (
             tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
-            for arrays in (fit.results, fit.operands)
+            for arrays in (factor_map.results, factor_map.operands)
         )
         return mesh, constants.given_to(operation.on_blocks(layout)), result_shardings, operand_shardings
 
     call = custom_partitioning(constants.given_to(operation.plain))
-    rule, special = fit.shardy_rule()
+    rule, special = factor_map.shardy_rule()
     call.def_partition(partition, sharding_rule=rule, **special)
     results: Results = call(*operands, *constants.values)
     return results

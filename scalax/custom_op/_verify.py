@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import FactorContext, Layout
-from scalax.custom_op._rule import FactorMap, Rule, fit, message, shown_factor
+from scalax.custom_op._rule import FactorMap, Rule, match_rule, message, shown_factor
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())
@@ -50,14 +50,14 @@ def verified(
         for each in types
     ]
     named = dict(zip(labels, blank, strict=True))
-    fit(rule, name, named)  # before the function sees the operands
+    match_rule(rule, name, named)  # before the function sees the operands
     # The trial is independent of the caller's mesh.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
         if not all(hasattr(result, 'shape') for result in whole):
             kinds = ', '.join(type(result).__name__ for result in whole)
             raise RuleError(f'{name}: the function returns one array, or a tuple of arrays, got {kinds}')
-        fitted = fit(rule, name, named, {f'result {i}': result for i, result in enumerate(whole)})
+        fitted = match_rule(rule, name, named, {f'result {i}': result for i, result in enumerate(whole)})
         _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
     return fitted
 
@@ -110,7 +110,8 @@ def _try_on_blocks(
 
 def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], whole: Sequence[Any]) -> None:
     expected = [
-        layout.block(factors, result.shape) for factors, result in zip(layout.fit.results, whole, strict=True)
+        layout.block(factors, result.shape)
+        for factors, result in zip(layout.factor_map.results, whole, strict=True)
     ]
     wrong = [
         f'{describe_leaf(f"result {i}", result)}, in blocks {list(block)}, but the function returned '

@@ -37,7 +37,14 @@ from scalax._tree.paths import NamedTree
 from scalax._tree.structures import shown_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
-from scalax.rules._merge_decisions import claim, merged, occupied_by, two_meshes, unanswered, unoccupied
+from scalax.rules._merge_decisions import (
+    merged,
+    occupied_by,
+    occupied_spec,
+    two_meshes,
+    unanswered,
+    unoccupied,
+)
 
 
 class ShardingRule(abc.ABC):
@@ -215,12 +222,10 @@ class BuiltinRule(ShardingRule):
         return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], decided)])
 
     @abc.abstractmethod
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]: ...
 
     @property
     def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`."""
         # A warning has to be given each time.
         return getattr(self, 'on_indivisible', 'error') != 'warn' and all(map(is_pure, self.parts))
 
@@ -305,7 +310,6 @@ class ConstantRule(BuiltinRule):
         return repr(self.value)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
         return [Decision.of(self.value, origin, '', None)] * len(tree)
@@ -349,11 +353,9 @@ class FirstAnswer(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return self.rules
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers: list[Answer] = [None] * len(tree)
         left = list(range(len(tree)))
         for rule in self.rules:
@@ -384,11 +386,9 @@ class Overlay(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return self.first, self.second
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers = answers_of(self.first, tree, axis_sizes)
         for i, answer in enumerate(answers):
             if answer is None:
@@ -399,7 +399,7 @@ class Overlay(BuiltinRule):
         part = tree.select(open_leaves)
         occupied_outside, ranks = part.occupied, list(map(len, part.shapes))
         first_answers = unoccupied(occupied_outside, [answers[i] for i in open_leaves], ranks)
-        keys = list(zip(occupied_outside, map(claim, first_answers), ranks, strict=True))
+        keys = list(zip(occupied_outside, map(occupied_spec, first_answers), ranks, strict=True))
         known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
         occupied = [known[key] for key in keys]
         part = part.with_occupied(occupied)
@@ -448,11 +448,9 @@ class _Wrapper(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return (self.rule,)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
         memo: dict[tuple[int, int], Answer] = {}
         changed: list[Answer] = []

@@ -65,7 +65,6 @@ class FSDPShardingRule(BuiltinRule):
         return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
         keys = list(zip(tree.shapes, tree.occupied, strict=True))
         chosen = {key: self._choose(*key, axis_sizes) for key in dict.fromkeys(keys)}

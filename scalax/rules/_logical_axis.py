@@ -136,7 +136,6 @@ class LogicalAxisShardingRule(BuiltinRule):
         return f'LogicalAxisShardingRule({", ".join(parts)})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         # Boxes with names can be found in the whole tree only.
         whole, indices = tree.root()
         own_names = names_by_leaf(whole.tree)

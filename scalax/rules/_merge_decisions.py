@@ -16,11 +16,11 @@ from scalax.errors import Problem
 from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
 
 
-def claim(answer: Answer) -> PartitionSpec:
+def occupied_spec(answer: Answer) -> PartitionSpec:
     """The spec that a decision occupies. A stack of layers is not free, though nothing shards it."""
     if not isinstance(answer, Decision) or answer.spec is None:
         return REPLICATED
-    return close(answer.spec, answer.stack) if answer.stack else answer.spec
+    return block_dims(answer.spec, answer.stack) if answer.stack else answer.spec
 
 
 def unoccupied(
@@ -33,7 +33,7 @@ def unoccupied(
         if outer and isinstance(answer, Decision) and answer.spec is not None:
             key = id(answer), outer, rank
             if key not in memo:
-                spec = remainder(outer, answer.spec, rank)
+                spec = unused_part(outer, answer.spec, rank)
                 same = spec == specs.canonical(answer.spec)
                 memo[key] = answer if same else _reduced(answer, spec, outer)
             answer = memo[key]
@@ -61,8 +61,8 @@ def two_meshes(tree: NamedTree, index: int, first: Decision, second: Decision) -
 def merged(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
     """One decision made of two that have specs, about a leaf of this shape."""
     assert first.spec is not None and second.spec is not None
-    free = remainder(claim(first), second.spec, len(shape))
-    filled = joined(first.spec, free)
+    free = unused_part(occupied_spec(first), second.spec, len(shape))
+    filled = fill_free(first.spec, free)
     is_same = filled == specs.canonical(first.spec)
     # A rule whose spec was not used at all did not decide.
     counts = not is_same or not _is_sharded(second.spec) or (second.memory_kind and not first.memory_kind)
@@ -140,11 +140,11 @@ def fill(first: PartitionSpec, second: PartitionSpec, rank: int) -> PartitionSpe
         >>> fill(PartitionSpec(None, 'tp'), PartitionSpec(('fsdp', 'tp'), 'dp'), 2)
         P('fsdp', 'tp')
     """
-    return joined(first, remainder(first, second, rank))
+    return fill_free(first, unused_part(first, second, rank))
 
 
-def joined(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
-    """A spec whose empty dimensions are filled from *free*, which `remainder` gave."""
+def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
+    """A spec whose empty dimensions are filled from *free*, which `unused_part` gave."""
     pairs = itertools.zip_longest(specs.entries(first), specs.entries(free))
     filled = specs.replaced(first, [other if own is None else own for own, other in pairs])
     unreduced, reduced = free.unreduced - _used(first), free.reduced - _used(first)
@@ -158,11 +158,11 @@ def _used(spec: PartitionSpec) -> set[str]:
     return {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
 
 
-def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+def unused_part(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
     """A spec without the dimensions and axes that an outer rule occupies.
 
     Example:
-        >>> remainder(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
+        >>> unused_part(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
     unused = specs.only_axes(spec, set(specs.spec_axes(spec)) - _used(outer))
@@ -170,11 +170,11 @@ def remainder(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partition
     return specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
 
 
-def close(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
+def block_dims(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     """The spec with UNCONSTRAINED in the empty ones of *dims*, so that they are never filled.
 
     Example:
-        >>> close(PartitionSpec('a'), (0, 1))
+        >>> block_dims(PartitionSpec('a'), (0, 1))
         P('a', UNCONSTRAINED)
     """
     entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]

@@ -110,11 +110,9 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return tuple(section.rule for section in self.sections)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         # Only the whole state shows where the parameters are.
         whole, indices = tree.root()
         params = _ParamAnswers(self._known, axis_sizes)

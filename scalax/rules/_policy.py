@@ -49,11 +49,10 @@ class PolicyShardingRule(BuiltinRule):
 
     @property
     def is_pure(self) -> bool:
-        """See `ShardingRule.is_pure`. A function may answer differently each time."""
+        """Never: a function may answer differently each time."""
         return False
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
         answers: list[Answer] = []
         nested: dict[int, ShardingRule] = {}

@@ -70,11 +70,9 @@ class TreePathShardingRule(BuiltinRule):
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """See `ShardingRule.parts`."""
         return tuple(value for _, value in self.rules if isinstance(value, ShardingRule))
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         scalar = Decision(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
         miss = None if self.strict else _MISS
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
@@ -241,7 +239,6 @@ class ExactRankRule(TreePathShardingRule):
         return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """See `ShardingRule.answers`."""
         answers = super().answers(tree, axis_sizes)
         # One decision serves all leaves of a clause; it is checked once for each rank.
         wrong: dict[tuple[int, int, int], Problem | None] = {}

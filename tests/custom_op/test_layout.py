@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import FactorMap, fit, read_rule
+from scalax.custom_op._rule import FactorMap, match_rule, read_rule
 
 P = PartitionSpec
 SIZES = {'x': 2, 'y': 4, 'z': 3}
@@ -20,7 +20,7 @@ def fit_of(
     rule = read_rule(text, options.get('reduction_factors', ()), options.get('need_replication_factors', ()))
     operands = {f'operand {i}': jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
     returned = {f'result {i}': jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(results)}
-    return fit(rule, 'op', operands, returned)
+    return match_rule(rule, 'op', operands, returned)
 
 
 PAIR = fit_of('b c, b -> b c', (8, 12), (8,), results=((8, 12),))

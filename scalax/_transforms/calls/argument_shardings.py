@@ -84,11 +84,13 @@ class ArgumentShardings:
             StructureError: the rules do not have the structure of the arguments.
         """
         shardings = self._by_slot(self.options.in_shardings, call, 'in_shardings', ResolveMode.BOUNDARY)
-        if self.any_explicit and not any(map(any, shardings.values())) and _nowhere(call):
+        if self.any_explicit and not any(map(any, shardings.values())) and _no_leaf_has_sharding(call):
             # JAX cannot know on which devices to run: on all, with the arguments replicated.
             whole = named_sharding(self.mesh, PartitionSpec())
             return {
-                slot: [None if _stays(leaf) else whole for leaf in jax.tree.leaves(call.flat_args[slot])]
+                slot: [
+                    None if _is_immovable(leaf) else whole for leaf in jax.tree.leaves(call.flat_args[slot])
+                ]
                 for slot in shardings
             }
         return shardings
@@ -221,7 +223,7 @@ class ArgumentShardings:
             for slot, rule in by_slot.items()
         }
 
-    def _is_too_odd(self, call: Call, slot: int) -> bool:
+    def _spec_given_but_indivisible(self, call: Call, slot: int) -> bool:
         """Whether a spec shards an argument that nothing shards: its rows do not divide, and need not."""
         outside = self._rules_given(self.options.in_shardings, call)[slot]
         given = self._rules_given(self.options.args_sharding_constraint, call)[slot] or outside
@@ -237,7 +239,7 @@ class ArgumentShardings:
         for slot in sorted({slot for slot, _ in rows}):
             given = [shardings[slot][i] for s, i in rows if s == slot]
             sharded = any(sharding is not None and spec_axes(sharding.spec) for sharding in given)
-            if not sharded and not self._is_too_odd(call, slot):
+            if not sharded and not self._spec_given_but_indivisible(call, slot):
                 axis = next((name for name, size in self.mesh.shape.items() if size > 1), 'data')
                 raise ArgumentError(
                     f'{call.path(slot) or "the keywords"} of {self.signature.name} is said to be a batch '
@@ -301,7 +303,7 @@ class ArgumentShardings:
         if self.any_explicit and not any(map(len, arguments.values())):
             # Without an argument JAX does not know on which devices to run.
             shardings = [
-                given or (None if _stays(leaf) else self._by_type(struct))
+                given or (None if _is_immovable(leaf) else self._by_type(struct))
                 for given, leaf, struct in zip(shardings, leaves, structs, strict=True)
             ]
         return shardings
@@ -451,7 +453,7 @@ def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:
     return [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _nowhere(call: Call) -> bool:
+def _no_leaf_has_sharding(call: Call) -> bool:
     """Whether no argument has a type that holds a sharding."""
     return all(_struct(leaf).sharding is None for leaf in jax.tree.leaves(call.data))
 
@@ -476,7 +478,7 @@ def _of_no_arrays(resolution: Resolution) -> list[Problem]:
     return problems
 
 
-def _stays(leaf: Any) -> bool:
+def _is_immovable(leaf: Any) -> bool:
     """Whether a leaf is no array, or a reference to one, which only its owner moves."""
     return isinstance(leaf, jax.Ref) or is_opaque(type_of(leaf))
 

@@ -223,7 +223,7 @@ def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
 
     Where whole copies are asked for, JAX takes a whole copy on any device.
     """
-    if sharding is None or not is_elsewhere(leaf, sharding):
+    if sharding is None or not committed_elsewhere(leaf, sharding):
         return False
     if isinstance(leaf, jax.Ref):
         return True
@@ -231,7 +231,7 @@ def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
     return not (whole and leaf.sharding.memory_kind == sharding.memory_kind)
 
 
-def is_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
+def committed_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
     """Whether an array is committed to anything but *sharding*."""
     if sharding is None or not (is_reference(leaf) or (is_concrete(leaf) and leaf.committed)):
         return False

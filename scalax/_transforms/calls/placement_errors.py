@@ -18,8 +18,8 @@ from scalax._trace.constraints import is_compiled, is_in_types
 from scalax._transforms.calls.call_key import Call, type_of
 from scalax._transforms.calls.placement import (
     Shardings,
+    committed_elsewhere,
     is_concrete,
-    is_elsewhere,
     is_mismatched,
     is_reference,
     same_types,
@@ -201,16 +201,16 @@ def _other_devices(sharded: ShardedCall) -> MeshError | None:
     )
 
 
-def _elsewhere(sharded: ShardedCall) -> PlacementError | None:
+def _off_mesh_error(sharded: ShardedCall) -> PlacementError | None:
     """The error about arrays of other devices that no rule gives a sharding."""
     listed = sharded.listed(
-        lambda leaf, sharding: sharding is None and lies_elsewhere(leaf, sharded.mesh),
+        lambda leaf, sharding: sharding is None and on_other_devices(leaf, sharded.mesh),
         lambda leaf, _: f'{_short(leaf.sharding)}{_of_devices(leaf.sharding)}',
     )
-    return _off_the_mesh(sharded.call, listed) if listed else None
+    return _of_leaves_off_mesh(sharded.call, listed) if listed else None
 
 
-def _off_the_mesh(call: Call, listed: str) -> PlacementError:
+def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
     return PlacementError(
         f'{call.signature.name} got arrays that are not on its mesh, and in_shardings does not say where '
         f'they belong:\n{listed}\n'
@@ -221,12 +221,12 @@ def _off_the_mesh(call: Call, listed: str) -> PlacementError:
 
 def _mismatched(sharded: ShardedCall) -> PlacementError | None:
     """The error about arrays that are committed to another sharding than asked."""
-    wrong = is_mismatched if sharded.any_rule else is_elsewhere
+    wrong = is_mismatched if sharded.any_rule else committed_elsewhere
     if sharded.moves or not sharded.any(wrong):
         return None
     listed, name = sharded.listed(wrong, _beside(lambda leaf: leaf.sharding)), sharded.call.signature.name
     if not sharded.any_rule:
-        return _off_the_mesh(sharded.call, listed)
+        return _of_leaves_off_mesh(sharded.call, listed)
     return PlacementError(
         f'{name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
@@ -303,14 +303,14 @@ def _is_part(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 
 def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
-    return lambda leaf, sharding: '{}, asked: {}'.format(*told_apart(sharding_of(leaf), sharding))
+    return lambda leaf, sharding: '{}, asked: {}'.format(*describe_difference(sharding_of(leaf), sharding))
 
 
 # What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
 # that an explanation returns is raised.
 _EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError | None]], ...] = (
     (ValueError, _other_devices),
-    (ValueError, _elsewhere),
+    (ValueError, _off_mesh_error),
     (Exception, _mismatched),
     (ValueError, _refused),
     (ValueError, _of_the_host),
@@ -336,7 +336,7 @@ def _inner_sharding(leaf: Any) -> Any:
     return seen[-1]
 
 
-def lies_elsewhere(leaf: Any, mesh: Any) -> bool:
+def on_other_devices(leaf: Any, mesh: Any) -> bool:
     """Whether an array is committed to other devices than those of *mesh*, or in another order."""
     if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
         return False
@@ -376,7 +376,7 @@ def _on_several(leaf: Any, sharding: NamedSharding | None) -> bool:
     )
 
 
-def told_apart(first: Any, second: Any) -> tuple[str, str]:
+def describe_difference(first: Any, second: Any) -> tuple[str, str]:
     """Two shardings that differ, in as few words as show it."""
     texts = _short(first), _short(second)
     if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):

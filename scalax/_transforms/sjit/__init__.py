@@ -4,7 +4,7 @@ The stages of a call are listed in `dispatch`; `function` is what users get, `ca
 """
 
 from scalax._transforms.calls.call_signature import name_of
-from scalax._transforms.calls.placement_errors import told_apart
+from scalax._transforms.calls.placement_errors import describe_difference
 from scalax._transforms.sjit.function import (
     SjitFunction,
     batch_of,
@@ -22,5 +22,5 @@ __all__ = [
     'options_of',
     'owner_of',
     'sjit',
-    'told_apart',
+    'describe_difference',
 ]

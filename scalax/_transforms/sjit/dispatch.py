@@ -168,14 +168,14 @@ class Dispatcher:
             call = Call.of(self.signature, flat_args)
             if self._runs_inline():
                 return self._inline(call)
-            if self._retyped_at_once():
+            if self._in_eager_axis_modes():
                 return self._inline_compiled(call.layout)(*flat_args)
             self._require_devices()
             placement_errors.reject_deleted(call)
             read = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
                 return self._function.run(call, self._shardings_in(call, read.state))[0]
-            with self._said_if_slow(read):
+            with self._progress(read):
                 entry = self._find(read)
                 placed_args = self._placed(read, placement.moved)
                 moves = dataclasses.replace(read.moves, mismatched=False)
@@ -194,7 +194,7 @@ class Dispatcher:
         if not constraints.is_compiled():  # a jax.jit around it may lower for devices that are not here
             meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
 
-    def _said_if_slow(self, read: ReadCall) -> contextlib.AbstractContextManager[Any]:
+    def _progress(self, read: ReadCall) -> contextlib.AbstractContextManager[Any]:
         """Says what takes long where a call has to be traced and compiled."""
         if read.state.entry is not None and read.state.entry.outputs_checked:
             return contextlib.nullcontext()
@@ -433,9 +433,9 @@ class Dispatcher:
         ambient = jax.sharding.get_abstract_mesh()
         if ambient.empty:
             return False
-        return bool(ambient.manual_axes) or constraints.mesh_in_force(self.mesh) is not self.mesh
+        return bool(ambient.manual_axes) or constraints.retyped_mesh(self.mesh) is not self.mesh
 
-    def _retyped_at_once(self) -> bool:
+    def _in_eager_axis_modes(self) -> bool:
         """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
 
         The types of axes in force then differ from those of ``jax.set_mesh``.
@@ -461,7 +461,7 @@ class Dispatcher:
         call_key(call)  # raises about leaves that are not arrays
         if _inside_manual_region():
             return self._function.run_inline(call)
-        mesh = constraints.mesh_in_force(self.mesh)
+        mesh = constraints.retyped_mesh(self.mesh)
         rules = ArgumentShardings(self.helper, self.signature, self.options, mesh)
         arguments, sharded = rules.arguments(call), list(call.flat_args)
         for asked in (arguments, rules.constraints(call)):
@@ -501,7 +501,7 @@ class Dispatcher:
         if shardings is None:
             if key.paths is not None and not self.args_placed:
                 raise self._wrong_program()  # later calls have to pass `Program.check_paths`
-            entry = None if jax.config.jax_disable_jit else self._join(call, key)
+            entry = None if jax.config.jax_disable_jit else self._adopt_key(call, key)
             if entry is None or entry.program.shardings is not mine:
                 raise self._wrong_program()
             shardings = entry.shardings
@@ -510,7 +510,7 @@ class Dispatcher:
             mine.put(key, found)
         return outputs
 
-    def _join(self, call: Call, key: CallKey) -> ProgramEntry | None:
+    def _adopt_key(self, call: Call, key: CallKey) -> ProgramEntry | None:
         """The program of a call key that some program was tried for; None if types are not right yet."""
         state = self._state(key, call)
         if state.entry is not None:

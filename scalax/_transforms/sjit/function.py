@@ -191,7 +191,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
-    """See `MeshShardingHelper.sjit`, which is documented for users; *given* are the fields of `Options`."""
+    """Compiles a function with shardings that rules give; *given* are the fields of `Options`."""
     options = Options(**given)
     if not callable(fun):
         raise ArgumentError(
@@ -226,14 +226,14 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
     options = dataclasses.replace(options, annotation_shardings=bindings)
     dispatcher = dispatcher_of(helper, fun, signature, options)
     function: SjitFunction[Given, Result] = SjitFunction(
-        dressed(generate_caller(signature, dispatcher), fun, signature.name)
+        copy_metadata(generate_caller(signature, dispatcher), fun, signature.name)
     )
     function._dispatcher, function._given = dispatcher, (helper, fun, given)
-    dressed(function, fun, signature.name)
+    copy_metadata(function, fun, signature.name)
     return function
 
 
-def dressed(call: Any, fun: Callable[..., Any], name: str) -> Any:
+def copy_metadata(call: Any, fun: Callable[..., Any], name: str) -> Any:
     """Gives a callable the name, documentation, signature and attributes of the user's function."""
     functools.update_wrapper(call, fun, updated=())
     if not hasattr(fun, '__name__'):

@@ -1,0 +1,143 @@
+"""How far a reader has to follow one call: the functions of scalax on its way, files, and changes of file.
+
+`LIMITS` has the numbers of today. They may only go down: a change that shortens the way lowers them, and none
+raises them. The aim of a first call is 200 calls, 15 files and 70 changes of file, and 160, 13 and 55 where
+no batch is followed.
+
+A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
+of file is a call into another file than the call before. What follows the batch (`scalax._follow`) is left
+out, as is what the first function of a helper imports and caches.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scalax
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+FOLDER = f'{Path(scalax.__file__).parent}/'
+GENERATED = '<scalax '  # the "file" of the function that users call
+FOLLOWED = f'{FOLDER}_follow/'
+COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # frames of their own up to Python 3.11
+GUARDED = jax.__version_info__ < (0, 11, 1)  # a deleted argument ends the process there, and is looked for
+RULE = FSDPShardingRule('data', min_fsdp_size=1)
+
+
+class Way(NamedTuple):
+    """What a call passes."""
+
+    calls: int
+    files: int
+    changes: int
+
+
+LIMITS = {
+    'made': Way(90, 14, 33),
+    'first': Way(321, 25, 164) if GUARDED else Way(318, 25, 162),
+    'another length': Way(291, 20, 151) if GUARDED else Way(289, 20, 150),
+    'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
+    'first, not followed': Way(301, 24, 158) if GUARDED else Way(299, 24, 156),
+    'another length, not followed': Way(273, 19, 147) if GUARDED else Way(272, 19, 146),
+}
+
+
+@contextlib.contextmanager
+def passed() -> Iterator[list[tuple[str, str]]]:
+    """The files and names of the functions that this thread calls in the block."""
+    found: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        ours = code.co_filename.startswith((FOLDER, GENERATED)) and not code.co_filename.startswith(FOLLOWED)
+        if event == 'call' and ours and code.co_name not in COMPREHENSIONS:
+            found.append((code.co_filename, code.co_name))
+
+    before = sys.getprofile()
+    gc.disable()  # what is freed when it happens to be is no part of the way
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+
+
+def way_of(found: list[tuple[str, str]]) -> Way:
+    """The numbers of what was passed."""
+    files = [file for file, _ in found]
+    return Way(len(files), len(set(files)), sum(map(str.__ne__, files, files[1:])))
+
+
+def compiled(helper: MeshShardingHelper) -> Any:
+    """A step of training that nobody has called yet."""
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(batch @ params['w']) ** 2)
+
+        return jax.tree.map(lambda weight, grad: weight - 0.1 * grad, params, jax.grad(loss)(params))
+
+    return helper.sjit(step, in_shardings=(RULE, P('data')))
+
+
+@functools.cache
+def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
+    """What is passed by each call of `LIMITS`."""
+    ways = {}
+    for followed in (True, False):
+        helper = MeshShardingHelper([8], ['data'], follow_batch=followed)
+        params = helper.shard({'w': np.ones((16, 8), np.float32)}, RULE)
+        short, long = (helper.shard(np.ones((rows, 16), np.float32), P('data')) for rows in (8, 16))
+        another = compiled(helper)  # imports everything, and fills the caches of meshes and rules
+        for batch in (short, long):
+            another(params, batch)
+        with passed() as made:
+            function = compiled(helper)
+        with passed() as first:
+            function(params, short)
+        with passed() as again:
+            function(params, short)
+        with passed() as longer:
+            function(params, long)
+        if followed:
+            ways |= {'made': made, 'first': first, 'another length': longer, 'again': again}
+        else:
+            ways |= {'first, not followed': first, 'another length, not followed': longer}
+    return ways
+
+
+@pytest.mark.parametrize('call', LIMITS)
+def test_no_call_passes_more_than_it_did(call):
+    found = found_on_the_way()[call]
+    way, limit = way_of(found), LIMITS[call]
+    most = collections.Counter(f'{Path(file).name}: {name}' for file, name in found).most_common(20)
+    listed = '\n'.join(f'{count:4} {place}' for place, count in most)
+    assert all(map(int.__le__, way, limit)), f'{call}: {way} passes more than {limit}:\n{listed}'
+
+
+def test_everything_of_ours_on_the_way_is_counted():
+    with passed() as found:
+        P('data')
+    assert way_of(found) == Way(0, 0, 0)
+    helper = MeshShardingHelper([8], ['data'])
+    with passed() as found:
+        assert helper.follow_batch and len(helper.mesh.axis_names) == 1
+    assert [name for _, name in found] == ['follow_batch', 'mesh']
+    assert way_of(found) == Way(2, 1, 0)
+    names = {name for _, name in found_on_the_way()['first']}
+    assert {'step', 'dispatch', 'is_rule'} <= names  # what is generated, ours, and ours as called by JAX
