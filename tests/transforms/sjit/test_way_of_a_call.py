@@ -15,6 +15,9 @@ import collections
 import contextlib
 import functools
 import gc
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ import pytest
 import scalax
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support import ROOT
 
 FOLDER = f'{Path(scalax.__file__).parent}/'
 GENERATED = '<scalax '  # the "file" of the function that users call
@@ -97,7 +101,17 @@ def compiled(helper: MeshShardingHelper) -> Any:
 
 @functools.cache
 def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
-    """What is passed by each call of `LIMITS`."""
+    """What is passed by each call of `LIMITS`, in a process of its own.
+
+    Here other tests may have imported libraries whose types are looked for since.
+    """
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return {call: [*map(tuple, found)] for call, found in json.loads(done.stdout).items()}
+
+
+def measured() -> dict[str, list[tuple[str, str]]]:
     ways = {}
     for followed in (True, False):
         helper = MeshShardingHelper([8], ['data'], follow_batch=followed)
@@ -141,3 +155,8 @@ def test_everything_of_ours_on_the_way_is_counted():
     assert way_of(found) == Way(2, 1, 0)
     names = {name for _, name in found_on_the_way()['first']}
     assert {'step', 'dispatch', 'is_rule'} <= names  # what is generated, ours, and ours as called by JAX
+
+
+if __name__ == '__main__':
+    jax.config.update('jax_num_cpu_devices', 8)
+    print(json.dumps(measured()))
