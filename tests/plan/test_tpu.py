@@ -102,6 +102,7 @@ def block():
     return v5e().plan(step, *arguments)
 
 
+@tpu_compiler.newest
 def test_a_plan_counts_what_its_executable_runs():
     step, arguments = train_step(v5e(), 4, 256, 1024)
     text = step.lower(*arguments).compile().as_text()
@@ -141,6 +142,7 @@ def matmul_in_full():
     return v5e().plan(step, *arguments)
 
 
+@tpu_compiler.newest
 def test_memory_is_the_compilers_own():
     plan = matmul_in_full()
     step, arguments = matmul()

@@ -128,7 +128,7 @@ def found():
     return search(lambda helper: make_step(helper, tokens=10240), 'v5e:2x4', ['fsdp', 'tp'], full=1)
 
 
-@tpu_compiler.needed
+@tpu_compiler.newest
 def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert {tuple(candidate.mesh.values()) for candidate in found.candidates} == {
         *((8, 1), (4, 2), (2, 4), (1, 8))
@@ -145,7 +145,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert alone.cells[3] == 'ici:tp'
 
 
-@tpu_compiler.needed
+@tpu_compiler.newest
 def test_the_table(found):
     lines = found.to_text(120).splitlines()
     assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
