@@ -183,7 +183,8 @@ def test_the_least_time_is_a_lower_bound(name: str) -> None:
     least, most = seconds_by_hand(name)
     network = sum(row.seconds for row in roofline.communication)
     assert least <= network <= most
-    assert max(roofline.compute, roofline.hbm) <= step.bound <= step.estimate
+    # The bound is a sum over phases, and may be rounded otherwise than the total of all.
+    assert max(roofline.compute, roofline.hbm) <= step.bound * (1 + 1e-12) <= step.estimate * (1 + 1e-12)
     assert step.estimate == pytest.approx(
         roofline.compute + roofline.hbm + network + roofline.to_host + roofline.from_host
     )
